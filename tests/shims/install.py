@@ -1,0 +1,27 @@
+"""Prepares a virtual environment for tests on a machine without CUDA and without a system FFmpeg.
+
+Run with the environment's own Python. Installs the torchvision shim, and gives the FFmpeg libraries that PyAV ships
+the plain names torchcodec looks for; the folder is printed, to be put on `LD_LIBRARY_PATH`.
+"""
+
+import re
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+
+site = Path(sysconfig.get_path("purelib"))
+shutil.copy(Path(__file__).with_name("torchvision_cpu.py"), site / "_torchvision_cpu.py")
+(site / "_torchvision_cpu.pth").write_text("import _torchvision_cpu\n")
+
+folder = Path(sys.prefix) / "ffmpeg"
+folder.mkdir(exist_ok=True)
+for library in (site / "av.libs").glob("*.so.*"):
+    plain = folder / re.sub(r"-[0-9a-f]{8}(?=\.so)", "", library.name)
+    # torchcodec asks for libavutil.so.60, PyAV ships libavutil-<hash>.so.60.8.100
+    for name in (plain.name, re.sub(r"(\.so\.\d+).*", r"\1", plain.name)):
+        link = folder / name
+        if not link.exists():
+            link.symlink_to(library)
+print(folder)

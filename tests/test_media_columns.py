@@ -1,0 +1,291 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows go in with media columns and come out as messages with references, whose order and number never change."""
+
+import copy
+import json
+import pickle
+
+import datasets
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from trl.data_utils import prepare_multimodal_messages
+from trl.trainer.utils import print_prompt_completions_sample
+
+from trl_multimodal_rft.media.columns import (
+    MEDIA_COLUMNS,
+    MediaError,
+    MediaRef,
+    iter_refs,
+    restore_media,
+    rows_to_messages,
+    strip_media,
+)
+
+
+def user(*content):
+    return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def prompt_of(row):
+    return rows_to_messages([row])[0]["prompt"]
+
+
+def sources(value):
+    return [ref.source for ref in iter_refs(value)]
+
+
+def test_reference_is_never_copied_and_travels_as_text():
+    ref = MediaRef("audio", "a.wav", {"sampling_rate": 8000}, "audio", 3)
+    messages = user({"type": "audio", "audio": ref})
+    assert repr(ref) == "<audio>"
+    assert copy.copy(ref) is ref
+    assert copy.deepcopy(messages) == messages
+    assert pickle.loads(pickle.dumps(messages)) == user({"type": "audio", "audio": "<audio>"})
+    assert ref != MediaRef("audio", "a.wav", {"sampling_rate": 8000}, "audio", 3)
+
+
+def test_columns_without_placeholders_go_before_the_first_user_text():
+    row = {
+        "prompt": [{"role": "system", "content": "Be brief."}, *user("Which <image> is it?"), *user("Well?")],
+        "audio": "a.wav",
+        "videos": ["v.mp4"],
+        "images": ["i.png", "j.png"],
+        "answer": "cat",
+    }
+    before = copy.deepcopy(row)
+    (out,) = rows_to_messages([row])
+    assert row == before
+    assert out.keys() == {"prompt", "answer"}
+    assert out["answer"] == "cat"
+    system, first, second = out["prompt"]
+    assert system["content"] == [text("Be brief.")]
+    assert [block["type"] for block in first["content"]] == ["image", "image", "video", "audio", "text"]
+    assert first["content"][-1] == text("Which <image> is it?")
+    assert second["content"] == [text("Well?")]
+    assert sources(out["prompt"]) == ["i.png", "j.png", "v.mp4", "a.wav"]
+    assert [ref.column for ref in iter_refs(out["prompt"])] == ["images[0]", "images[1]", "videos[0]", "audio"]
+    assert all(ref.row == 0 and ref.options == {} for ref in iter_refs(out["prompt"]))
+
+
+def test_images_are_placed_as_trl_places_them():
+    images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    for prompt in (
+        [*user("Compare."), {"role": "assistant", "content": "Same."}, *user("Sure?")],
+        user(text("First"), {"type": "image"}, text("second"), {"type": "image"}, text("?")),
+    ):
+        assert restore_media(prompt_of({"prompt": prompt, "images": images})) == prepare_multimodal_messages(
+            prompt, images=images
+        )
+
+
+def test_placeholders_take_the_media_in_order_with_their_own_options():
+    prompt = [
+        *user({"type": "image", "max_pixels": 100}, text("or"), {"type": "audio"}),
+        {"role": "assistant", "content": "Both."},
+        *user(text("And"), {"type": "image", "max_pixels": None}, text("?")),
+    ]
+    out = prompt_of({"prompt": prompt, "images": ["i.png", "j.png"], "audio": "a.wav"})
+    assert [[block["type"] for block in message["content"]] for message in out] == [
+        ["image", "text", "audio"],
+        ["text"],
+        ["text", "image", "text"],
+    ]
+    assert [(ref.source, ref.options, ref.column) for ref in iter_refs(out)] == [
+        ("i.png", {"max_pixels": 100}, "images[0]"),
+        ("a.wav", {}, "audio"),
+        ("j.png", {}, "images[1]"),
+    ]
+
+
+def test_placeholders_of_one_kind_leave_the_other_kinds_at_the_start():
+    out = prompt_of({"prompt": user(text("Hear"), {"type": "audio"}), "audio": "a.wav", "image": "i.png"})
+    assert [block["type"] for block in out[0]["content"]] == ["image", "text", "audio"]
+
+
+@pytest.mark.parametrize(
+    ("block", "source", "options"),
+    [
+        ({"type": "audio", "audio": "a.wav", "sampling_rate": 8000}, "a.wav", {"sampling_rate": 8000}),
+        ({"type": "audio", "audio_url": "http://host/a.wav"}, "http://host/a.wav", {}),
+        ({"type": "audio", "bytes": b"RIFF", "path": "a.wav"}, b"RIFF", {}),
+        ({"type": "image", "path": "i.png", "min_pixels": 4}, "i.png", {"min_pixels": 4}),
+        ({"type": "image", "url": "http://host/i.png"}, "http://host/i.png", {}),
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, {"url": "data:,"}, {}),
+        ({"type": "video", "video_url": "v.mp4", "fps": 2.0}, "v.mp4", {"fps": 2.0}),
+        ({"type": "video", "video": ["0.png", "1.png"]}, ["0.png", "1.png"], {}),
+    ],
+)
+def test_inline_media_keep_their_place(block, source, options):
+    content = prompt_of({"prompt": user(text("Here:"), block, text("?"))})[0]["content"]
+    kind = block["type"].removesuffix("_url")
+    assert content[0] == text("Here:")
+    assert content[2] == text("?")
+    assert content[1].keys() == {"type", kind}
+    ref = content[1][kind]
+    assert (content[1]["type"], ref.kind, ref.source, ref.options) == (kind, kind, source, options)
+    assert ref.column == "prompt[0].content[1]"
+
+
+def test_inline_media_do_not_count_as_placeholders():
+    prompt = user({"type": "image", "image": "inline.png"}, text("then"), {"type": "image"})
+    assert sources(prompt_of({"prompt": prompt, "image": "column.png"})) == ["inline.png", "column.png"]
+
+
+def test_none_filled_by_arrow_is_dropped():
+    rows = [
+        {
+            "prompt": [
+                {"role": "user", "content": [{"type": "image", "path": "i.png"}, text("Colour?")]},
+                {"role": "assistant", "content": [text("Red.")], "name": "bot"},
+            ],
+            "audio": {"path": "a.wav"},
+        },
+        {"prompt": user({"type": "video", "path": "v.mp4", "fps": 2.0}, text("What?")), "audio": {"path": None}},
+    ]
+    table = datasets.Dataset.from_list(rows)
+    assert table[0]["prompt"][0]["content"][1] == {"type": "text", "path": None, "text": "Colour?", "fps": None}
+    first, second = rows_to_messages(list(table))
+    assert first["prompt"][0]["content"][2] == text("Colour?")
+    assert "name" not in first["prompt"][0]
+    assert first["prompt"][1] == {"role": "assistant", "content": [text("Red.")], "name": "bot"}
+    assert sources(first) == [{"path": "a.wav"}, "i.png"]
+    assert sources(second) == ["v.mp4"]
+    assert next(iter_refs(second)).options == {"fps": 2.0}
+
+
+def test_plain_text_without_media_is_left_to_trl():
+    rows = [{"prompt": "Hello <image>", "image": None}, {"prompt": "Bye", "images": []}]
+    assert rows_to_messages(rows) == [{"prompt": "Hello <image>"}, {"prompt": "Bye"}]
+    chat = {"prompt": user("Hello"), "audio": None}
+    assert rows_to_messages([chat]) == [{"prompt": user("Hello")}]
+
+
+@pytest.mark.parametrize("other", [{"prompt": "Who?", "audio": "a.wav"}, {"prompt": user("Hi")}])
+def test_one_batch_has_one_form(other):
+    plain, other = rows_to_messages([{"prompt": "What?", "audio": None}, other])
+    content = [text("What?")] if sources(other) else "What?"
+    assert plain["prompt"] == [{"role": "user", "content": content}]
+    assert isinstance(other["prompt"][0]["content"], type(content))
+
+
+def test_kinds_mix_in_one_batch():
+    rows = [{"prompt": user("?"), **dict.fromkeys(MEDIA_COLUMNS)} for _ in range(4)]
+    rows[0]["image"], rows[1]["audios"], rows[2]["video"] = "i.png", ["a.wav", "b.wav"], ["0.png", "1.png"]
+    out = rows_to_messages(rows)
+    assert [sources(row) for row in out] == [["i.png"], ["a.wav", "b.wav"], [["0.png", "1.png"]], []]
+    assert [{ref.row for ref in iter_refs(row)} for row in out] == [{0}, {1}, {2}, set()]
+
+
+def test_tool_calls_survive():
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "zoom", "arguments": {"x": 1}}}],
+    }
+    out = prompt_of({"prompt": [*user("Zoom"), call, {"role": "tool", "content": "done"}], "image": "i.png"})
+    assert out[1] == call
+    assert strip_media(out)[1] == {**call, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "i", "images": ["j"]}, "row 1, column 'images': the row also has 'image'; set one"),
+        ({"image": ["i"]}, "row 1, column 'image': holds a list; rename the column to 'images'"),
+        ({"images": "i"}, "row 1, column 'images': holds a str, not a list; rename the column to 'image'"),
+        ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
+        (
+            {"prompt": user({"type": "image"}, {"type": "image"}, text("?")), "images": ["i", "j", "k"]},
+            "row 1, column 'images': 3 for 2 image placeholders in the prompt; write one {'type': 'image'} block",
+        ),
+        (
+            {"prompt": user(text("?"), {"type": "video", "fps": 2}), "audio": "a"},
+            "row 1, column 'prompt[0].content[1]': placeholder without video; add the video inline, or in column",
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "Listen."}], "audio": "a"},
+            "row 1, column 'audio': no user message to put it in; add one",
+        ),
+        (
+            {"prompt": user({"text": "?"})},
+            "row 1, column 'prompt[0].content[0]': a content block must be a dictionary",
+        ),
+    ],
+)
+def test_misplaced_media_are_named(row, message):
+    with pytest.raises(MediaError) as error:
+        rows_to_messages([{"prompt": "fine"}, {"prompt": user("?"), **row}])
+    assert str(error.value).startswith(message)
+
+
+def test_stripped_prompts_can_be_logged(tmp_path, capsys):
+    rows = [
+        {"prompt": user("What do you hear?"), "audio": {"bytes": b"\x00", "path": None}},
+        {"prompt": user(text("Look"), {"type": "image", "image": Image.new("RGB", (2, 2))}, text("!"))},
+        {"prompt": "Hello"},
+    ]
+    out = rows_to_messages(rows)
+    prompts = strip_media([row["prompt"] for row in out])
+    assert prompts == [user("<audio>What do you hear?"), user("Look<image>!"), user("Hello")]
+    assert strip_media(out[0]["prompt"][0]["content"][0]) == {"type": "audio", "audio": "<audio>"}
+    assert json.loads(json.dumps(prompts)) == prompts
+    pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "log.parquet")
+    assert [list(p) for p in pd.read_parquet(tmp_path / "log.parquet")["prompt"]] == prompts
+    print_prompt_completions_sample(prompts, [user("x")] * 3, {"r": [0.0] * 3}, [0.0] * 3, step=1)
+    assert "<audio>What do you hear?" in capsys.readouterr().out
+    assert len(sources(out)) == 2  # logging takes nothing from the prompts themselves
+
+
+def test_restored_prompts_hold_the_raw_media():
+    array = [0.0, 0.5]
+    medium = {"array": array, "sampling_rate": 8000}
+    out = rows_to_messages([{"prompt": user("?"), "audio": medium, "extra": (1, 2)}])
+    assert restore_media(out) == [{"prompt": user({"type": "audio", "audio": medium}, text("?")), "extra": (1, 2)}]
+    assert restore_media(out)[0]["prompt"][0]["content"][0]["audio"] is medium
+
+
+KINDS = ("image", "video", "audio")
+blocks = st.one_of(
+    st.text(max_size=5).map(text),
+    st.sampled_from(KINDS).map(lambda kind: {"type": kind}),
+    st.sampled_from(KINDS).map(lambda kind: {"type": kind, kind: f"inline {kind}"}),
+)
+chats = st.lists(st.lists(blocks, max_size=5), min_size=1, max_size=3)
+
+
+@given(chats)
+def test_every_placeholder_is_filled_and_nothing_moves(contents):
+    prompt = [{"role": role, "content": c} for role, c in zip(["user", "assistant", "user"], contents, strict=False)]
+    everything = [block for content in contents for block in content]
+    columns = {kind: [f"{kind} {i}" for i in range(everything.count({"type": kind}))] for kind in KINDS}
+    row = {"prompt": prompt, **{f"{kind}s": media for kind, media in columns.items()}}
+    before = copy.deepcopy(row)
+    out = restore_media(rows_to_messages([row]))[0]["prompt"]
+    assert row == before
+    supply = {kind: iter(media) for kind, media in columns.items()}
+    expected = [
+        {**b, b["type"]: next(supply[b["type"]])} if b in [{"type": k} for k in KINDS] else b for b in everything
+    ]
+    assert [block for message in out for block in message["content"]] == expected
+    assert [len(message["content"]) for message in out] == [len(content) for content in contents]
+
+
+@given(chats, st.sampled_from(KINDS), st.integers(0, 20))
+def test_a_wrong_number_of_media_never_passes(contents, kind, number):
+    prompt = [{"role": "user", "content": content} for content in contents]
+    placeholders = [block for content in contents for block in content if block == {"type": kind}]
+    others = {f"{k}s": ["x"] * sum(c.count({"type": k}) for c in contents) for k in KINDS if k != kind}
+    row = {"prompt": prompt, **others, f"{kind}s": ["x"] * number}
+    if placeholders and number != len(placeholders):
+        with pytest.raises(MediaError, match=kind):
+            rows_to_messages([row])
+    else:
+        inline = sum(block == {"type": kind, kind: f"inline {kind}"} for content in contents for block in content)
+        assert sum(ref.kind == kind for ref in iter_refs(rows_to_messages([row]))) == number + inline

@@ -1,0 +1,556 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Real files in every accepted form, decoded; and every way in which a medium can be unusable, named."""
+
+import base64
+import functools
+import http.server
+import sys
+import threading
+
+import av
+import datasets
+import families
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from transformers.utils import is_torchcodec_usable
+
+from trl_multimodal_rft.media import loading
+from trl_multimodal_rft.media.columns import MediaError, MediaRef
+from trl_multimodal_rft.media.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
+
+
+RATE, FPS, FRAMES, WIDTH, HEIGHT = 16000, 10, 20, 96, 64
+RED = (200, 30, 40)
+
+needs_torchcodec = pytest.mark.skipif(
+    not is_torchcodec_usable(decode="video"), reason="torchcodec or the FFmpeg it needs can't be loaded"
+)
+
+
+def ref(kind, source, **options):
+    return MediaRef(kind, source, options, kind, 3)
+
+
+def tone(rate, seconds=0.5, hertz=440.0):
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(round(rate * seconds)) / rate)).astype(np.float32)
+
+
+def frequency(samples, rate=RATE):
+    return np.abs(np.fft.rfft(samples)).argmax() * rate / len(samples)
+
+
+def write_video(path, codec="libx264"):
+    """Frames of rising brightness: frame i is grey 12 i on the left, and black on the right."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=FPS, options={"crf": "10"})
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for i in range(FRAMES):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame(i), format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def frame(i):
+    pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    pixels[:, : WIDTH // 2] = 12 * i
+    return pixels
+
+
+def shown(frames):
+    """Which frames of `write_video` these are."""
+    return [round(float(f[8:-8, 8 : f.shape[1] // 2 - 8].mean()) / 12) for f in np.asarray(frames)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media files")
+    Image.new("RGB", (6, 4), RED).save(folder / "i.png")
+    soundfile.write(folder / "a.wav", tone(RATE), RATE)
+    write_video(folder / "v.mp4")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(folder):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(params=["torchcodec", "pyav"])
+def decoder(request, monkeypatch):
+    if request.param == "pyav":
+        monkeypatch.setattr(loading, "is_torchcodec_usable", lambda decode: False)
+    elif not is_torchcodec_usable(decode="video"):
+        pytest.skip("torchcodec or the FFmpeg it needs can't be loaded")
+
+
+def forms(path, site, mime):
+    """The forms in which a file can be given."""
+    data = path.read_bytes()
+    return {
+        "str": str(path),
+        "path": path,
+        "file url": path.as_uri(),
+        "http": f"{site}/{path.name}",
+        "bytes": data,
+        "datasets bytes": {"bytes": data, "path": "elsewhere"},
+        "datasets path": {"bytes": None, "path": str(path)},
+        "openai": {"url": f"{site}/{path.name}"},
+        "data uri": f"data:{mime};base64,{base64.b64encode(data).decode()}",
+    }
+
+
+FORMS = ("str", "path", "file url", "http", "bytes", "datasets bytes", "datasets path", "openai", "data uri")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_are_read_in_every_form(folder, site, form):
+    image = load_image(ref("image", forms(folder / "i.png", site, "image/png")[form]))
+    assert (image.mode, image.size, image.getpixel((5, 3))) == ("RGB", (6, 4), RED)
+    audio = load_audio(ref("audio", forms(folder / "a.wav", site, "audio/wav")[form]), RATE)
+    np.testing.assert_allclose(audio, tone(RATE), atol=1 / 32768)
+    frames, metadata = load_video(ref("video", forms(folder / "v.mp4", site, "video/mp4")[form]))
+    assert shown(frames) == list(range(FRAMES))
+    assert metadata["fps"] == FPS
+
+
+# Images
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "PA", "L", "LA", "CMYK"])
+def test_images_of_every_mode_become_rgb(tmp_path, mode):
+    original = Image.new("RGB", (6, 4), RED).convert(mode)
+    path = tmp_path / ("i.tiff" if mode in ("CMYK", "PA") else "i.png")
+    if mode != "PA":  # no file format holds it
+        original.save(path)
+    image = load_image(ref("image", original if mode == "PA" else path))
+    grey = Image.new("RGB", (1, 1), RED).convert("L").getpixel((0, 0))
+    expected = {"L": (grey,) * 3, "LA": (grey,) * 3}.get(mode, RED)
+    assert (image.mode, image.size) == ("RGB", (6, 4))
+    assert np.abs(np.subtract(image.getpixel((3, 2)), expected)).max() <= (40 if mode in ("P", "PA") else 1)
+
+
+def test_orientation_of_photos_is_applied(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn a quarter clockwise
+    Image.new("RGB", (6, 4), RED).save(tmp_path / "i.jpg", exif=exif)
+    assert load_image(ref("image", tmp_path / "i.jpg")).size == (4, 6)
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PIXELS,
+        PIXELS.tolist(),
+        PIXELS.astype(np.int64),
+        (PIXELS / 255).astype(np.float32),
+        PIXELS.transpose(2, 0, 1),
+        torch.from_numpy(PIXELS).permute(2, 0, 1),
+        torch.from_numpy(PIXELS).permute(2, 0, 1) / 255,
+        np.dstack([PIXELS, np.zeros((4, 6), np.uint8)]),
+    ],
+    ids=["uint8", "list", "int64", "float", "numpy CHW", "tensor", "float tensor", "alpha"],
+)
+def test_arrays_are_images(source):
+    np.testing.assert_array_equal(np.asarray(load_image(ref("image", source))), PIXELS)
+
+
+@pytest.mark.parametrize("source", [PIXELS[..., 0], PIXELS[..., :1], torch.from_numpy(PIXELS[None, ..., 0])])
+def test_grey_arrays_are_images(source):
+    np.testing.assert_array_equal(np.asarray(load_image(ref("image", source))), np.stack([PIXELS[..., 0]] * 3, -1))
+
+
+def test_channel_order_follows_the_type_where_the_shape_allows_both():
+    cube = PIXELS[:3, :3]
+    np.testing.assert_array_equal(np.asarray(load_image(ref("image", cube))), cube)
+    np.testing.assert_array_equal(
+        np.asarray(load_image(ref("image", torch.from_numpy(cube)))), cube.transpose(1, 2, 0)
+    )
+
+
+def test_images_of_datasets(folder):
+    rows = datasets.Dataset.from_dict(
+        {"image": [str(folder / "i.png")]}, features=datasets.Features(image=datasets.Image())
+    )
+    undecoded = rows.cast_column("image", datasets.Image(decode=False))
+    for row in (rows[0], undecoded[0], next(iter(rows.to_iterable_dataset())), rows.with_format("torch")[0]):
+        assert load_image(ref("image", row["image"])).getpixel((0, 0)) == RED
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.png", "no such file: '"),
+        (b"not an image", "cannot read this image (UnidentifiedImageError: "),
+        ({"array": 1}, "a dictionary of ['array']; give 'bytes', 'path' or 'url'"),
+        (7, "cannot read this image (TypeError: "),
+        (Image.new("RGB", (0, 4)), "the image is empty"),
+        (np.zeros((0, 4, 3), np.uint8), "the image is empty"),
+        (np.zeros((5, 6, 2), np.uint8), "an image of shape (5, 6, 2); give (H, W, C)"),
+        (np.full((4, 6, 3), 255.0), "float64 pixels from 255.0 to 255.0; scale them to 0 to 1"),
+        (np.full((4, 6, 3), np.nan), "float64 pixels from nan to nan; scale them to 0 to 1"),
+        (np.full((4, 6, 3), 4095, np.uint16), "uint16 pixels from 4095 to 4095; scale them to 0 to 255"),
+        (Image.new("I;16", (4, 6)), "pixels of mode 'I;16' have no known scale; convert the image to 8 bits"),
+    ],
+)
+def test_unusable_images_are_named(source, message):
+    with pytest.raises(MediaError) as error:
+        load_image(ref("image", source))
+    assert str(error.value).startswith(f"row 3, column 'image': {message}")
+
+
+def test_truncated_images_and_dead_links_are_named(tmp_path, site):
+    Image.fromarray(families.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.jpg")
+    data = (tmp_path / "i.jpg").read_bytes()
+    (tmp_path / "i.jpg").write_bytes(data[: len(data) // 2])
+    with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image '.*i.jpg' .*truncated"):
+        load_image(ref("image", tmp_path / "i.jpg"))
+    with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image 'http.*gone.png' .*404"):
+        load_image(ref("image", f"{site}/gone.png"))
+
+
+# Audio
+
+
+def test_resampling_keeps_duration_and_pitch(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(8000, 0.75), 8000, subtype="PCM_16")
+    samples = load_audio(ref("audio", tmp_path / "a.wav"), RATE)
+    assert samples.dtype == np.float32
+    assert samples.shape == (12000,)
+    assert abs(frequency(samples) - 440) < 2
+    np.testing.assert_allclose(samples[500:-500], tone(RATE, 0.75)[500:-500], atol=2e-3)
+
+
+@pytest.mark.parametrize("extension", ["wav", "flac", "ogg", "mp3"])
+def test_channels_of_files_are_averaged(tmp_path, extension):
+    low, high = tone(RATE, hertz=400), tone(RATE, hertz=1000)
+    soundfile.write(tmp_path / f"a.{extension}", np.stack([low, high], axis=1), RATE)
+    spectrum = np.abs(np.fft.rfft(load_audio(ref("audio", tmp_path / f"a.{extension}"), RATE)[: len(low)]))
+    hertz = np.sort(spectrum.argsort()[-2:]) * RATE / len(low)
+    np.testing.assert_allclose(hertz, [400, 1000], atol=4)
+    assert abs(spectrum.max() / len(low) - 0.125) < 0.02  # half of each
+
+
+SAMPLES = tone(RATE)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ({"array": SAMPLES, "sampling_rate": RATE}, {}),
+        ({"array": SAMPLES.tolist(), "sampling_rate": RATE, "path": None}, {}),
+        ({"array": torch.from_numpy(SAMPLES), "sampling_rate": RATE}, {}),
+        ({"array": np.stack([SAMPLES * 1.5, SAMPLES * 0.5]), "sampling_rate": RATE}, {}),
+        ({"array": np.stack([SAMPLES * 1.5, SAMPLES * 0.5], axis=1), "sampling_rate": RATE}, {}),
+        ({"array": SAMPLES.astype(np.float64)}, {"sampling_rate": RATE}),
+        ((SAMPLES, RATE), {}),
+        (((SAMPLES * 2**15).astype(np.int16), RATE), {}),
+        (((SAMPLES * 2.0**31).astype(np.int32), RATE), {}),
+        (((SAMPLES * 2**7 + 2**7).round().astype(np.uint8), RATE), {}),
+        (SAMPLES, {"sampling_rate": RATE}),
+        (SAMPLES.tolist(), {"sampling_rate": float(RATE)}),
+    ],
+    ids=str,
+)
+def test_arrays_are_audio(source, options):
+    samples = load_audio(ref("audio", source, **options), RATE)
+    assert samples.dtype == np.float32
+    np.testing.assert_allclose(samples, SAMPLES, atol=1 / 128)
+
+
+def test_audio_of_datasets_without_decoding(folder):
+    paths = datasets.Dataset.from_dict({"audio": [str(folder / "a.wav")]})
+    rows = paths.cast_column("audio", datasets.Audio(decode=False))
+    structs = datasets.Dataset.from_dict({"audio": [{"array": SAMPLES, "sampling_rate": RATE}]})
+    arrays = [structs.with_format(form)[0] for form in (None, "numpy", "torch")]
+    for row in (paths[0], rows[0], next(iter(rows.to_iterable_dataset())), *arrays):
+        np.testing.assert_allclose(load_audio(ref("audio", row["audio"]), RATE), SAMPLES, atol=1 / 32768)
+
+
+@needs_torchcodec
+def test_audio_decoded_by_datasets(folder):
+    rows = datasets.Dataset.from_dict({"audio": [str(folder / "a.wav")]}).cast_column("audio", datasets.Audio())
+    for row in (rows[0], next(iter(rows.to_iterable_dataset()))):
+        np.testing.assert_allclose(load_audio(ref("audio", row["audio"]), RATE), SAMPLES, atol=1 / 32768)
+    resampled = rows.cast_column("audio", datasets.Audio(sampling_rate=8000))[0]
+    assert load_audio(ref("audio", resampled["audio"]), 8000).shape == (4000,)
+
+
+@needs_torchcodec
+def test_audio_soundfile_does_not_know(tmp_path):
+    with av.open(str(tmp_path / "a.m4a"), "w") as container:
+        stream = container.add_stream("aac", rate=RATE)
+        sound = av.AudioFrame.from_ndarray(tone(RATE, 1.0)[None], format="fltp", layout="mono")
+        sound.sample_rate = RATE
+        container.mux(stream.encode(sound))
+        container.mux(stream.encode())
+    samples = load_audio(ref("audio", tmp_path / "a.m4a"), RATE)
+    assert abs(len(samples) - RATE) < 2048
+    assert abs(frequency(samples) - 440) < 3
+
+
+def test_overlong_audio_is_refused_or_cut():
+    sound = ref("audio", (tone(8000, 2.0), 8000))
+    assert load_audio(sound, RATE, max_seconds=2.0).shape == (2 * RATE,)
+    with pytest.raises(MediaError, match=r"row 3, column 'audio': 2.00 s of audio where 1.5 s are allowed; cut"):
+        load_audio(sound, RATE, max_seconds=1.5)
+    cut = load_audio(sound, RATE, max_seconds=1.5, overlong="truncate")
+    assert cut.shape == (24000,)
+    np.testing.assert_allclose(cut[:20000], load_audio(sound, RATE)[:20000], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.wav", "no such file: '"),
+        ({"bytes": None, "path": None}, "a dictionary of ['bytes', 'path']; give 'bytes', 'path' or 'url'"),
+        (SAMPLES, "array without a rate; give {'array': ..., 'sampling_rate': ...} or a file"),
+        (SAMPLES.tolist(), "array without a rate"),
+        ({"array": SAMPLES, "sampling_rate": None}, "array without a rate"),
+        ((SAMPLES, 0), "the sampling rate is 0; set it to the true rate in Hz"),
+        ((SAMPLES, -8000), "the sampling rate is -8000;"),
+        ((SAMPLES, "fast"), "cannot read this audio (ValueError: could not convert"),
+        ((SAMPLES, float("nan")), "the sampling rate is nan;"),
+        ((SAMPLES[:0], RATE), "the audio is empty"),
+        ((np.zeros((2, 0), np.float32), RATE), "the audio is empty"),
+        ((SAMPLES[:1], 48000), "the audio is empty"),
+        ((np.append(SAMPLES, np.nan), RATE), "the audio has NaN or infinite samples"),
+        ((np.append(SAMPLES, np.inf), RATE), "the audio has NaN or infinite samples"),
+        (([1, -5, 9], RATE), "int64 samples of shape (3,); give floats in -1 to 1, or integers of 8, 16"),
+        ((np.zeros((2, 2, 2)), RATE), "float64 samples of shape (2, 2, 2);"),
+        ((SAMPLES, RATE, 1), "cannot read this audio (ValueError: too many values to unpack"),
+    ],
+)
+def test_unusable_audio_is_named(source, message):
+    with pytest.raises(MediaError) as error:
+        load_audio(ref("audio", source), RATE)
+    assert str(error.value).startswith(f"row 3, column 'audio': {message}")
+
+
+def test_corrupt_audio_is_named_with_and_without_torchcodec(decoder):
+    with pytest.raises(MediaError, match="row 3, column 'audio': .*(convert it to WAV|repair it)"):
+        load_audio(ref("audio", b"RIFF and no more"), RATE)
+
+
+def test_empty_audio_file_is_named(tmp_path):
+    soundfile.write(tmp_path / "a.wav", SAMPLES[:0], RATE)
+    with pytest.raises(MediaError, match="row 3, column 'audio': the audio is empty"):
+        load_audio(ref("audio", tmp_path / "a.wav"), RATE)
+
+
+@pytest.mark.parametrize(("module", "source"), [("soundfile", b"RIFF"), ("soxr", (SAMPLES, 8000))])
+def test_missing_audio_libraries_are_named(monkeypatch, module, source):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"{module} .*pip install trl-multimodal-rft\[audio\]"):
+        load_audio(ref("audio", source), RATE)
+    load_audio(ref("audio", (SAMPLES, RATE)), RATE)  # needs neither
+
+
+# Video
+
+
+def test_whole_videos(folder, decoder):
+    frames, metadata = load_video(ref("video", folder / "v.mp4"))
+    assert (frames.shape, frames.dtype) == ((FRAMES, HEIGHT, WIDTH, 3), np.uint8)
+    assert shown(frames) == list(range(FRAMES))
+    assert frames[..., WIDTH // 2 + 8 :, :].max() < 16
+    assert metadata == {"total_num_frames": FRAMES, "fps": FPS, "duration": 2.0, "frames_indices": list(range(FRAMES))}
+
+
+@pytest.mark.parametrize(
+    ("options", "indices", "total"),
+    [
+        ({"nframes": 4}, [0, 5, 10, 15], 20),
+        ({"fps": 2}, [0, 5, 10, 15], 20),
+        ({"video_start": 0.5, "video_end": 1.0}, [5, 6, 7, 8, 9, 10], 6),
+        ({"video_start": 1.0, "fps": 5.0}, [10, 12, 14, 16, 18], 10),
+        ({"video_end": 99.0, "nframes": 2}, [0, 10], 20),
+    ],
+)
+def test_options_select_frames(folder, decoder, options, indices, total):
+    frames, metadata = load_video(ref("video", folder / "v.mp4", **options))
+    assert shown(frames) == metadata["frames_indices"] == indices
+    assert (metadata["total_num_frames"], metadata["fps"]) == (total, FPS)
+
+
+def test_a_processor_can_choose_the_frames(folder, decoder):
+    sampler = families.qwen3_vl_processor().video_processor.sample_frames
+    frames, metadata = load_video(ref("video", folder / "v.mp4", nframes=7), sampler)
+    assert shown(frames) == metadata["frames_indices"] == [0, 6, 13, 19]
+
+
+@needs_torchcodec
+def test_video_decoded_by_datasets(folder):
+    rows = datasets.Dataset.from_dict({"video": [str(folder / "v.mp4")]})
+    undecoded = rows.cast_column("video", datasets.Video(decode=False))
+    for feature in (datasets.Video(), datasets.Video(dimension_order="NHWC")):
+        decoded = rows.cast_column("video", feature)
+        for row in (decoded[0], undecoded[0], next(iter(decoded.to_iterable_dataset()))):
+            frames, metadata = load_video(ref("video", row["video"], nframes=4))
+            assert shown(frames) == metadata["frames_indices"] == [0, 5, 10, 15]
+
+
+def test_frames_are_a_video(tmp_path):
+    pixels = np.stack([frame(i) for i in range(4)])
+    paths = []
+    for i, image in enumerate(pixels):
+        paths.append(str(tmp_path / f"{i}.png"))
+        Image.fromarray(image).save(paths[-1])
+    tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    for source in (pixels, list(pixels), [Image.fromarray(f) for f in pixels], paths, tensor, pixels.tolist()):
+        frames, metadata = load_video(ref("video", source, sample_fps=2.0))
+        np.testing.assert_array_equal(frames, pixels)
+        assert metadata == {"total_num_frames": 4, "fps": 2.0, "duration": 2.0, "frames_indices": [0, 1, 2, 3]}
+    assert load_video(ref("video", paths, fps=4.0))[1]["duration"] == 1.0
+    assert load_video(ref("video", paths))[1]["fps"] is None
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("missing.mp4", {}, "row 3, column 'video': no such file: '"),
+        (b"not a video", {}, "row 3, column 'video': cannot read this video ("),
+        ([], {}, "row 3, column 'video': the video has 0 of 0 frames"),
+        ([frame(0), frame(1)[:32]], {}, "row 3, column 'video': the frames have different sizes; resize them"),
+        ([frame(0), "missing.png"], {}, "row 3, column 'video[1]': no such file: '"),
+        ("v.mp4", {"fps": 2, "nframes": 4}, "row 3, column 'video': has both 'fps' and 'nframes'; set one of them"),
+        ("v.mp4", {"video_start": 5.0}, "row 3, column 'video': no frames from 5.0 s to inf s of 20 at 10"),
+        ("v.mp4", {"nframes": 21}, "row 3, column 'video': cannot read this video '"),
+    ],
+)
+def test_unusable_videos_are_named(folder, decoder, source, options, message):
+    source = folder / source if source == "v.mp4" else source
+    with pytest.raises(MediaError) as error:
+        load_video(ref("video", source, **options))
+    assert str(error.value).startswith(message)
+
+
+def test_videos_without_a_frame_count_need_torchcodec(tmp_path, decoder, request):
+    path = write_video(tmp_path / "v.webm", codec="libvpx-vp9")
+    if "pyav" in request.node.name:
+        with pytest.raises(MediaError, match="no frames from 0 s to inf s of 0 .* encode the video as MP4"):
+            load_video(ref("video", path))
+    else:
+        assert shown(load_video(ref("video", path))[0]) == list(range(FRAMES))
+
+
+def test_missing_video_libraries_are_named(folder, monkeypatch):
+    monkeypatch.setattr(loading, "is_torchcodec_usable", lambda decode: False)
+    for module, load in (("av", load_video), ("qwen_vl_utils", lambda r: load_with_qwen_vl_utils(r, 14))):
+        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delitem(sys.modules, "qwen_vl_utils.vision_process", raising=False)
+        with pytest.raises(ImportError, match=rf"{module} .*pip install trl-multimodal-rft\[video\]"):
+            load(ref("video", folder / "v.mp4"))
+
+
+# qwen-vl-utils
+
+
+QWEN_OPTIONS = [
+    {},
+    {"fps": 4.0},
+    {"nframes": 6, "video_start": 0.35, "video_end": 1.5},
+    {"min_frames": 8, "max_frames": 12, "fps": 1.0},
+    {"min_pixels": 1000, "max_pixels": 20000},
+    {"min_pixels": 3136, "total_pixels": 100000},
+    {"resized_height": 90, "resized_width": 130},
+]
+
+
+@needs_torchcodec
+@pytest.mark.parametrize("patch", [14, 16])
+@pytest.mark.parametrize("options", QWEN_OPTIONS, ids=str)
+def test_videos_are_those_of_qwen_vl_utils(folder, patch, options):
+    from qwen_vl_utils.vision_process import fetch_video
+
+    path = str(folder / "v.mp4")
+    expected, about = fetch_video({"video": path, **options}, image_patch_size=patch, return_video_metadata=True)
+    for source in (path, (folder / "v.mp4").read_bytes()):
+        frames, metadata = load_with_qwen_vl_utils(ref("video", source, **options), patch)
+        assert torch.equal(frames, expected)
+        assert metadata["frames_indices"] == about["frames_indices"]
+        assert (metadata["total_num_frames"], metadata["fps"]) == (about["total_num_frames"], about["fps"])
+
+
+@pytest.mark.parametrize("patch", [14, 16])
+@pytest.mark.parametrize("options", [{}, {"max_pixels": 10000}, {"resized_height": 90, "resized_width": 130}], ids=str)
+def test_images_are_those_of_qwen_vl_utils(tmp_path, patch, options):
+    from qwen_vl_utils import process_vision_info
+
+    Image.fromarray(families.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.png")
+    block = {"type": "image", "image": str(tmp_path / "i.png"), **options}
+    (expected,), _ = process_vision_info([{"role": "user", "content": [block]}], image_patch_size=patch)
+    image = load_with_qwen_vl_utils(ref("image", tmp_path / "i.png", **options), patch)
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
+
+
+def qwen_inputs(processor, messages, metadata):
+    return processor.apply_chat_template(
+        [messages],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"do_resize": False, "do_sample_frames": False, "video_metadata": metadata},
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwen_processors_neither_resize_nor_sample_again(folder, decoder, name):
+    if name == "qwen2_5_vl":
+        processor, patch = families.qwen2_5_vl()[1], 14
+    else:
+        processor, patch = families.qwen3_vl_processor(), 16
+    picture = ref("image", families.mosaic(1, 120, 200, 0)[0], min_pixels=3136, max_pixels=20000)
+    clip = ref("video", folder / "v.mp4", nframes=6, video_start=0.5, video_end=1.5, max_pixels=60000, min_pixels=3136)
+    image = load_with_qwen_vl_utils(picture, patch)
+    frames, metadata = load_with_qwen_vl_utils(clip, patch)
+    assert metadata["frames_indices"] == [5, 7, 9, 11, 13, 15]
+    blocks = [{"type": "image", "image": image}, {"type": "video", "video": frames}]
+    inputs = qwen_inputs(processor, [{"role": "user", "content": blocks}], [metadata])
+    assert inputs["image_grid_thw"].tolist() == [[1, image.height // patch, image.width // patch]]
+    assert inputs["video_grid_thw"].tolist() == [[3, frames.shape[2] // patch, frames.shape[3] // patch]]
+    if name == "qwen2_5_vl":
+        assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 * 11 / 10 / 6])  # 6 frames of 1.1 s
+    else:
+        words = processor.decode(inputs["input_ids"][0])
+        assert [f"<{t} seconds>" in words for t in ("0.6", "1.0", "1.4")] == [True] * 3
+        again = qwen_inputs(processor, [{"role": "user", "content": blocks}], [{**metadata, "fps": 2 * FPS}])
+        assert "<0.5 seconds>" in processor.decode(again["input_ids"][0])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwen_processors_take_frames_with_their_rate(name):
+    processor, patch = (families.qwen2_5_vl()[1], 14) if name == "qwen2_5_vl" else (families.qwen3_vl_processor(), 16)
+    pictures = [Image.fromarray(frame(i)) for i in range(5)]
+    frames, metadata = load_with_qwen_vl_utils(ref("video", pictures, sample_fps=0.5), patch)
+    assert frames.shape[0] == 5
+    assert abs(frames.shape[3] / frames.shape[2] - WIDTH / HEIGHT) < 0.11  # one token of width
+    inputs = qwen_inputs(processor, [{"role": "user", "content": [{"type": "video", "video": frames}]}], [metadata])
+    assert inputs["video_grid_thw"][0, 0] == 3
+    if name == "qwen2_5_vl":
+        assert inputs["second_per_grid_ts"].tolist() == [4.0]
+    else:
+        words = processor.decode(inputs["input_ids"][0])
+        assert [f"<{t} seconds>" in words for t in ("1.0", "5.0", "8.0")] == [True] * 3
+    assert load_with_qwen_vl_utils(ref("video", pictures), patch)[1]["fps"] == 2.0
+
+
+@pytest.mark.parametrize("options", [{"fps": 2, "nframes": 4}, {"nframes": 40}, {"video_start": 9.0}], ids=str)
+def test_impossible_qwen_options_are_named(folder, decoder, options):
+    with pytest.raises(MediaError, match="row 3, column 'video': cannot read this video"):
+        load_with_qwen_vl_utils(ref("video", folder / "v.mp4", **options), 14)

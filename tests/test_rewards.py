@@ -1,0 +1,160 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards of answers: what counts as the answer, when two answers are equal, and what a completion must look like."""
+
+import sys
+import threading
+
+import pytest
+
+from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+
+
+def accuracy(completion, solution, **columns):
+    return accuracy_reward(completions=[completion], solution=[solution], **columns)[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("<answer>seven</answer>", "seven", 1.0),
+        ("I hear <answer> seven </answer> here", "seven", 1.0),
+        ("seven", "seven", 1.0),  # no tag: the whole text is the answer
+        ("I hear seven", "seven", 0.0),
+        ("seven <answer>eight</answer>", "seven", 0.0),
+        ("<answer>eight</answer><answer>seven</answer>", "seven", 0.0),  # the first tag answers
+        ("<answer>line one\nline two</answer>", "line one line two", 1.0),
+        ("<answer>seven", "seven", 0.0),  # cut off before the tag closed
+        ("<answer></answer> seven", "seven", 0.0),
+        ("", "seven", 0.0),
+        ("seven", "<answer>seven</answer>", 1.0),  # R1-AQA stores its references in tags
+    ],
+)
+def test_the_answer_is_the_first_tag_or_the_whole_text(completion, solution, reward):
+    assert accuracy(completion, solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution", "reward"),
+    [
+        ("SEVEN", "seven", 1.0),
+        ("Seven.", "seven", 1.0),
+        ("  a \n  dog, barking! ", "A dog barking", 1.0),
+        ("“It’s” a dog", "its a dog", 1.0),
+        ("STRASSE", "straße", 1.0),
+        ("adog", "a dog", 0.0),
+        ("5.", "5", 1.0),
+        ("-5", "5", 0.0),
+        ("35", "3.5", 0.0),
+        ("", "?", 0.0),
+        ("?", "?", 1.0),
+    ],
+)
+def test_text_is_compared_without_case_whitespace_and_punctuation(answer, solution, reward):
+    assert accuracy(answer, solution) == reward
+    assert accuracy(f"<answer>{answer}</answer>", solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution", "reward"),
+    [
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("$\\frac{1}{2}$", "0.5", 1.0),
+        ("1,000", "1000", 1.0),
+        ("y + x", "x + y", 1.0),
+        (r"\pi \cdot 3", r"3\pi", 1.0),
+        ("120", "5!", 1.0),
+        ("5!", "5", 0.0),
+        ("0.51", r"\frac{1}{2}", 0.0),
+    ],
+)
+def test_expressions_are_compared_symbolically(answer, solution, reward):
+    pytest.importorskip("math_verify")
+    assert accuracy(answer, solution) == reward
+    assert accuracy(f"<answer>{answer}</answer>", solution) == reward
+
+
+def test_references_may_be_numbers():
+    assert accuracy_reward(completions=["7", "8"], solution=[7, 7]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution"),
+    [
+        ("I count 3 dogs", "3"),  # a number in free text, with no tag
+        ("It is $3$. <answer>4</answer>", "3"),  # a number in free text, against the tag
+        ("\\boxed{3} <answer>4</answer>", "3"),
+        ("<answer>act</answer>", "cat"),  # c * a * t commutes
+        ("<answer>2 cats and a dog</answer>", "2 dogs and a cat"),
+        ("<answer>3 4</answer>", "7"),  # a mixed number to math_verify
+        ("<answer>4:60</answer>", "2:30"),
+    ],
+)
+def test_what_math_verify_would_accept_wrongly_is_refused(completion, solution):
+    pytest.importorskip("math_verify")
+    assert accuracy(completion, solution) == 0.0
+
+
+def test_prompts_do_not_matter():
+    prompt = "Which digit? Put it in <answer> </answer>, as in <answer>seven</answer>."
+    for prompts in ([prompt], [[{"role": "user", "content": prompt}]]):
+        assert accuracy_reward(prompts=prompts, completions=["seven"], solution=["seven"]) == [1.0]
+        assert accuracy_reward(prompts=prompts, completions=["eight"], solution=["seven"]) == [0.0]
+        assert format_reward(prompts=prompts, completions=["seven"], solution=["seven"]) == [0.0]
+        assert format_reward(prompts=prompts, completions=[""], solution=["seven"]) == [0.0]
+
+
+def test_conversational_completions_are_read_from_their_last_message():
+    called = [
+        {"role": "assistant", "content": "<answer>eight</answer>"},
+        {"role": "tool", "content": "9"},
+        {"role": "assistant", "content": "<answer>seven</answer>"},
+    ]
+    completions = [[{"role": "assistant", "content": "Seven"}], called]
+    assert accuracy_reward(completions=completions, solution=["seven", "seven"]) == [1.0, 1.0]
+    assert format_reward(completions=completions) == [0.0, 1.0]
+
+
+def test_rows_without_a_reference_are_not_applicable():
+    assert accuracy_reward(completions=["a", "b", "c"], solution=["a", None, "d"]) == [1.0, None, 0.0]
+
+
+def test_a_missing_or_short_solution_column_is_an_error():
+    with pytest.raises(ValueError, match=r"`solution`.*\['answer', 'audio'\]"):
+        accuracy_reward(completions=["a"], answer=["a"], audio=["a.wav"])
+    with pytest.raises(ValueError, match="2 completions and 1 solutions"):
+        accuracy_reward(completions=["a", "b"], solution=["a"])
+
+
+def test_symbolic_comparison_works_outside_the_main_thread():
+    pytest.importorskip("math_verify")
+    rewards = []
+    worker = threading.Thread(
+        target=lambda: rewards.extend(accuracy_reward(completions=["0.5", "0.6"], solution=["1/2", "1/2"]))
+    )
+    worker.start()
+    worker.join()
+    assert rewards == [1.0, 0.0]
+
+
+def test_without_math_verify_answers_are_compared_as_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert accuracy_reward(completions=["7.", "0.5"], solution=["7", "1/2"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<answer>seven</answer>", 1.0),
+        ("\n <answer>\nline one\nline two\n</answer>\n", 1.0),
+        ("It is <answer>seven</answer>", 0.0),
+        ("<answer>seven</answer>.", 0.0),
+        ("<answer>seven</answer><|im_end|>", 0.0),
+        ("<answer>seven</answer> <answer>eight</answer>", 0.0),
+        ("<answer><answer>seven</answer></answer>", 0.0),
+        ("<answer>seven", 0.0),
+        ("<ANSWER>seven</ANSWER>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(completion, reward):
+    assert format_reward(completions=[completion]) == [reward]

@@ -1,0 +1,357 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""From chat messages to tensors: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
+
+import base64
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import is_conversational
+from trl.data_utils import prepare_multimodal_messages
+
+from .columns import MediaError, MediaRef, iter_refs
+from .loading import load_audio, load_image, load_video
+
+
+# Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
+# prompts on the first dimension, whatever it counts (images, tiles, patches, windows).
+TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids")
+
+# What a token field holds on text that follows the prompt, where it is not 0. PaliGemma's 1 marks causal text.
+TOKEN_FIELD_FILL = {("paligemma", "token_type_ids"): 1}
+
+# What pads a media tensor when prompts join, where it is not 0. Gemma 4 marks padding patches by position -1.
+MEDIA_PADDING = {"image_position_ids": -1}
+
+# Model types whose media must not be padded or mixed to join prompts: encoders without a padding mask (a clip's features
+# would depend on its neighbours), and models that take one modality a call. The self-check finds others.
+JOIN_ONLY_EQUAL_MEDIA = {
+    "gemma3n",
+    "glm4v",
+    "granite_speech",
+    "llava_onevision",
+    "phi4_multimodal",
+    "qwen3_omni_moe_thinker",
+}
+
+# Processors that cut audio silently at what the encoder's positions can hold. The others split long audio in windows.
+AUDIO_WINDOW_SECONDS = {"Qwen2AudioProcessor": lambda extractor: extractor.n_samples / extractor.sampling_rate}
+
+# Processors whose chat template takes audio only as an encoded file.
+BASE64_AUDIO = {"VoxtralProcessor"}
+
+MODALITIES = ("image", "video", "audio")
+
+
+@dataclass(eq=False)
+class EncodedPrompt:
+    """
+    A prompt as the model takes it, encoded once and shared by its completions, generation, scoring and the update.
+
+    Args:
+        input_ids (`torch.Tensor`):
+            Token ids with expanded placeholders, shape `(P,)`, on the CPU.
+        token_fields (`dict[str, torch.Tensor]`):
+            Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`.
+        media (`dict[str, torch.Tensor]`):
+            All other processor outputs, on the CPU. Empty for a text-only prompt.
+        position_ids (`torch.Tensor`):
+            Positions the model itself would use, shape `(1, P)` or, with multimodal rotary positions, `(R, 1, P)`.
+        images (`list`, *optional*):
+            Decoded images in prompt order, kept for generation engines that process images themselves.
+        modalities (`frozenset[str]`, *optional*):
+            Which of `"image"`, `"video"` and `"audio"` the prompt holds.
+    """
+
+    input_ids: torch.Tensor
+    token_fields: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+    position_ids: torch.Tensor
+    images: list = field(default_factory=list)
+    modalities: frozenset[str] = frozenset()
+    # Attention masks of this prompt with text after it, by layer type; filled in by `packing.masks`.
+    mask_cache: dict = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def placeholder_token_ids(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> dict[str, set]:
+    """
+    Ids of the tokens that stand for media, by modality.
+
+    Collects `<modality>_token_id`, `<modality>_token_index` and `<modality>_pad_token_id` from the model's config, its
+    sub-configs and the processor, since each family keeps them elsewhere.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is searched.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class searched.
+
+    Returns:
+        `dict[str, set[int]]`: The ids for `"image"`, `"video"` and `"audio"`, empty where the model has none.
+    """
+    config = model.config
+    holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
+    names = {kind: [f"{kind}_token_id", f"{kind}_token_index", f"{kind}_pad_token_id"] for kind in MODALITIES}
+    values = {kind: {getattr(h, n, None) for h in holders for n in names[kind]} for kind in MODALITIES}
+    return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
+
+
+def encode_prompt(
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    template_kwargs: dict[str, Any] | None = None,
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+) -> EncodedPrompt:
+    """
+    Decodes a prompt's media and runs the processor over it, once.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            Plain text, or messages whose media blocks hold [`MediaRef`]s.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with a chat template (for messages).
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model; gives the placeholder ids and the positions.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`, such as `tools` or `chat_template`.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+
+    Returns:
+        [`EncodedPrompt`]: The encoded prompt.
+
+    Raises:
+        [`MediaError`]: If a medium can't be decoded, if the processing class can't take it, or if the prompt's
+            placeholders don't agree with its media. The message names the row and the column.
+    """
+    refs = list(iter_refs(messages))
+    decoded, processor_kwargs = _decode(refs, processor, audio_overlong)
+    if not is_conversational({"prompt": messages}):
+        encoded = processor(text=[messages], return_tensors="pt")
+    else:
+        if isinstance(processor, ProcessorMixin):
+            messages = prepare_multimodal_messages(messages)
+        elif refs:
+            raise refs[0].error(
+                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass the model's processor "
+                "as `processing_class`"
+            )
+        try:
+            encoded = processor.apply_chat_template(
+                [_replace_refs(messages, decoded)],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                **({"processor_kwargs": processor_kwargs} if processor_kwargs else {}),
+                **(template_kwargs or {}),
+            )
+        except (ValueError, IndexError, RuntimeError, StopIteration) as error:
+            if not refs:
+                raise
+            raise refs[0].error(
+                f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat template "
+                "writes one placeholder per medium and that the text holds none of its own"
+            ) from error
+
+    input_ids = encoded["input_ids"][0]
+    token_fields = {name: encoded[name][0] for name in TOKEN_FIELDS if name in encoded}
+    media = {
+        name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+        for name, value in encoded.items()
+        if name not in ("input_ids", "attention_mask", "labels", *TOKEN_FIELDS)
+    }
+    placeholders = placeholder_token_ids(model, processor)
+    _check_placeholders(input_ids, refs, media, placeholders)
+    return EncodedPrompt(
+        input_ids=input_ids,
+        token_fields=token_fields,
+        media=media if refs else {},
+        position_ids=prompt_position_ids(model, input_ids, media, token_fields),
+        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"],
+        modalities=frozenset(ref.kind for ref in refs),
+    )
+
+
+def prompt_position_ids(
+    model: PreTrainedModel, input_ids: torch.Tensor, media: dict[str, torch.Tensor], token_fields: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """
+    Positions of a prompt by the model's own rule, the one its `generate` uses.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        input_ids (`torch.Tensor`):
+            Prompt ids, shape `(P,)`.
+        media (`dict[str, torch.Tensor]`):
+            Media tensors of the prompt (grids decide multimodal rotary positions).
+        token_fields (`dict[str, torch.Tensor]`):
+            Per-token fields of the prompt, each of shape `(P,)`.
+
+    Returns:
+        `torch.Tensor`: Positions of shape `(1, P)` or `(R, 1, P)`; text after the prompt continues at
+        `positions[..., -1:] + 1`.
+    """
+    ids = input_ids[None]
+    model_kwargs = {**media, **{name: value[None] for name, value in token_fields.items()}}
+    # The rule stores its offset on the backbone for the decoding steps of `generate`; we carry positions ourselves.
+    holder = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
+    before = holder.rope_deltas if holder is not None else None
+    positions = model._prepare_position_ids_for_generation(ids, {**model_kwargs, "attention_mask": torch.ones_like(ids)})
+    if holder is not None:
+        holder.rope_deltas = before
+    return positions
+
+
+def same_prompt(a: Any, b: Any) -> bool:
+    """
+    Whether two prompts have the same messages and the same media.
+
+    Args:
+        a (`Any`):
+            Text or messages with [`MediaRef`]s.
+        b (`Any`):
+            What to compare with.
+
+    Returns:
+        `bool`: Whether they are equal. Media are compared by value; decoders, which hold no value, are equal if they
+        are of one type.
+    """
+    if a is b:
+        return True
+    if isinstance(a, (np.ndarray, torch.Tensor, PIL.Image.Image)) and type(a) is type(b):
+        return np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, MediaRef) and isinstance(b, MediaRef):
+        return same_prompt(a.source, b.source) and a.options == b.options
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_prompt(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same_prompt(x, y) for x, y in zip(a, b, strict=True))
+    if type(a).__eq__ is object.__eq__:
+        return type(a) is type(b)
+    return type(a) is type(b) and a == b
+
+
+def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
+    """
+    Joins the media of several prompts into one forward's arguments.
+
+    Args:
+        prompts (`Iterable[EncodedPrompt]`):
+            Prompts in the order in which their tokens appear in the row or batch.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, trailing dimensions padded on the
+        right to the largest.
+    """
+    collected: dict[str, list[torch.Tensor]] = {}
+    for prompt in prompts:
+        for name, value in prompt.media.items():
+            collected.setdefault(name, []).append(value)
+    return {name: _cat_padded(values, MEDIA_PADDING.get(name, 0)) for name, values in collected.items()}
+
+
+def _cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+    largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [m - s for m, s in zip(largest, tensor.shape[1:], strict=True)]
+        pairs = [p for m in reversed(missing) for p in (0, m)]
+        padded.append(F.pad(tensor, pairs, value=value) if any(missing) else tensor)
+    return torch.cat(padded)
+
+
+def _decode(
+    refs: list[MediaRef], processor: ProcessorMixin | PreTrainedTokenizerBase, audio_overlong: str
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Decoded media by the reference's identity, and what the processor must be told about them."""
+    decoded, video_metadata = {}, []
+    for ref in refs:
+        if ref.kind == "image":
+            decoded[id(ref)] = load_image(ref)
+        elif ref.kind == "audio":
+            rate, window = _audio_limits(ref, processor)
+            waveform = load_audio(ref, rate, window, audio_overlong)
+            decoded[id(ref)] = _base64_wav(waveform, rate) if type(processor).__name__ in BASE64_AUDIO else waveform
+        else:
+            frames, metadata = load_video(ref, _frame_sampler(ref, processor))
+            decoded[id(ref)] = frames
+            video_metadata.append(metadata)
+    kwargs = {}
+    if video_metadata:
+        kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
+    return decoded, kwargs
+
+
+def _base64_wav(waveform: np.ndarray, rate: int) -> str:
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
+    """Sampling rate the processor wants, in Hz, and the longest audio its encoder sees whole, in seconds."""
+    names = ("feature_extractor", "audio_processor")
+    extractor = next((getattr(processor, name) for name in names if hasattr(processor, name)), None)
+    if extractor is None:
+        raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
+    return extractor.sampling_rate, AUDIO_WINDOW_SECONDS.get(type(processor).__name__, lambda _: None)(extractor)
+
+
+def _frame_sampler(ref: MediaRef, processor):
+    """The processor's own choice of frames, where the block doesn't choose."""
+    if not hasattr(processor, "video_processor"):
+        raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
+    video_processor = processor.video_processor
+    chosen = {"fps", "nframes", "video_start", "video_end"} & ref.options.keys()
+    return video_processor.sample_frames if video_processor.do_sample_frames and not chosen else None
+
+
+def _check_placeholders(
+    input_ids: torch.Tensor, refs: list[MediaRef], media: dict[str, torch.Tensor], placeholders: dict[str, set[int]]
+) -> None:
+    present = set(input_ids.tolist())
+    for ref in refs:
+        # A processor may write its videos with the image token
+        ids = placeholders[ref.kind] | (placeholders["image"] if ref.kind == "video" else set())
+        if not media or (ids and not ids & present):
+            raise ref.error(
+                f"the chat template wrote no placeholder for this {ref.kind}, so the model would not get it; use the "
+                "template that belongs to the model's processor"
+            )
+    stray = set().union(*placeholders.values()) & present
+    if stray and not refs:
+        raise MediaError(
+            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or remove "
+            "the placeholder from the text"
+        )
+
+
+def _replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
+    def block(part):
+        kind, value = part["type"], part.get(part["type"])
+        if not isinstance(value, MediaRef):
+            return part
+        medium = decoded[id(value)]
+        return {"type": kind, "base64" if isinstance(medium, str) else kind: medium}
+
+    return [
+        {**message, "content": [block(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]

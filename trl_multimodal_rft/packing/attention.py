@@ -1,0 +1,117 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Attention over a packed row: the prompt once, then all its branches, each seeing the prompt and itself."""
+
+import sys
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .layout import PrefixBlock, PrefixLayout
+
+
+_PREFIX = "prefix_shared_"
+
+
+def install_prefix_attention(model: PreTrainedModel) -> None:
+    """
+    Makes the text decoder of `model` able to run packed rows.
+
+    The decoder keeps its attention implementation for everything else: the function registered here reads a
+    [`PrefixLayout`] from the keyword arguments of the forward and, without one, calls the implementation the model had.
+    Encoders of images and audio are left alone.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+    """
+    decoder = model.get_decoder()
+    base = decoder.config._attn_implementation
+    if base.startswith(_PREFIX):
+        return
+    name = _PREFIX + base
+
+    def attention(module, query, key, value, attention_mask, prefix_layout=None, **kwargs):
+        base_attention = _base_attention(module, base)
+        if prefix_layout is None:
+            return base_attention(module, query, key, value, attention_mask, **kwargs)
+        return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, **kwargs)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    decoder.set_attn_implementation(name)
+
+
+def _base_attention(module, base: str):
+    if base == "eager":  # each modelling file has its own
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base]
+
+
+def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):
+    """Query, key and value are `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)` as every backend does."""
+    layers = layout.blocks[0].masks
+    kind = None if None in layers else module.config.layer_types[module.layer_idx]
+    if _takes_varlen(base, query, kind, layout, **kwargs):
+        return _varlen_attention(base, query, key, value, layout, **kwargs)[None], None
+    if "flash" in base:  # layers with a mask of their own have no variable-length form
+        base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    outputs = []
+    for block in layout.blocks:
+        prompt_mask, branch_mask = _block_masks(block, kind, base, query.dtype)
+        for queries, keys, mask in (
+            (block.prompt_index, block.prompt_index, prompt_mask),
+            (block.branch_index, block.key_index, branch_mask),
+        ):
+            if queries.numel() == 0:
+                continue
+            output, _ = base_attention(
+                module, _gather(query, queries), _gather(key, keys), _gather(value, keys), mask, **kwargs
+            )
+            outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.restore_index)[None], None
+
+
+def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`(1, heads, T, head_dim)` at `(N, L)` positions becomes `(N, heads, L, head_dim)`."""
+    picked = states[0].index_select(1, index.flatten())
+    return picked.view(picked.size(0), *index.shape, picked.size(-1)).transpose(0, 1)
+
+
+def _block_masks(block: PrefixBlock, kind: str | None, base: str, dtype: torch.dtype):
+    prompt_mask, branch_mask = block.masks[kind]
+    if base != "eager":
+        return prompt_mask, branch_mask
+    # Eager attention adds its mask to the scores: a boolean one would be wrong without an error
+    cached = block.masks.setdefault(("eager", kind, dtype), [])
+    if not cached:
+        if prompt_mask is None:
+            width = block.prompt_index.size(1)
+            prompt_mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=branch_mask.device).tril()
+        zero = torch.zeros((), dtype=dtype, device=branch_mask.device)
+        cached.extend(torch.where(mask, zero, torch.finfo(dtype).min) for mask in (prompt_mask, branch_mask))
+    return cached
+
+
+def _takes_varlen(base, query, kind, layout, dropout=0.0, softcap=None, **kwargs) -> bool:
+    half_on_cuda = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    kernel = base == "flash_attention_2" or (base == "sdpa" and softcap is None and query.size(-1) <= 256)
+    return half_on_cuda and kernel and dropout == 0.0 and kind in layout.causal_layers
+
+
+def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=None, softcap=None, **kwargs):
+    keys, query_starts, key_starts, longest_query, longest_key = layout.varlen
+    # (T, heads, head_dim), keys gathered per segment; grouped-query attention needs no repetition here
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    key, value = key.index_select(0, keys), value.index_select(0, keys)
+    sequences = (query_starts, key_starts, longest_query, longest_key)
+    if base == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            query, key, value, *sequences, softmax_scale=scaling, causal=True, softcap=softcap or 0.0
+        )
+    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), enable_gqa=True)

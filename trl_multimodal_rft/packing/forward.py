@@ -1,0 +1,239 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Per-token log-probabilities and entropies of completions: packed with a shared prefix, or padded."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..media.encoding import EncodedPrompt, join_media
+from .layout import group_by_prompt, pack, split_by_media
+from .masks import field_fill, linear_masks
+
+
+Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+@contextmanager
+def inject(decoder: nn.Module, **kwargs):
+    """
+    Overwrites keyword arguments of the text decoder within the context.
+
+    The outer model sees ordinary inputs and merges media as usual, so nothing here depends on the family.
+
+    Args:
+        decoder (`torch.nn.Module`):
+            The text decoder, `model.get_decoder()`.
+        kwargs:
+            What its forward is to receive.
+    """
+
+    def overwrite(module, args, received):
+        return args, {**received, **kwargs}
+
+    handle = decoder.register_forward_pre_hook(overwrite, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def completion_scores(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    packed: bool = True,
+    apart: bool = False,
+    min_forwards: int = 1,
+    output_router_logits: bool = False,
+) -> Scores:
+    """
+    Log-probabilities and entropies of completions, packed or padded.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model to call, as prepared by the accelerator, with TRL's fused LM head and, for `packed`,
+            [`install_prefix_attention`] applied.
+        unwrapped_model ([`~transformers.PreTrainedModel`]):
+            The same model without wrappers.
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`; samples of a group hold the same object.
+        completion_ids (`torch.Tensor`):
+            Right-padded completions, shape `(B, C)`.
+        completion_mask (`torch.Tensor`):
+            1 on completion tokens, shape `(B, C)`.
+        packed (`bool`, *optional*, defaults to `True`):
+            Whether each prompt and its media are forwarded once for all its completions.
+        apart (`bool`, *optional*, defaults to `False`):
+            Whether prompts whose media don't join exactly get forwards of their own, see [`split_by_media`].
+        min_forwards (`int`, *optional*, defaults to `1`):
+            With `apart`, how many forwards to run at least, so that ranks of a sharded model run equally many. Surplus
+            ones repeat the last and weigh nothing.
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            Whether to compute the load-balancing loss of a mixture of experts. Packed, prompt tokens count once in it,
+            not once per completion.
+
+    Returns:
+        `tuple`: Log-probabilities `(B, C)` and entropies `(B, C)` (`None` if the head computes none), 0 where the mask
+        is 0, and the auxiliary loss or `None`.
+    """
+    score = packed_scores if packed else padded_scores
+    args = (model, unwrapped_model)
+    if not apart:
+        return score(*args, prompts, completion_ids, completion_mask, output_router_logits)
+    rows = split_by_media(prompts)
+    surplus = max(min_forwards - len(rows), 0)
+    results = []
+    for row in rows + rows[-1:] * surplus:
+        part = (completion_ids[row], completion_mask[row])
+        results.append(score(*args, [prompts[i] for i in row], *part, output_router_logits))
+    order = torch.tensor([i for row in rows for i in row], device=completion_ids.device).argsort()
+    logps, entropies, aux_losses = zip(*results, strict=True)
+    total = torch.cat(logps[: len(rows)])[order] + 0.0 * sum(extra.sum() for extra in logps[len(rows) :])
+    entropy = None if entropies[0] is None else torch.cat(entropies[: len(rows)])[order]
+    aux_loss = None if aux_losses[0] is None else torch.stack(aux_losses[: len(rows)]).mean()
+    return total, entropy, aux_loss
+
+
+def packed_scores(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    output_router_logits: bool = False,
+) -> Scores:
+    """
+    Scores completions in one row that holds each prompt, and its media, once.
+
+    The shared forward is exact: every token sees what it would see in a row of its own. The idea of sharing a prefix
+    in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
+
+    Arguments and return value are those of [`completion_scores`].
+    """
+    longest = int(completion_mask.sum(1).max())
+    masks = [linear_masks(unwrapped_model, prompt, longest) for prompt in group_by_prompt(prompts)]
+    row = pack(prompts, completion_ids, completion_mask, masks, field_fill(unwrapped_model))
+    decoder_kwargs = {"prefix_layout": row.layout, "position_ids": row.position_ids}
+    with inject(unwrapped_model.get_decoder(), **decoder_kwargs):
+        outputs = model(
+            input_ids=row.input_ids,
+            attention_mask=torch.ones_like(row.input_ids),
+            position_ids=row.position_ids,
+            **to_model(join_media(row.prompts), unwrapped_model, completion_ids.device),
+            **row.token_fields,
+            **({"output_router_logits": True} if output_router_logits else {}),
+            shift_labels=row.shift_labels,
+            fused_lm_head=True,
+        )
+
+    def unpack(values):
+        return torch.where(completion_mask.bool(), values[0][row.score_index], 0.0)
+
+    entropy = None if outputs.entropy is None else unpack(outputs.entropy)
+    return unpack(outputs.log_probs), entropy, outputs.aux_loss
+
+
+def padded_scores(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    output_router_logits: bool = False,
+) -> Scores:
+    """
+    Scores completions with one padded row per completion, as TRL does, for media of every kind.
+
+    For models whose completions can't share their prompt, and for prompts too short to gain from it. Arguments and
+    return value are those of [`completion_scores`].
+    """
+    device = completion_ids.device
+    n_new = completion_ids.size(1)
+    fill = field_fill(unwrapped_model)
+    pad_token_id = unwrapped_model.config.get_text_config().pad_token_id or 0
+    batch = left_pad(prompts, pad_token_id)
+    input_ids = torch.cat([batch["input_ids"].to(device), completion_ids], dim=1)
+    attention_mask = torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1)
+    positions = batch["position_ids"].to(device)
+    positions = torch.cat([positions, positions[..., -1:] + 1 + torch.arange(n_new, device=device)], dim=-1)
+    fields = {
+        name: F.pad(value, (0, n_new), value=fill.get(name, 0)).to(device) for name, value in batch["fields"].items()
+    }
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :-n_new] = -100
+    outputs = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=positions,
+        **to_model(join_media(prompts), unwrapped_model, device),
+        **fields,
+        **({"output_router_logits": True} if output_router_logits else {}),
+        labels=labels,
+        fused_lm_head=True,
+    )
+    entropy = None if outputs.entropy is None else outputs.entropy[:, -n_new:]
+    return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss
+
+
+def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
+    """
+    Prompts as a left-padded batch.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            The rows, length `B`.
+        pad_token_id (`int`):
+            Id written on padding.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask` of shape `(B, P)`, `position_ids` of shape `(B, P)` or `(R, B, P)`, and
+        `fields` with the token fields, each `(B, P)`.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    gaps = [longest - len(prompt) for prompt in prompts]
+    names = sorted({name for prompt in prompts for name in prompt.token_fields})
+
+    def stack(tensors, value=0):
+        return torch.stack([F.pad(t, (gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)])
+
+    rank = max(prompt.position_ids.dim() for prompt in prompts)
+    rows = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == rank)
+    positions = [
+        F.pad(prompt.position_ids.expand(*rows, 1, -1), (gap, 0)) for prompt, gap in zip(prompts, gaps, strict=True)
+    ]
+    return {
+        "input_ids": stack([prompt.input_ids for prompt in prompts], pad_token_id),
+        "attention_mask": stack([torch.ones_like(prompt.input_ids) for prompt in prompts]),
+        "position_ids": torch.cat(positions, dim=-2),
+        "fields": {
+            name: stack([p.token_fields.get(name, torch.zeros_like(p.input_ids)) for p in prompts]) for name in names
+        },
+    }
+
+
+def to_model(media: dict[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
+    """
+    Moves media to a device and, where they are features, to the model's dtype.
+
+    Args:
+        media (`dict[str, torch.Tensor]`):
+            Media arguments of a forward.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        device (`torch.device`):
+            Where the forward runs.
+
+    Returns:
+        `dict[str, torch.Tensor]`: The moved tensors.
+    """
+    return {
+        name: value.to(device, model.dtype if value.is_floating_point() else value.dtype)
+        for name, value in media.items()
+    }

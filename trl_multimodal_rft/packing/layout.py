@@ -1,0 +1,373 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The packed row: every prompt once, followed by its completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..media.encoding import EncodedPrompt
+
+
+# Prompts of similar length share one attention call; a longer one starts a new call beyond this factor, so that at
+# most this share of the work is padding.
+_LENGTH_TOLERANCE = 1.25
+
+
+@dataclass(eq=False)
+class PrefixBlock:
+    """
+    Prompts of similar length and their branches, attended in two calls: the prompts, then the branches.
+
+    A branch is a copy of the prompt's last token followed by the completion without its last token, so that it holds
+    exactly the positions that predict the completion. All indices point into the packed row.
+
+    Args:
+        prompt_index (`torch.Tensor`):
+            Row positions of the prompts, padded on the right, shape `(N, P)`.
+        branch_index (`torch.Tensor`):
+            Row positions of the branches, padded on the right, shape `(M, L)`.
+        key_index (`torch.Tensor`):
+            Row positions a branch may look at: its prompt without the last token, then itself, shape `(M, P - 1 + L)`.
+        masks (`dict[str | None, tuple]`):
+            For each layer type (`None` where the model has only one), the boolean masks of the prompts, `(N, 1, P, P)`
+            or `None` for plain causal attention, and of the branches, `(1 or M, 1, L, P - 1 + L)`.
+    """
+
+    prompt_index: torch.Tensor
+    branch_index: torch.Tensor
+    key_index: torch.Tensor
+    masks: dict
+
+
+@dataclass(eq=False)
+class PrefixLayout:
+    """
+    Which token of a packed row may look at which, as the attention backends need it.
+
+    Args:
+        blocks (`list[PrefixBlock]`):
+            The blocks that cover the row.
+        restore_index (`torch.Tensor`):
+            For each row position, its place in the concatenated outputs of the blocks, shape `(T,)`.
+        segments (`list[tuple[int, int, int, int]]`):
+            In row order, each prompt and branch as (start, length, prompt start, shared prompt tokens); a prompt
+            shares 0 tokens, a branch all but the last of its prompt.
+        causal_layers (`set`):
+            Layer types that are plain causal for every prompt, where a variable-length kernel needs no mask.
+    """
+
+    blocks: list[PrefixBlock]
+    restore_index: torch.Tensor
+    segments: list[tuple[int, int, int, int]]
+    causal_layers: set
+
+    @cached_property
+    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """
+        The layout as variable-length sequences: queries are the row itself, keys are gathered per segment.
+
+        Returns:
+            `tuple`: Key positions `(K,)`, cumulative query lengths and cumulative key lengths `(S + 1,)` as int32, and
+            the longest query and key segment. With causal attention aligned to the last key, segment `s` of queries
+            looks at segment `s` of keys.
+        """
+        keys = [
+            torch.cat([torch.arange(prompt_start, prompt_start + shared), torch.arange(start, start + length)])
+            for start, length, prompt_start, shared in self.segments
+        ]
+        query_lengths = torch.tensor([length for _, length, _, _ in self.segments])
+        key_lengths = torch.tensor([len(k) for k in keys])
+        device = self.restore_index.device
+        cumulative = [
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+            for lengths in (query_lengths, key_lengths)
+        ]
+        return torch.cat(keys).to(device), *cumulative, int(query_lengths.max()), int(key_lengths.max())
+
+
+@dataclass(eq=False)
+class PackedRow:
+    """
+    One forward's worth of prompts and completions without padding.
+
+    Args:
+        input_ids (`torch.Tensor`):
+            `[prompt 1 | branch 1 | branch 2 | ... | prompt 2 | ...]`, shape `(1, T)`.
+        shift_labels (`torch.Tensor`):
+            For each position the token it predicts, -100 on prompts, shape `(1, T)`.
+        position_ids (`torch.Tensor`):
+            Positions of each token in its own sequence, shape `(1, T)` or `(R, 1, T)`.
+        token_fields (`dict[str, torch.Tensor]`):
+            Per-token fields, each of shape `(1, T)`.
+        prompts (`list[EncodedPrompt]`):
+            The prompts in row order.
+        layout (`PrefixLayout`):
+            What the attention needs.
+        score_index (`torch.Tensor`):
+            For each completion token the row position that predicts it, 0 on padding, shape `(B, C)`.
+    """
+
+    input_ids: torch.Tensor
+    shift_labels: torch.Tensor
+    position_ids: torch.Tensor
+    token_fields: dict[str, torch.Tensor]
+    prompts: list[EncodedPrompt]
+    layout: PrefixLayout
+    score_index: torch.Tensor
+
+
+def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
+    """
+    Which samples share a prompt.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt; samples of a group hold the same object.
+
+    Returns:
+        `dict[EncodedPrompt, list[int]]`: Sample indices by prompt, in order of first appearance.
+    """
+    groups: dict[EncodedPrompt, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(index)
+    return groups
+
+
+def split_by_media(prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
+    """
+    Splits samples so that the media of the prompts in a part join exactly: same modalities, no padding.
+
+    Some encoders have no mask for padding, so that a clip's features depend on the longest clip beside it, and some
+    models take one modality a call. A prompt without media goes with any other.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt.
+
+    Returns:
+        `list[list[int]]`: Sample indices of each part. Samples of a group stay together.
+    """
+    parts: dict[tuple, list[int]] = {}
+    text_only = []
+    for prompt, samples in group_by_prompt(prompts).items():
+        if not prompt.media:
+            text_only += samples
+            continue
+        key = tuple(sorted((name, tuple(value.shape[1:])) for name, value in prompt.media.items()))
+        parts.setdefault((prompt.modalities, key), []).extend(samples)
+    rows = list(parts.values())
+    if text_only:
+        rows = [rows[0] + text_only, *rows[1:]] if rows else [text_only]
+    return rows
+
+
+def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
+    """
+    An order of samples that keeps groups together and balances packed lengths over equally large micro-batches.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`.
+        lengths (`Sequence[int]`):
+            Each sample's number of completion tokens.
+        n_batches (`int`):
+            Number of micro-batches; divides `B`.
+
+    Returns:
+        `list[int]`: Sample indices; each consecutive `B / n_batches` of them are a micro-batch. A group that fits in
+        no micro-batch whole is split over as few as possible. The micro-batches come in random order.
+    """
+    size = len(prompts) // n_batches
+    groups = [(len(p) + sum(lengths[i] for i in samples), samples) for p, samples in group_by_prompt(prompts).items()]
+    batches: list[list[int]] = [[] for _ in range(n_batches)]
+    loads = [0] * n_batches
+    for load, samples in sorted(groups, key=lambda group: -group[0]):
+        while samples:
+            room = [size - len(batch) for batch in batches]
+            fitting = [b for b in range(n_batches) if room[b] >= len(samples)]
+            # The lightest that takes the whole group, else the one that takes most of it
+            b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
+            taken, samples = samples[: room[b]], samples[room[b] :]
+            batches[b] += taken
+            loads[b] += load
+    return [i for b in torch.randperm(n_batches).tolist() for i in batches[b]]
+
+
+def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
+    """
+    Tokens of the packed row that holds these samples.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt.
+        lengths (`Sequence[int]`):
+            Each sample's number of completion tokens.
+
+    Returns:
+        `int`: The row's length.
+    """
+    return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
+
+
+def pack(
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    masks: Sequence[dict],
+    field_fill: dict[str, int] | None = None,
+) -> PackedRow:
+    """
+    Lays out prompts and completions as one row in which each prompt stands once.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`.
+        completion_ids (`torch.Tensor`):
+            Right-padded completions, shape `(B, C)`.
+        completion_mask (`torch.Tensor`):
+            1 on completion tokens, 0 on padding, shape `(B, C)`. A completion that is masked throughout gets no place
+            in the row.
+        masks (`Sequence[dict]`):
+            For each unique prompt, in order of first appearance, its attention masks by layer type as returned by
+            [`~packing.masks.linear_masks`].
+        field_fill (`dict[str, int]`, *optional*):
+            What a token field holds on completion tokens, where it is not 0.
+
+    Returns:
+        [`PackedRow`]: The row, on the device of `completion_ids`.
+    """
+    device = completion_ids.device
+    lengths = completion_mask.sum(1).tolist()
+    completions = completion_ids.cpu()
+    groups = group_by_prompt(prompts)
+    fields = sorted({name for prompt in groups for name in prompt.token_fields})
+
+    ids, labels, positions, segments = [], [], [], []
+    columns: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
+    score_start = torch.zeros(len(prompts), dtype=torch.long)
+    units = []  # for each prompt: start, length and [(start, length) of its branches]
+    offset = 0
+    for prompt, samples in groups.items():
+        start, size = offset, len(prompt)
+        segments.append((start, size, start, 0))
+        ids.append(prompt.input_ids)
+        labels.append(torch.full((size,), -100))
+        positions.append(prompt.position_ids)
+        offset += size
+        branches = []
+        last_position = prompt.position_ids[..., -1:]
+        for sample in samples:
+            length = lengths[sample]
+            if length == 0:
+                continue
+            completion = completions[sample, :length]
+            ids.append(torch.cat([prompt.input_ids[-1:], completion[:-1]]))
+            labels.append(completion)
+            positions.append(last_position + torch.arange(length))
+            segments.append((offset, length, start, size - 1))
+            branches.append((offset, length))
+            score_start[sample] = offset
+            offset += length
+        units.append((start, size, branches))
+        for name in fields:
+            fill = (field_fill or {}).get(name, 0)
+            value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
+            columns[name].append(torch.cat([value, value.new_full((offset - start - size,), fill)]))
+
+    steps = torch.arange(completion_ids.size(1))
+    in_row = steps < torch.tensor(lengths)[:, None]
+    score_index = torch.where(in_row, score_start[:, None] + steps, 0)
+    return PackedRow(
+        input_ids=torch.cat(ids)[None].to(device),
+        shift_labels=torch.cat(labels)[None].to(device),
+        position_ids=torch.cat(_same_rank(positions), dim=-1).to(device),
+        token_fields={name: torch.cat(values)[None].to(device) for name, values in columns.items()},
+        prompts=list(groups),
+        layout=_layout(units, masks, segments, offset, device),
+        score_index=score_index.to(device),
+    )
+
+
+def _same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A text-only prompt may have one row of positions where one with media has several."""
+    most = max(positions, key=lambda p: p.dim())
+    return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
+
+
+def _layout(units, masks, segments, total, device) -> PrefixLayout:
+    # Cluster prompts of similar length, so that many short ones need few attention calls
+    order = sorted(range(len(units)), key=lambda i: units[i][1])
+    clusters: list[list[int]] = []
+    for i in order:
+        if clusters and units[i][1] <= _LENGTH_TOLERANCE * units[clusters[-1][0]][1]:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+
+    blocks, sources, taken = [], torch.empty(total, dtype=torch.long), 0
+    for cluster in clusters:
+        block = _block([units[i] for i in cluster], [masks[i] for i in cluster])
+        width = block.prompt_index.size(1)
+        for row, i in enumerate(cluster):
+            start, size, _ = units[i]
+            sources[start : start + size] = taken + row * width + torch.arange(size)
+        taken += block.prompt_index.numel()
+        width = block.branch_index.size(1)
+        branches = [branch for i in cluster for branch in units[i][2]]
+        for row, (start, size) in enumerate(branches):
+            sources[start : start + size] = taken + row * width + torch.arange(size)
+        taken += block.branch_index.numel()
+        block.prompt_index, block.branch_index, block.key_index = (
+            t.to(device) for t in (block.prompt_index, block.branch_index, block.key_index)
+        )
+        block.masks = {
+            kind: tuple(None if mask is None else mask.to(device) for mask in pair) for kind, pair in block.masks.items()
+        }
+        blocks.append(block)
+    causal = {kind for kind in masks[0] if all(mask[kind] is None for mask in masks)}
+    return PrefixLayout(blocks, sources.to(device), segments, causal)
+
+
+def _block(units, masks) -> PrefixBlock:
+    width = max(size for _, size, _ in units)
+    steps = torch.arange(width)
+    starts = torch.tensor([start for start, _, _ in units])
+    sizes = torch.tensor([size for _, size, _ in units])
+    # Padding points at the sequence's own last token: its output is dropped and, being last, it is seen by no query
+    # of a causal prompt; every other mask hides it.
+    prompt_index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+
+    owner = torch.tensor([i for i, (_, _, branches) in enumerate(units) for _ in branches], dtype=torch.long)
+    branches = torch.tensor([branch for _, _, owned in units for branch in owned], dtype=torch.long).view(-1, 2)
+    longest = int(branches[:, 1].max()) if len(branches) else 0
+    branch_steps = torch.arange(longest)
+    branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
+    key_index = torch.cat([prompt_index[owner, : width - 1], branch_index], dim=1)
+
+    block_masks = {}
+    tril = torch.ones(longest, longest, dtype=torch.bool).tril()
+    for kind in masks[0]:
+        if all(mask[kind] is None for mask in masks):
+            seen = steps[: width - 1] < sizes[:, None] - 1  # a branch sees its prompt without the last token
+            if bool(seen.all()):
+                seen, rows = seen[:1], 1  # equal lengths: one mask for all branches
+            else:
+                seen, rows = seen[owner], len(owner)
+            branch_mask = torch.cat([seen[:, None].expand(-1, longest, -1), tril.expand(rows, -1, -1)], dim=-1)
+            block_masks[kind] = (None, branch_mask[:, None])
+            continue
+        prompt_mask = torch.eye(width, dtype=torch.bool).repeat(len(units), 1, 1)
+        branch_mask = torch.zeros(len(units), longest, width - 1 + longest, dtype=torch.bool)
+        branch_mask[:, :, width - 1 :] = torch.eye(longest, dtype=torch.bool)
+        for row, (mask, size) in enumerate(zip(masks, sizes.tolist(), strict=True)):
+            linear = mask[kind]
+            if linear is None:
+                linear = torch.ones(size + longest, size + longest, dtype=torch.bool).tril()
+            queries = slice(size - 1, size - 1 + longest)
+            prompt_mask[row, :size, :size] = linear[:size, :size]
+            branch_mask[row, :, : size - 1] = linear[queries, : size - 1]
+            branch_mask[row, :, width - 1 :] |= linear[queries, queries]
+        block_masks[kind] = (prompt_mask[:, None], branch_mask[owner][:, None])
+    return PrefixBlock(prompt_index, branch_index, key_index, block_masks)

@@ -1,0 +1,7 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reward functions with the signature of TRL's: `f(completions, **columns) -> list[float | None]`."""
+
+from .answers import accuracy_reward, format_reward
+
+
+__all__ = ["accuracy_reward", "format_reward"]

@@ -1,0 +1,124 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rule-based rewards of the R1-AQA recipe (https://huggingface.co/papers/2503.11197): a right answer, in answer tags.
+
+Both functions read the completions and nothing else. A prompt of this recipe shows the literal tags to the model
+("... in `<answer> </answer>`"), so a reward that searched prompt and completion together would find the prompt's.
+"""
+
+import re
+import threading
+from importlib.util import find_spec
+
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# One answer and nothing but whitespace around it; a second tag inside would make "the answer" ambiguous.
+_FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+# Marks of prose. Not those that belong to a number or an expression: "-5", "3.5", "1,000", "5!".
+_PUNCTUATION = re.compile(r"(?<!\d)!|[.,;:?\"'`“”‘’](?!\d)")
+# Not for math_verify, which reads "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60: text
+# with a word in it, after LaTeX commands are set aside, numbers side by side, and clock times.
+_LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_PROSE = re.compile(r"[^\W\d_]{2,}|\d\s+\d|:")
+
+
+def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
+    """
+    Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
+
+    The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
+    It equals the reference when the two are the same text apart from case, whitespace and punctuation, or else, with
+    `math_verify` installed and both of them a bare expression, when they are symbolically equal (`"0.5"` and
+    `"\\frac{1}{2}"`). Text around a tag never counts, and a number inside a sentence is not an expression.
+
+    `math_verify` limits its time with a signal, which works in the main thread only: called from another thread, the
+    comparison is the same without that limit.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. Of a conversational one, the last message is the answer.
+        solution (`list`):
+            Reference answer of each completion, with or without answer tags. `None` where the reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`:
+            1.0 or 0.0 for each completion, `None` where its reference is `None`.
+
+    Raises:
+        ValueError: If there is no `solution`, or not one for each completion.
+
+    Example:
+    ```python
+    >>> accuracy_reward(["<answer>Seven.</answer>", "It is 7, so <answer>8</answer>"], solution=["seven", "7"])
+    [1.0, 0.0]
+    ```
+    """
+    if solution is None:
+        raise ValueError(
+            "accuracy_reward compares with the dataset column `solution`, which it was not given: add the column, or "
+            f"rename the one that holds the reference answers. Columns received: {sorted(kwargs)}."
+        )
+    if len(solution) != len(completions):
+        raise ValueError(f"accuracy_reward was given {len(completions)} completions and {len(solution)} solutions.")
+    return [
+        None if reference is None else float(_equal(_extract(_text(completion)), _extract(str(reference))))
+        for completion, reference in zip(completions, solution, strict=True)
+    ]
+
+
+def format_reward(completions, **kwargs) -> list[float]:
+    """
+    Rewards the form `<answer>...</answer>`: 1.0 when the completion is that and nothing else but whitespace, else 0.0.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. Of a conversational one, the last message is read.
+        **kwargs:
+            Dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float]`:
+            1.0 or 0.0 for each completion.
+
+    Example:
+    ```python
+    >>> format_reward(["<answer>seven</answer>", "It is <answer>seven</answer>"])
+    [1.0, 0.0]
+    ```
+    """
+    return [float(_FORMAT.fullmatch(_text(completion)) is not None) for completion in completions]
+
+
+def _text(completion: str | list[dict[str, str]]) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def _extract(text: str) -> str:
+    match = _ANSWER.search(text)
+    return (match.group(1) if match else text).strip()
+
+
+def _normalize(text: str) -> str:
+    # An answer that is nothing but punctuation stays what it is, or it would equal an empty completion.
+    return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
+
+
+def _equal(answer: str, reference: str) -> bool:
+    if _normalize(answer) == _normalize(reference):
+        return True
+    return _is_expression(answer) and _is_expression(reference) and _symbolically_equal(answer, reference)
+
+
+def _is_expression(text: str) -> bool:
+    return bool(text) and _PROSE.search(_LATEX_COMMAND.sub("", text)) is None
+
+
+def _symbolically_equal(answer: str, reference: str) -> bool:
+    if find_spec("math_verify") is None:
+        return False
+    from math_verify import parse, verify  # imported on use: it brings sympy, and most answers are words
+
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
+    gold, guess = (parse(f"${text}$", parsing_timeout=limit) for text in (reference, answer))
+    return bool(gold) and bool(guess) and verify(gold, guess, timeout_seconds=limit)

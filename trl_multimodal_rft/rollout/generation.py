@@ -1,0 +1,132 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Sampling completions: each prompt and its media are prefilled once, whatever the number of completions."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..media.encoding import EncodedPrompt, join_media
+from ..packing.forward import left_pad, to_model
+from ..packing.layout import group_by_prompt
+from ..packing.masks import ATTENTION_LAYERS, linear_masks
+
+
+def generate_completions(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    generation_config: GenerationConfig,
+    pad_token_id: int,
+    device: torch.device,
+    *,
+    share_prefill: bool = True,
+) -> torch.Tensor | ModelOutput:
+    """
+    Generates one completion per sample, equal to what `generate` would give on repeated prompts.
+
+    The unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their samples.
+    Where the family or the options don't allow that, the prompts are repeated and `generate` does everything.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model to call, as given by `unwrap_model_for_generation`.
+        unwrapped_model ([`~transformers.PreTrainedModel`]):
+            The same model without wrappers.
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`; samples of a group hold the same object.
+        generation_config ([`~transformers.GenerationConfig`]):
+            How to sample.
+        pad_token_id (`int`):
+            Id written on left padding.
+        device (`torch.device`):
+            Where the model is.
+        share_prefill (`bool`, *optional*, defaults to `True`):
+            Whether to prefill each prompt once.
+
+    Returns:
+        `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
+        output of `generate`.
+    """
+    unique = list(group_by_prompt(prompts))
+    handed_in = generation_config.cache_implementation is None and generation_config.prefill_chunk_size is None
+    cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill and handed_in else 0
+    rows = unique if cached else prompts
+    batch = left_pad(rows, pad_token_id)
+    input_ids, attention_mask, position_ids = (
+        batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    fields = {name: value.to(device) for name, value in batch["fields"].items()}
+    media = to_model(join_media(rows), unwrapped_model, device)
+    if cached:
+        cache = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
+        cache.activate_past_recording()  # a sliding window would forget what cropping brings back
+        stop = input_ids.size(1) + min(cached, 0)
+        prefill = {name: value[:, :stop] for name, value in fields.items()}
+        # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
+        inputs = unwrapped_model.prepare_inputs_for_generation(
+            input_ids[:, :stop],
+            attention_mask=attention_mask[:, :stop],
+            position_ids=position_ids[..., :stop],
+            past_key_values=cache,
+            use_cache=True,
+            is_first_iteration=True,
+            **prefill,
+            **media,
+        )
+        model(**{**inputs, "logits_to_keep": 1})
+        if stop == input_ids.size(1):
+            cache.crop(-1)  # `generate` wants one token to start from
+        for layer in cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+        index = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
+        cache.reorder_cache(index)
+        inputs = {
+            "input_ids": input_ids[index],
+            "attention_mask": attention_mask[index],
+            "position_ids": position_ids.index_select(-2, index),
+            "past_key_values": cache,
+        }
+    else:
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **fields, **media}
+    output = model.generate(**inputs, generation_config=generation_config)
+    return output if isinstance(output, ModelOutput) else output[:, input_ids.size(1) :]
+
+
+def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> int:
+    """
+    How much of the prompts a cache may hold before `generate` takes over: 1 for all of it (the last token is cropped
+    again), -1 for all but the last token, 0 for nothing.
+    """
+    layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if layer_types <= ATTENTION_LAYERS:
+        return 1
+    # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one looks at it.
+    sees_last = any(
+        mask is not None and bool(mask[: len(prompt) - 1, len(prompt) - 1].any())
+        for prompt in prompts
+        for mask in linear_masks(model, prompt, 1).values()
+    )
+    return 0 if sees_last or min(map(len, prompts)) < 2 else -1
+
+
+def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
+    """
+    Cuts what follows the first end-of-sequence token of each completion.
+
+    Args:
+        completion_ids (`torch.Tensor`):
+            Generated ids, shape `(B, N)`.
+        eos_token_ids (`Sequence[int]`):
+            Ids that end a completion.
+
+    Returns:
+        `list[list[int]]`: The completions, each with its end-of-sequence token if it has one.
+    """
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
+    after = is_eos.int().cumsum(1) - is_eos.int() > 0
+    lengths = (~after).sum(1).tolist()
+    return [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths, strict=True)]

@@ -1,0 +1,418 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The seam with TRL: everything this package overrides in TRL's trainers."""
+
+import logging
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model, set_seed
+from datasets import Dataset
+from torch import nn
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import create_model_from_path, get_config_model_id, split_tensor_dict
+
+from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
+from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids, same_prompt
+from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
+from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_media
+from ..rollout import generate_completions, trim_after_eos
+from .fetch import FetchOnce
+from .reward_checks import checked_reward
+from .self_check import SelfCheck, run_self_check
+
+
+logger = get_logger(__name__)
+
+# A packed row must have this share of the padded batch's tokens at most: below, its attention over many small blocks
+# costs more than the padding it saves.
+_WORTH_PACKING = 0.75
+
+
+class MultimodalMixin:
+    """
+    Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
+
+    Losses, metrics and the training loop stay TRL's: media are moved into the messages before TRL sees a row, and the
+    packed forward hides behind TRL's function for log-probabilities, with the shapes TRL expects.
+    """
+
+    def __init__(self, model, reward_funcs, args, processing_class=None, quantization_config=None, **kwargs):
+        set_seed(args.seed)  # as TRL does before it loads a model
+        loaded_here = isinstance(model, str)
+        if loaded_here:
+            init_kwargs = dict(args.model_init_kwargs or {})
+            if quantization_config is not None:
+                init_kwargs["quantization_config"] = quantization_config
+            if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+                init_kwargs["device_map"] = None
+            init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+            model = create_model_from_path(model, **init_kwargs)
+        if processing_class is None:
+            processing_class = AutoProcessor.from_pretrained(
+                get_config_model_id(model.config),
+                revision=(args.model_init_kwargs or {}).get("revision") if loaded_here else None,
+                truncation_side="left",
+                padding_side="left",
+                trust_remote_code=args.trust_remote_code,
+            )
+        tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+        if tokenizer.padding_side != "left":
+            raise ValueError(
+                f"`processing_class` pads on the {tokenizer.padding_side}, which would put padding between prompts and "
+                'completions. Load it with `padding_side="left"`.'
+            )
+        funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+        funcs = [f if isinstance(f, (str, nn.Module)) else checked_reward(f) for f in funcs]
+
+        self._samples: list[EncodedPrompt] | None = None  # the prompts of the rows at hand
+        self._packed: bool | None = None  # how the rows at hand are scored
+        self._apart = model.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+        self._share_prefill = True
+        self._self_check: SelfCheck | None = None
+        placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
+        if args.use_vllm and placeholders:
+            bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
+            own = args.generation_kwargs or {}
+            args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
+        with _image_token_id(model.config, placeholders), _no_warning_about_init_kwargs(loaded_here):
+            super().__init__(
+                model=model, reward_funcs=funcs, args=args, processing_class=processing_class, **kwargs
+            )
+        if not self.use_vllm and placeholders:
+            # A sampled placeholder would stand for media that aren't there
+            suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
+            self.generation_config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
+
+        obstacle = sharing_obstacle(self._unwrapped(self.model))
+        if args.packing == "prefix" and obstacle:
+            logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
+        self._can_pack = args.packing == "prefix" and not obstacle
+        if self._can_pack:
+            install_prefix_attention(self._unwrapped(self.model))
+            if self.ref_model is not None:
+                install_prefix_attention(self._unwrapped(self.ref_model))
+            per_device, group = args.per_device_train_batch_size, args.num_generations
+            if args.num_generations and per_device % group != 0:
+                logger.warning(
+                    f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
+                    "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it "
+                    f"a multiple of {group}."
+                )
+
+    def _unwrapped(self, model) -> PreTrainedModel:
+        model = self.accelerator.unwrap_model(model)
+        return model.get_base_model() if is_peft_model(model) else model
+
+    # Data
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *MEDIA_COLUMNS]))
+
+    def _get_dataloader(self, dataset, description, *args, **kwargs):
+        if isinstance(dataset, Dataset):
+            dataset = FetchOnce(self._remove_unused_columns(dataset, description=description))
+        return super()._get_dataloader(dataset, description, *args, **kwargs)
+
+    # Rollout
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.environment_factories is None:
+            for index, row in enumerate(inputs):
+                if "prompt" not in row:
+                    raise ValueError(f"row {index} has no column 'prompt', only {sorted(row)}; rename the right one.")
+        rows = rows_to_messages(inputs) if "prompt" in inputs[0] else inputs
+        refs = list(iter_refs([row.get("prompt") for row in rows]))
+        if refs:
+            self._refuse_media_where_unsupported(refs[0], {ref.kind for ref in refs})
+        self._rows = inputs
+        self._packed = None
+        try:
+            output = super()._generate_and_score_completions(rows)
+            # Prompts are logged as text: TRL's table can't hold media
+            for key in ("prompt", "completion"):
+                logged = [strip_media(messages) for messages in self._logs[key]]
+                self._logs[key].clear()
+                self._logs[key].extend(logged)
+            if self._samples is not None:
+                self._choose_packing(output["completion_mask"])
+                output["encoded_prompts"] = self._samples
+                output["packed"] = [self._packed] * len(inputs)
+        finally:
+            self._samples = self._rows = None
+        return output
+
+    def _refuse_media_where_unsupported(self, ref, kinds: set[str]) -> None:
+        if self.use_vllm and kinds - {"image"}:
+            raise ref.error(
+                "vLLM generation takes images only so far; set `use_vllm=False` for audio and video"
+            )
+        for option in ("tools", "rollout_func", "environment_factories"):
+            if getattr(self, option):
+                name = "environment_factory" if option == "environment_factories" else option
+                raise ref.error(f"`{name}` works on text rows only; drop the media columns or `{name}`")
+
+    def _tokenize_prompts(self, prompts: list):
+        mode_generations = self.num_generations if self.model.training else self.num_generations_eval
+        offset = self.accelerator.process_index * len(prompts)  # a group may straddle processes
+        model = self._unwrapped(self.model)
+        samples: list[EncodedPrompt] = []
+        for i, prompt in enumerate(prompts):
+            first_of_group = (offset + i) % mode_generations == 0
+            if i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
+                samples.append(samples[-1])
+                continue
+            template_kwargs = {"chat_template": self.chat_template, **self.chat_template_kwargs}
+            if self.environment_factories is not None:
+                template_kwargs["tools"] = self._env_tools[self._batch_environments[i]] or None
+            else:
+                template_kwargs["tools"] = self.tools or None
+            samples.append(
+                encode_prompt(
+                    prompt,
+                    self.processing_class,
+                    model,
+                    template_kwargs=template_kwargs,
+                    audio_overlong=self.args.audio_overlong,
+                )
+            )
+        self._samples = samples
+        if self.args.self_check and self._self_check is None and self.model.training:
+            self._run_self_check()
+        return [sample.input_ids.tolist() for sample in samples], None, {}
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        samples = self._samples
+        if self.use_vllm:
+            if any(sample.images for sample in samples):
+                images = [sample.images or None for sample in samples]
+            return super()._generate_single_turn(prompt_ids, images, {}, num_generations, has_tool_images)
+        # A tool loop asks for the continuation of longer ids, which no record knows; only text rows get there
+        if self.use_transformers_continuous_batching or prompt_ids != [s.input_ids.tolist() for s in samples]:
+            return super()._generate_single_turn(prompt_ids, images, {}, num_generations, has_tool_images)
+        completion_ids = self._sample_completions(samples, self.generation_config)
+        return trim_after_eos(completion_ids, self.eos_token_ids), None
+
+    def _sample_completions(self, samples, generation_config):
+        parts = split_by_media(samples) if self._apart else [list(range(len(samples)))]
+        surplus = self._most_over_ranks(len(parts)) - len(parts)
+        outputs = []
+        with (
+            profiling_context(self, "transformers.generate"),
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            for part in parts + parts[-1:] * surplus:
+                outputs.append(
+                    generate_completions(
+                        model,
+                        self._unwrapped(model),
+                        [samples[i] for i in part],
+                        generation_config,
+                        self._tokenizer.pad_token_id,
+                        self.accelerator.device,
+                        share_prefill=self._share_prefill,
+                    )
+                )
+        if len(parts) == 1:
+            return outputs[0]
+        longest = max(output.size(1) for output in outputs)
+        padding = self._tokenizer.pad_token_id
+        outputs = [nn.functional.pad(o, (0, longest - o.size(1)), value=padding) for o in outputs[: len(parts)]]
+        order = torch.tensor([i for part in parts for i in part]).argsort()
+        return torch.cat(outputs)[order.to(outputs[0].device)]
+
+    def _most_over_ranks(self, count: int) -> int:
+        """Ranks of a sharded model must run equally many forwards."""
+        if not self._apart or self.accelerator.num_processes == 1:
+            return count
+        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # Reward functions get the dataset's rows as they are, and what `rollout_func` added
+        inputs = [{**row, **original} for row, original in zip(inputs, self._rows, strict=True)]
+        return super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)
+
+    # Update
+
+    def _prepare_inputs(self, generation_batch):
+        if not self.model.training or self.rollout_func is not None or not self.args.keep_groups_together:
+            return super()._prepare_inputs(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+            output = self._generate_and_score_completions(generation_batch)
+            if steps > 1:
+                lengths = output["completion_mask"].sum(1).tolist()
+                order = micro_batch_order(output["encoded_prompts"], lengths, steps)
+                output = {key: _reorder(value, order) for key, value in output.items()}
+            self._buffered_inputs = split_tensor_dict(output, steps)
+            self._log_sharing()
+        return self._buffered_inputs[self._step % steps]
+
+    def _log_sharing(self) -> None:
+        """Share of prompt tokens that a forward per completion would repeat and the packed forward doesn't."""
+        once = repeated = 0
+        for batch in self._buffered_inputs:
+            prompts = batch["encoded_prompts"]
+            repeated += sum(map(len, prompts))
+            once += sum(map(len, group_by_prompt(prompts) if batch["packed"][0] else prompts))
+        counts = torch.tensor([[once, repeated]], device=self.accelerator.device)
+        once, repeated = self.accelerator.gather(counts).sum(0).tolist()
+        self._metrics["train"]["packing/shared_frac"].append(1 - once / repeated)
+
+    def _choose_packing(self, completion_mask: torch.Tensor) -> None:
+        """Once per generation batch, so that old, reference and current log-probabilities agree."""
+        if self._packed is None:
+            lengths = completion_mask.sum(1).tolist()
+            padded = len(lengths) * (max(map(len, self._samples)) + max(lengths))
+            self._packed = self._can_pack and packed_length(self._samples, lengths) <= _WORTH_PACKING * padded
+
+    def _compute_loss(self, model, inputs):
+        self._samples = inputs.get("encoded_prompts")
+        self._packed = inputs["packed"][0] if self._samples is not None else None
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._samples = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **kwargs,
+    ):
+        if self._samples is None:  # `rollout_func` makes its own prompts
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **kwargs,
+            )
+        completion_ids, completion_mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
+        self._choose_packing(completion_mask)
+        parts = []
+        for start in range(0, len(completion_ids), batch_size or len(completion_ids)):
+            part = slice(start, start + (batch_size or len(completion_ids)))
+            parts.append(
+                self._score(
+                    model, self._samples[part], completion_ids[part], completion_mask[part], compute_aux_loss
+                )
+            )
+        logps, entropies, aux_losses = zip(*parts, strict=True)
+        return (
+            torch.cat(logps),
+            torch.cat(entropies) if compute_entropy else None,
+            torch.stack(aux_losses).mean() if compute_aux_loss else None,
+        )
+
+    def _score(self, model, samples, completion_ids, completion_mask, compute_aux_loss=False, **overrides):
+        options = {"packed": self._packed, "apart": self._apart, **overrides}
+        if options["apart"]:
+            options["min_forwards"] = self._most_over_ranks(len(split_by_media(samples)))
+        with self.accelerator.autocast():
+            return completion_scores(
+                model,
+                self._unwrapped(model),
+                samples,
+                completion_ids,
+                completion_mask,
+                output_router_logits=compute_aux_loss,
+                **options,
+            )
+
+    # Checks and checkpoints
+
+    def _run_self_check(self) -> None:
+        model = self.model
+        was_training = model.training
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs),
+        ):
+            model.eval()
+            self._self_check = run_self_check(self)
+            model.train(was_training)
+        logger.info(str(self._self_check))
+        self.accelerator.print(self._self_check)
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        if self._self_check is not None and self.is_world_process_zero():
+            card = Path(self.args.output_dir) / "README.md"
+            card.write_text(f"{card.read_text()}\n\n## Self-check\n\n`{self._self_check}`\n")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._reload_weights(resume_from_checkpoint)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._reload_weights(self.state.best_model_checkpoint)
+
+    def _reload_weights(self, checkpoint: str) -> None:
+        # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and restores
+        # nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
+        model = self.accelerator.unwrap_model(self.model)
+        if is_peft_model(model) or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return
+        saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+
+
+def _reorder(value, order: list[int]):
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return value[order]
+    return [value[i] for i in order] if isinstance(value, list) else value
+
+
+@contextmanager
+def _image_token_id(config, placeholders: set[int]):
+    """TRL reads `config.image_token_id` for every processor; a model without images has none."""
+    missing = not hasattr(config, "image_token_id")
+    if missing:
+        config.image_token_id = min(placeholders, default=None)
+    try:
+        yield
+    finally:
+        if missing:
+            del config.image_token_id
+
+
+@contextmanager
+def _no_warning_about_init_kwargs(active: bool):
+    """TRL warns that it ignores `model_init_kwargs` for an instance; here the instance was loaded with them."""
+
+    def keep(record):
+        return not (active and "`model_init_kwargs` will be ignored" in record.getMessage())
+
+    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
+    trl_logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        trl_logger.removeFilter(keep)

@@ -1,0 +1,166 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Measures, on the user's own model and data, what this package promises."""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.logging import get_logger
+
+from ..media.encoding import EncodedPrompt
+from ..packing.layout import group_by_prompt
+
+
+if TYPE_CHECKING:
+    from .multimodal import MultimodalMixin
+
+
+logger = get_logger(__name__)
+
+_NEW_TOKENS = 4
+
+
+@dataclass
+class SelfCheck:
+    """
+    What the self-check measured, as largest absolute differences of log-probabilities over all processes.
+
+    Args:
+        packed (`float` or `None`):
+            Packed against padded forward; `None` where packing is off.
+        media (`float` or `None`):
+            Effect of taking the media away; `None` if the first batch has none.
+        rows (`float` or `None`):
+            Two prompts in one forward against each alone.
+        sampled (`float`):
+            Recomputed log-probabilities against those of sampling.
+        tolerance (`float`):
+            What counts as equal, from the model's dtype.
+    """
+
+    packed: float | None
+    media: float | None
+    rows: float | None
+    sampled: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        parts = []
+        if self.packed is not None:
+            equal = "=" if self.packed <= self.tolerance else "differs from"
+            parts.append(f"packed {equal} padded {self.packed:.0e}")
+        parts.append("no media" if self.media is None else f"media moves log-probs by {self.media:.2g}")
+        if self.rows is not None:
+            parts.append(f"rows {'in' if self.rows <= self.tolerance else ''}dependent {self.rows:.0e}")
+        equal = "=" if self.sampled <= self.tolerance else "differs from"
+        parts.append(f"recomputed {equal} sampled {self.sampled:.0e}")
+        return f"self-check: {', '.join(parts)}"
+
+
+def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
+    """
+    Runs the four checks on the prompts at hand and sets the trainer's fallbacks.
+
+    Args:
+        trainer (`MultimodalMixin`):
+            Trainer in evaluation mode, with encoded prompts.
+
+    Returns:
+        [`SelfCheck`]: The measurements, the same on every process.
+
+    Raises:
+        `RuntimeError`: If taking the media away changes nothing, that is if the model doesn't get them.
+    """
+    prompts = list(group_by_prompt(trainer._samples))
+    first = next((p for p in prompts if p.media), prompts[0])
+    others = [p for p in prompts if p is not first] or [replace(first, mask_cache={})]
+    # A partner whose media have another shape than the first's is the harder case
+    second = next((p for p in others if _shapes(p) != _shapes(first)), others[0])
+    tolerance = 2 * math.sqrt(torch.finfo(trainer._unwrapped(trainer.model).dtype).eps)
+
+    ids, mask, sampled = _sample(trainer, first)
+
+    def score(prompts, packed, repeats=1, **options):
+        samples = [p for p in prompts for _ in range(2)]
+        many = [t.repeat(len(prompts), 1) for t in (ids, mask)]
+        return trainer._score(trainer.model, samples, *many, packed=packed, **options)[0]
+
+    packing = trainer._can_pack
+    alone = score([first], packed=False)
+    checks = {"sampled": _difference(alone, sampled, mask)}
+    if packing:
+        checks["packed"] = _attempt(lambda: _difference(score([first], packed=True), alone, mask))
+    checks["media"] = math.nan
+    if first.media:
+        # Not zero: some models drop tiles that are zero throughout, as padding
+        without = {k: v * 1e-3 if v.is_floating_point() else v for k, v in first.media.items()}
+        silent = replace(first, media=without, mask_cache={})
+        checks["media"] = _difference(score([silent], packed=False), alone, mask)
+    separate = torch.cat([alone, score([second], packed=False)])
+    checks["rows"] = _attempt(
+        lambda: _difference(score([first, second], packed=packing, apart=False), separate, mask.repeat(2, 1))
+    )
+
+    measured = torch.tensor([[checks[name] for name in sorted(checks)]], device=trainer.accelerator.device)
+    gathered = trainer.accelerator.gather(measured).cpu()
+    # The media must matter on every process that has some; elsewhere the worst case counts
+    worst = {name: gathered[:, i].max().item() for i, name in enumerate(sorted(checks))}
+    effects = [x for x in gathered[:, sorted(checks).index("media")].tolist() if not math.isnan(x)]
+    result = SelfCheck(
+        packed=worst.get("packed"),
+        media=min(effects, default=None),
+        rows=worst["rows"],
+        sampled=worst["sampled"],
+        tolerance=tolerance,
+    )
+    _apply(trainer, result)
+    return result
+
+
+def _apply(trainer: "MultimodalMixin", result: SelfCheck) -> None:
+    if result.media is not None and result.media == 0:
+        raise RuntimeError(
+            f"{result}. The model answers the same without its media, so training would ignore them. Check that the chat "
+            "template writes a placeholder for each medium and that the model is the one the processor belongs to."
+        )
+    if result.packed is not None and not result.packed <= result.tolerance:
+        logger.warning(f"{result}. Completions are scored in padded rows from here on.")
+        trainer._can_pack = False
+    if not result.rows <= result.tolerance:
+        logger.warning(f"{result}. Prompts whose media don't join exactly get forwards of their own from here on.")
+        trainer._apart = True
+    if not result.sampled <= result.tolerance and trainer._share_prefill:
+        logger.warning(f"{result}. Prompts are prefilled once per completion from here on.")
+        trainer._share_prefill = False
+
+
+def _sample(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two short completions of a prompt, their mask, and the log-probabilities they were sampled with."""
+    config = copy.deepcopy(trainer.generation_config)
+    config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, return_dict_in_generate=True, output_logits=True)
+    output = trainer._sample_completions([prompt, prompt], config)
+    logits = torch.stack(output.logits, dim=1).float() / trainer.temperature
+    ids = output.sequences[:, -logits.size(1) :]
+    is_eos = torch.isin(ids, torch.tensor(trainer.eos_token_ids, device=ids.device)).int()
+    mask = (is_eos.cumsum(1) - is_eos == 0).long()
+    sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    return ids, mask, sampled
+
+
+def _shapes(prompt: EncodedPrompt) -> dict[str, torch.Size]:
+    return {name: value.shape[1:] for name, value in prompt.media.items()}
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> float:
+    return ((a - b) * mask).abs().max().item()
+
+
+def _attempt(measure) -> float:
+    """A forward that fails on joined inputs is as wrong as one that differs."""
+    try:
+        return measure()
+    except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:
+        logger.warning(f"self-check: {error}")
+        return math.inf
