@@ -10,6 +10,7 @@ import threading
 import av
 import datasets
 import families
+import fsspec
 import numpy as np
 import pytest
 import soundfile
@@ -42,9 +43,9 @@ def frequency(samples, rate=RATE):
     return np.abs(np.fft.rfft(samples)).argmax() * rate / len(samples)
 
 
-def write_video(path, codec="libx264"):
+def write_video(path, codec="libx264", **options):
     """Frames of rising brightness: frame i is grey 12 i on the left, and black on the right."""
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=FPS, options={"crf": "10"})
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         for i in range(FRAMES):
@@ -99,12 +100,16 @@ def decoder(request, monkeypatch):
 def forms(path, site, mime):
     """The forms in which a file can be given."""
     data = path.read_bytes()
+    fsspec.filesystem("memory").pipe(path.name, data)
     return {
         "str": str(path),
         "path": path,
         "file url": path.as_uri(),
         "http": f"{site}/{path.name}",
+        "fsspec": f"memory://{path.name}",
         "bytes": data,
+        "bytearray": bytearray(data),
+        "memoryview": memoryview(data),
         "datasets bytes": {"bytes": data, "path": "elsewhere"},
         "datasets path": {"bytes": None, "path": str(path)},
         "openai": {"url": f"{site}/{path.name}"},
@@ -112,7 +117,20 @@ def forms(path, site, mime):
     }
 
 
-FORMS = ("str", "path", "file url", "http", "bytes", "datasets bytes", "datasets path", "openai", "data uri")
+FORMS = (
+    "str",
+    "path",
+    "file url",
+    "http",
+    "fsspec",
+    "bytes",
+    "bytearray",
+    "memoryview",
+    "datasets bytes",
+    "datasets path",
+    "openai",
+    "data uri",
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -440,6 +458,18 @@ def test_unusable_videos_are_named(folder, decoder, source, options, message):
     assert str(error.value).startswith(message)
 
 
+def test_every_chosen_frame_must_be_there(folder, decoder):
+    with pytest.raises(MediaError, match="row 3, column 'video': (the video has 2 of 3 frames|cannot read)"):
+        load_video(ref("video", folder / "v.mp4"), lambda metadata: [18, 19, 20])
+
+
+def test_videos_that_end_early_are_named(tmp_path, decoder):
+    path = write_video(tmp_path / "v.mp4", movflags="faststart")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+    with pytest.raises(MediaError, match="row 3, column 'video': .*repair it or remove the row"):
+        load_video(ref("video", path))
+
+
 def test_videos_without_a_frame_count_need_torchcodec(tmp_path, decoder, request):
     path = write_video(tmp_path / "v.webm", codec="libvpx-vp9")
     if "pyav" in request.node.name:
@@ -467,7 +497,9 @@ QWEN_OPTIONS = [
     {"nframes": 6, "video_start": 0.35, "video_end": 1.5},
     {"min_frames": 8, "max_frames": 12, "fps": 1.0},
     {"min_pixels": 1000, "max_pixels": 20000},
-    {"min_pixels": 3136, "total_pixels": 100000},
+    {"min_pixels": 1000, "total_pixels": 8000},
+    {"min_pixels": 1000, "total_pixels": 8000, "max_pixels": 6000},
+    {"min_pixels": 6000, "total_pixels": 100},
     {"resized_height": 90, "resized_width": 130},
 ]
 

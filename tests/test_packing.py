@@ -1,59 +1,270 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Packed equals padded, for every family: log-probabilities, entropies and gradients."""
+"""Packed equals padded, for every family: log-probabilities, entropies, gradients; and what makes it so."""
+
+import copy
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, RATE
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_multimodal_rft.media.columns import rows_to_messages
-from trl_multimodal_rft.media.encoding import encode_prompt
-from trl_multimodal_rft.packing import install_prefix_attention, packed_scores, padded_scores, sharing_obstacle
+from trl_multimodal_rft.media import encode_prompt, rows_to_messages
+from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
+from trl_multimodal_rft.packing import (
+    completion_scores,
+    install_prefix_attention,
+    pack,
+    packed_scores,
+    padded_scores,
+    sharing_obstacle,
+)
+from trl_multimodal_rft.packing.attention import _gather
+from trl_multimodal_rft.packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_media
+from trl_multimodal_rft.packing.masks import linear_masks
 
 
-def encoded(model, processor, chats):
-    rows = []
+G = 3
+SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
+
+
+def encode_chats(model, processor, chats):
     for chat in chats:
-        for message in chat:
-            for block in message["content"]:
-                if block["type"] == "audio":
-                    block["sampling_rate"] = 16000
-        rows.append({"prompt": chat})
-    return [encode_prompt(row["prompt"], processor, model) for row in rows_to_messages(rows)]
+        for block in chat[0]["content"]:
+            if block["type"] == "audio":
+                block["sampling_rate"] = RATE
+    rows = rows_to_messages([{"prompt": chat} for chat in chats])
+    return [encode_prompt(row["prompt"], processor, model) for row in rows]
 
 
-def completions(prompts, n_each, vocab, seed=0, longest=7):
+def build(name, attention="sdpa"):
+    model, processor = FAMILIES[name].build()
+    if attention != "sdpa":
+        model.get_decoder().set_attn_implementation(attention)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    if not sharing_obstacle(model):
+        install_prefix_attention(model)
+    prompts = encode_chats(model, processor, FAMILIES[name].prompts())
+    return model, [prompt for prompt in prompts for _ in range(G)]
+
+
+def random_completions(n, longest=7, vocab=(50, 200), seed=0):
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest + 1, (len(prompts) * n_each,), generator=generator)
-    ids = torch.randint(50, vocab, (len(lengths), longest), generator=generator)
+    lengths = torch.randint(1, longest + 1, (n,), generator=generator)
     mask = (torch.arange(longest) < lengths[:, None]).long()
-    return [p for p in prompts for _ in range(n_each)], ids * mask, mask
+    return torch.randint(*vocab, (n, longest), generator=generator) * mask, mask
 
 
-def scores_and_grads(function, model, prompts, ids, mask):
-    model.zero_grad(set_to_none=True)
-    logps, entropy, _ = function(model, model, prompts, ids, mask)
+def backward(model, logps, entropies, mask):
+    """Gradients of an objective in which every token has another weight."""
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
-    ((logps * weights).sum() + 0.1 * (entropy * mask).sum()).backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return logps.detach(), entropy.detach() * mask, grads
+    model.zero_grad(set_to_none=True)
+    ((logps * weights) * mask + 0.1 * entropies * mask).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def padded_reference(model, prompts, ids, mask):
+    """Each prompt's completions in a padded batch of their own, which no other prompt can disturb."""
+    parts = [
+        padded_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G])
+        for i in range(0, len(prompts), G)
+    ]
+    logps, entropies = (torch.cat(values) for values in list(zip(*parts, strict=True))[:2])
+    return logps, entropies, backward(model, logps, entropies, mask)
 
 
 def relative_difference(a, b):
     assert a.keys() == b.keys()
-    difference = sum((a[k] - b[k]).square().sum() for k in a).sqrt()
-    return (difference / sum(a[k].square().sum() for k in a).sqrt()).item()
+    difference = torch.stack([(a[name] - b[name]).norm() for name in a]).norm()
+    return (difference / torch.stack([value.norm() for value in a.values()]).norm()).item()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_packed_equals_padded(name):
-    model, processor = FAMILIES[name].build()
-    if sharing_obstacle(model):
-        pytest.skip(sharing_obstacle(model))
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    install_prefix_attention(model)
-    prompts, ids, mask = completions(encoded(model, processor, FAMILIES[name].prompts()), 3, 200)
-    padded = [scores_and_grads(padded_scores, model, prompts, ids, mask)]
-    packed = [scores_and_grads(packed_scores, model, prompts, ids, mask)]
-    for (a, ea, ga), (b, eb, gb) in zip(padded, packed, strict=True):
-        print(name, (a - b).abs().max().item(), (ea - eb).abs().max().item(), relative_difference(ga, gb))
+def enable_checkpointing(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Dropout, torch.nn.modules.batchnorm._BatchNorm)):
+            module.eval()
+
+
+@pytest.mark.parametrize("mode", ["sdpa", "eager", "checkpointing"])
+@pytest.mark.parametrize("name", SHAREABLE)
+def test_packed_equals_padded(name, mode):
+    if (name, mode) == ("phi4_multimodal", "eager"):
+        pytest.skip("its vision tower has no working eager attention in transformers 5.23")
+    model, prompts = build(name, "eager" if mode == "eager" else "sdpa")
+    if mode == "checkpointing":
+        if not model.supports_gradient_checkpointing or name == "granite_speech":
+            pytest.skip("the family does not support gradient checkpointing")
+        enable_checkpointing(model)
+    ids, mask = random_completions(len(prompts))
+    logps, entropies, grads = padded_reference(model, prompts, ids, mask)
+
+    apart = model.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+    packed_logps, packed_entropies, _ = completion_scores(model, model, prompts, ids, mask, apart=apart)
+    packed_grads = backward(model, packed_logps, packed_entropies, mask)
+
+    assert (packed_logps - logps * mask).abs().max() <= 1e-5
+    assert (packed_entropies - entropies * mask).abs().max() <= 1e-5
+    assert relative_difference(grads, packed_grads) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "paligemma"])
+def test_a_wrong_layout_is_seen(name):
+    """The test above can fail: plain positions or plain causal masks move the log-probabilities."""
+    model, prompts = build(name)
+    ids, mask = random_completions(len(prompts))
+    right, _, _ = packed_scores(model, model, prompts, ids, mask)
+    for prompt in group_by_prompt(prompts):
+        if name == "qwen2_5_vl":
+            prompt.position_ids = torch.arange(len(prompt)).expand_as(prompt.position_ids)
+        else:
+            masks = linear_masks(model, prompt, 7)
+            prompt.mask_cache["linear"] = (7, dict.fromkeys(masks))
+    wrong, _, _ = packed_scores(model, model, prompts, ids, mask)
+    assert (right - wrong).abs().max() > 1e-2
+
+
+def test_hybrid_can_not_share_its_prompt():
+    model, prompts = build("qwen3_5")
+    assert "linear_attention" in sharing_obstacle(model)
+    ids, mask = random_completions(len(prompts))
+    logps, _, _ = completion_scores(model, model, prompts, ids, mask, packed=False)
+    alone = [
+        completion_scores(model, model, [prompt], ids[i : i + 1], mask[i : i + 1], packed=False)[0]
+        for i, prompt in enumerate(prompts)
+    ]
+    assert (logps - torch.cat(alone)).mul(mask).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"])
+def test_media_change_the_scores(name):
+    model, prompts = build(name)
+    ids, mask = random_completions(len(prompts))
+    before, _, _ = packed_scores(model, model, prompts, ids, mask)
+    for prompt in group_by_prompt(prompts):
+        prompt.media = {k: v.flip(-1) if v.is_floating_point() and v.dim() > 1 else v for k, v in prompt.media.items()}
+    after, _, _ = packed_scores(model, model, prompts, ids, mask)
+    moved = (before - after).abs().amax(1)
+    assert all((change > 1e-3) == bool(prompt.media) for change, prompt in zip(moved, prompts, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe"])
+def test_load_balancing_loss(name):
+    model, prompts = build(name)
+    prompts, n = prompts[:1] * 2, 2
+    ids, mask = random_completions(n)
+    *_, packed = completion_scores(model, model, prompts[:1], ids[:1], mask[:1], output_router_logits=True)
+    *_, padded = completion_scores(
+        model, model, prompts[:1], ids[:1], mask[:1], packed=False, output_router_logits=True
+    )
+    assert packed > 0
+    # one completion: the rows differ by the copy of the last prompt token and the last completion token only
+    assert (packed - padded).abs() / padded < 0.1
+    packed.backward()
+
+
+def test_masked_completions_get_no_place():
+    model, prompts = build("qwen2_audio")
+    ids, mask = random_completions(len(prompts))
+    expected, _, _ = packed_scores(model, model, prompts, ids, mask)
+    mask[1] = mask[3:6] = 0
+    row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
+    assert row.input_ids.size(1) == packed_length(prompts, mask.sum(1).tolist())
+    logps, entropies, _ = packed_scores(model, model, prompts, ids, mask)
+    assert (logps - expected * mask).abs().max() <= 1e-5
+    assert not logps[mask == 0].any() and not entropies[mask == 0].any()
+    mask[:] = 0
+    logps, entropies, _ = packed_scores(model, model, prompts, ids, mask)
+    logps.sum().backward()
+    assert not logps.any()
+
+
+def slow_varlen(query, key, value, query_starts, key_starts):
+    """Causal attention per segment, aligned to the last key, by loops: what variable-length kernels compute."""
+    output = torch.zeros_like(query)
+    for segment in range(len(query_starts) - 1):
+        q = query[query_starts[segment] : query_starts[segment + 1]]
+        k, v = (t[key_starts[segment] : key_starts[segment + 1]] for t in (key, value))
+        for i in range(len(q)):
+            seen = len(k) - len(q) + i + 1
+            for head in range(q.size(1)):
+                kv_head = head * k.size(1) // q.size(1)
+                scores = k[:seen, kv_head] @ q[i, head] / q.size(-1) ** 0.5
+                output[query_starts[segment] + i, head] = scores.softmax(0) @ v[:seen, kv_head]
+    return output
+
+
+def test_varlen_indices():
+    """The layout of the variable-length kernels, run through a slow reference, equals the blocks'."""
+    model, prompts = build("qwen2_5_vl")
+    ids, mask = random_completions(len(prompts))
+    mask[4] = 0
+    row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
+    total = row.input_ids.size(1)
+    query, key, value = (torch.randn(1, heads, total, 8) for heads in (4, 2, 2))
+
+    keys, query_starts, key_starts, longest_query, longest_key = row.layout.varlen
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    varlen = slow_varlen(q, k[keys], v[keys], query_starts, key_starts)
+    assert longest_query == query_starts.diff().max() and longest_key == key_starts.diff().max()
+
+    outputs = []
+    for block in row.layout.blocks:
+        prompt_mask, branch_mask = block.masks["full_attention"] if "full_attention" in block.masks else block.masks[None]
+        for queries, seen, allowed in (
+            (block.prompt_index, block.prompt_index, prompt_mask),
+            (block.branch_index, block.key_index, branch_mask),
+        ):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                _gather(query, queries),
+                _gather(key, seen),
+                _gather(value, seen),
+                attn_mask=allowed,
+                is_causal=allowed is None,
+                enable_gqa=True,
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+    blocks = torch.cat(outputs)[row.layout.restore_index]
+    assert (varlen - blocks).abs().max() <= 1e-5
+
+
+def test_without_a_layout_attention_is_unchanged():
+    model, processor = FAMILIES["gemma3"].build()
+    inputs = processor.apply_chat_template(
+        [FAMILIES["gemma3"].prompts()[0]], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    for attention in ("sdpa", "eager"):
+        changed = copy.deepcopy(model)
+        for m in (model, changed):
+            m.get_decoder().set_attn_implementation(attention)
+        install_prefix_attention(changed)
+        assert changed.get_decoder().config._attn_implementation == f"prefix_shared_{attention}"
+        assert torch.equal(model(**inputs).logits, changed(**inputs).logits)
+    assert "prefix_shared" not in changed.config.to_json_string()
+
+
+def test_split_by_media():
+    model, prompts = build("granite_speech")
+    parts = split_by_media(prompts)
+    assert sorted(i for part in parts for i in part) == list(range(len(prompts)))
+    for part in parts:
+        shapes = {tuple(v.shape[1:]) for i in part for v in prompts[i].media.values() if v.dim() == 3}
+        assert len(shapes) <= 1
+        assert all(i in part for i in range(len(prompts)) if any(prompts[i] is prompts[j] for j in part))
+
+
+def test_micro_batches_keep_groups_and_balance():
+    _, prompts = build("qwen2_5_vl")
+    prompts = prompts[: 4 * G]
+    lengths = [40, 1, 1, 1, 1, 1, 2, 2, 2, 30, 1, 1]
+    order = micro_batch_order(prompts, lengths, 2)
+    assert sorted(order) == list(range(12))
+    halves = [order[:6], order[6:]]
+    for half in halves:
+        assert len({id(prompts[i]) for i in half}) == 2
+    loads = [packed_length([prompts[i] for i in half], [lengths[i] for i in half]) for half in halves]
+    naive = [packed_length(prompts[i : i + 6], lengths[i : i + 6]) for i in (0, 6)]
+    assert max(loads) <= max(naive)
+    # 5 samples a batch hold no two groups of 3: all samples are still placed, with one group split
+    order = micro_batch_order(prompts[:9] + prompts[9:10], lengths[:10], 2)
+    assert sorted(order) == list(range(10))

@@ -12,7 +12,7 @@ class _DeclareSchemas:
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name != "torchvision":
-            return None
+            return
         sys.meta_path.remove(_DeclareSchemas)
         import torch
 
@@ -21,7 +21,7 @@ class _DeclareSchemas:
             _library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
+        return
 
 
 sys.meta_path.insert(0, _DeclareSchemas)

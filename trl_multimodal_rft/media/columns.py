@@ -73,13 +73,14 @@ def rows_to_messages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Moves the media of dataset rows into their prompts.
 
     Media inline in the prompt keep their place; they are given under the name of their kind (`"audio"`), or as
-    `"audio_url"`, `"bytes"`, `"path"` or `"url"`. Placeholders without a medium (`{"type": "image"}`) take the media
+    `"audio_url"`, `"base64"`, `"bytes"`, `"path"` or `"url"`. Placeholders without a medium (`{"type": "image"}`) take the media
     of the columns in order. Where a prompt has no placeholder for a kind, that kind's media are put at the start of
     the first user message: images, then videos, then audios. Literal texts such as `"<image>"` are left alone.
 
     The rows of a batch come out alike: if any row has media or a conversational prompt, every plain-text prompt
-    becomes one user message, and if any row has media, every string content becomes a text block. Plain-text prompts
-    in a batch without media stay strings, as TRL expects for text.
+    becomes one user message (so that TRL gives its completions to reward functions as messages, too), and if any row
+    has media, every string content becomes a text block. Plain-text prompts in a batch without media stay strings, as
+    TRL expects for text.
 
     Args:
         rows (`list[dict[str, Any]]`):
@@ -231,6 +232,8 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     kind = block["type"].removesuffix("_url")
     if kind not in _KINDS:
         return block
+    if "base64" in block:
+        block["url"] = f"data:;base64,{block.pop('base64')}"
     sources = [block.pop(key) for key in (kind, f"{kind}_url", "bytes", "path", "url") if key in block]
     options = {key: item for key, item in block.items() if key != "type"}
     return {"type": kind, kind: MediaRef(kind, sources[0] if sources else None, options, where, row)}

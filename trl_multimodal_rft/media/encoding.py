@@ -3,8 +3,9 @@
 
 import base64
 import io
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
 from .columns import MediaError, MediaRef, iter_refs
-from .loading import load_audio, load_image, load_video
+from .loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
 
 
 # Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
@@ -42,6 +43,15 @@ JOIN_ONLY_EQUAL_MEDIA = {
 
 # Processors that cut audio silently at what the encoder's positions can hold. The others split long audio in windows.
 AUDIO_WINDOW_SECONDS = {"Qwen2AudioProcessor": lambda extractor: extractor.n_samples / extractor.sampling_rate}
+
+# Processors of the Qwen family, for which qwen-vl-utils samples and resizes images and videos.
+QWEN_VL_UTILS = {
+    "Qwen2VLProcessor",
+    "Qwen2_5_VLProcessor",
+    "Qwen3VLProcessor",
+    "Qwen2_5OmniProcessor",
+    "Qwen3OmniMoeProcessor",
+}
 
 # Processors whose chat template takes audio only as an encoded file.
 BASE64_AUDIO = {"VoxtralProcessor"}
@@ -82,7 +92,9 @@ class EncodedPrompt:
         return len(self.input_ids)
 
 
-def placeholder_token_ids(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> dict[str, set]:
+def placeholder_token_ids(
+    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase
+) -> dict[str, set]:
     """
     Ids of the tokens that stand for media, by modality.
 
@@ -185,7 +197,10 @@ def encode_prompt(
 
 
 def prompt_position_ids(
-    model: PreTrainedModel, input_ids: torch.Tensor, media: dict[str, torch.Tensor], token_fields: dict[str, torch.Tensor]
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    media: dict[str, torch.Tensor],
+    token_fields: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """
     Positions of a prompt by the model's own rule, the one its `generate` uses.
@@ -209,7 +224,9 @@ def prompt_position_ids(
     # The rule stores its offset on the backbone for the decoding steps of `generate`; we carry positions ourselves.
     holder = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
     before = holder.rope_deltas if holder is not None else None
-    positions = model._prepare_position_ids_for_generation(ids, {**model_kwargs, "attention_mask": torch.ones_like(ids)})
+    positions = model._prepare_position_ids_for_generation(
+        ids, {**model_kwargs, "attention_mask": torch.ones_like(ids)}
+    )
     if holder is not None:
         holder.rope_deltas = before
     return positions
@@ -278,21 +295,42 @@ def _decode(
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """Decoded media by the reference's identity, and what the processor must be told about them."""
     decoded, video_metadata = {}, []
+    kwargs: dict[str, Any] = {}
+    qwen = type(processor).__name__ in QWEN_VL_UTILS
+    # One call of the processor resizes all images or none
+    resized = {ref.kind for ref in refs if qwen and ref.kind != "audio" and _chooses_its_size(ref)}
     for ref in refs:
-        if ref.kind == "image":
-            decoded[id(ref)] = load_image(ref)
-        elif ref.kind == "audio":
+        if ref.kind == "audio":
             rate, window = _audio_limits(ref, processor)
             waveform = load_audio(ref, rate, window, audio_overlong)
             decoded[id(ref)] = _base64_wav(waveform, rate) if type(processor).__name__ in BASE64_AUDIO else waveform
+        elif ref.kind == "image":
+            if "image" in resized:
+                ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
+                decoded[id(ref)] = load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size)
+            else:
+                decoded[id(ref)] = load_image(ref)
         else:
-            frames, metadata = load_video(ref, _frame_sampler(ref, processor))
+            if "video" in resized:
+                frames, metadata = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
+            else:
+                frames, metadata = load_video(ref, _frame_sampler(ref, processor))
             decoded[id(ref)] = frames
             video_metadata.append(metadata)
-    kwargs = {}
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
+    for kind in resized:
+        kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
     return decoded, kwargs
+
+
+def _chooses_its_size(ref: MediaRef) -> bool:
+    return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
+
+
+def _pixel_limits(image_processor) -> dict[str, int]:
+    size = image_processor.size
+    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
 
 
 def _base64_wav(waveform: np.ndarray, rate: int) -> str:

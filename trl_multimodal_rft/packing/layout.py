@@ -323,7 +323,8 @@ def _layout(units, masks, segments, total, device) -> PrefixLayout:
             t.to(device) for t in (block.prompt_index, block.branch_index, block.key_index)
         )
         block.masks = {
-            kind: tuple(None if mask is None else mask.to(device) for mask in pair) for kind, pair in block.masks.items()
+            kind: tuple(None if mask is None else mask.to(device) for mask in pair)
+            for kind, pair in block.masks.items()
         }
         blocks.append(block)
     causal = {kind for kind in masks[0] if all(mask[kind] is None for mask in masks)}

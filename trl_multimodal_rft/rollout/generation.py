@@ -51,8 +51,8 @@ def generate_completions(
         output of `generate`.
     """
     unique = list(group_by_prompt(prompts))
-    handed_in = generation_config.cache_implementation is None and generation_config.prefill_chunk_size is None
-    cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill and handed_in else 0
+    share_prefill = share_prefill and _takes_a_cache(generation_config)
+    cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
     rows = unique if cached else prompts
     batch = left_pad(rows, pad_token_id)
     input_ids, attention_mask, position_ids = (
@@ -94,6 +94,12 @@ def generate_completions(
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **fields, **media}
     output = model.generate(**inputs, generation_config=generation_config)
     return output if isinstance(output, ModelOutput) else output[:, input_ids.size(1) :]
+
+
+def _takes_a_cache(config: GenerationConfig) -> bool:
+    """Whether `generate` can go on from a cache that is handed to it under these options."""
+    own_cache = config.cache_implementation is not None or config.use_cache is False
+    return not own_cache and config.prefill_chunk_size is None and (config.num_beams or 1) == 1
 
 
 def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> int:

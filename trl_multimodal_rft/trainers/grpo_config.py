@@ -69,4 +69,6 @@ class MultimodalGRPOConfig(GRPOConfig):
         super().__post_init__()
         for name, choices in (("packing", ("prefix", "padded")), ("audio_overlong", ("raise", "truncate"))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}."
+                )

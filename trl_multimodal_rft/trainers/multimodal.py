@@ -2,7 +2,6 @@
 """The seam with TRL: everything this package overrides in TRL's trainers."""
 
 import logging
-import math
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.utils import create_model_from_path, get_config_model_id, split_tensor_dict
 
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
@@ -82,9 +83,7 @@ class MultimodalMixin:
             own = args.generation_kwargs or {}
             args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
         with _image_token_id(model.config, placeholders), _no_warning_about_init_kwargs(loaded_here):
-            super().__init__(
-                model=model, reward_funcs=funcs, args=args, processing_class=processing_class, **kwargs
-            )
+            super().__init__(model=model, reward_funcs=funcs, args=args, processing_class=processing_class, **kwargs)
         if not self.use_vllm and placeholders:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
@@ -151,9 +150,7 @@ class MultimodalMixin:
 
     def _refuse_media_where_unsupported(self, ref, kinds: set[str]) -> None:
         if self.use_vllm and kinds - {"image"}:
-            raise ref.error(
-                "vLLM generation takes images only so far; set `use_vllm=False` for audio and video"
-            )
+            raise ref.error("vLLM generation takes images only so far; set `use_vllm=False` for audio and video")
         for option in ("tools", "rollout_func", "environment_factories"):
             if getattr(self, option):
                 name = "environment_factory" if option == "environment_factories" else option
@@ -284,6 +281,11 @@ class MultimodalMixin:
     def _compute_loss(self, model, inputs):
         self._samples = inputs.get("encoded_prompts")
         self._packed = inputs["packed"][0] if self._samples is not None else None
+        head = self._unwrapped(model).get_output_embeddings()
+        if isinstance(head, FSDPModule) and torch.is_grad_enabled():
+            # TRL's fused head reads the weight of a module that never runs. What it gathers itself gets a gradient that
+            # isn't reduced: each rank would train its rows of the head on its own samples alone.
+            head.unshard()
         try:
             return super()._compute_loss(model, inputs)
         finally:
@@ -317,9 +319,7 @@ class MultimodalMixin:
         for start in range(0, len(completion_ids), batch_size or len(completion_ids)):
             part = slice(start, start + (batch_size or len(completion_ids)))
             parts.append(
-                self._score(
-                    model, self._samples[part], completion_ids[part], completion_mask[part], compute_aux_loss
-                )
+                self._score(model, self._samples[part], completion_ids[part], completion_mask[part], compute_aux_loss)
             )
         logps, entropies, aux_losses = zip(*parts, strict=True)
         return (
@@ -332,16 +332,23 @@ class MultimodalMixin:
         options = {"packed": self._packed, "apart": self._apart, **overrides}
         if options["apart"]:
             options["min_forwards"] = self._most_over_ranks(len(split_by_media(samples)))
-        with self.accelerator.autocast():
+
+        def scores(module):
             return completion_scores(
-                model,
-                self._unwrapped(model),
+                module,
+                self._unwrapped(module),
                 samples,
                 completion_ids,
                 completion_mask,
                 output_router_logits=compute_aux_loss,
                 **options,
             )
+
+        with self.accelerator.autocast():
+            if options["apart"] and isinstance(model, DistributedDataParallel):
+                # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
+                return _ForwardRedirection()(model, model.module, lambda: scores(model.module))
+            return scores(model)
 
     # Checks and checkpoints
 

@@ -1,0 +1,586 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Time and memory of a GRPO step: unmodified `trl.GRPOTrainer` against `MultimodalGRPOTrainer`, in one run.
+
+```bash
+python benchmarks/policy_update.py --case image          # a prompt of about 410 tokens, 8 completions of 20 to 64
+python benchmarks/policy_update.py --case long           # a prompt of about 1,360 tokens
+python benchmarks/policy_update.py --case text           # short prompts without media, 2 completions each
+python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
+```
+
+Both trainers get the same dataset and the same model: Qwen2.5-VL's architecture with seeded random weights, built here
+with its own processor, so nothing is downloaded. Measured are
+
+- **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward of the loss, on seeded
+  completions of 20 to 64 tokens that are handed to both trainers. The gradients of the two are compared, too.
+- **step**: everything from reading the rows to the gradients, with completions sampled by the model, 64 tokens each.
+  The optimizer's own step, which is the same for both, is left out.
+- **memory** of the update: on the CPU, bytes saved for the backward pass, each storage once and parameters not counted;
+  on CUDA, the peak of allocated memory above what parameters and gradients take.
+- **processor**: prompts put through the processor in a step, media included.
+
+Repetitions of the two trainers alternate, after a step that is not counted, and the *minimum* of each quantity is
+reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` takes the ratios from CPU time.
+
+CPU ratios are not GPU ratios. On a CPU, attention and matrix products take time in proportion to the tokens, and TRL's
+fused LM head projects every position of its batch, prompts included (`compact` in `add_fused_lm_head`), where on CUDA
+it projects completion tokens only; the head of the small presets, with a few hundred tokens, weighs little, though.
+"""
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+
+
+SHORTEST, LONGEST = 20, 64  # completion tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a prompt holds, and how many prompts and completions a step has."""
+
+    prompts: int
+    group: int
+    image_size: tuple[int, int] | None  # width and height in pixels; 28 x 28 make a token
+    questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
+
+
+CASES = {
+    "image": Case(prompts=1, group=8, image_size=(784, 392)),
+    "long": Case(prompts=1, group=8, image_size=(1036, 1008)),
+    "text": Case(
+        prompts=4,
+        group=2,
+        image_size=None,
+        questions=("What is red and green?", "Is there a cat, a dog or a bird?", "The answer is 1 or 2?", "Compare 3, 4."),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of text decoder and vision tower."""
+
+    text: dict
+    vision: dict
+    vocab_size: int | None = None  # the tokenizer's, if not given
+
+
+PRESETS = {
+    "tiny": Preset(
+        text={
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        },
+        vision={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "12m": Preset(
+        text={
+            "hidden_size": 384,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        },
+        vision={
+            "depth": 4,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "out_hidden_size": 384,
+            "fullatt_block_indexes": [3],
+        },
+    ),
+    "3b": Preset(  # https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/config.json
+        text={
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+        },
+        vision={
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        vocab_size=151936,
+    ),
+}
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
+    "{% if block.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ block.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class CountingProcessor(Qwen2_5_VLProcessor):
+    """Qwen2.5-VL's processor, which counts the prompts it is given, whatever the number of calls."""
+
+    encoded = 0
+
+    def __call__(self, images=None, text=None, **kwargs):
+        self.encoded += 1 if isinstance(text, str) else len(text)
+        return super().__call__(images=images, text=text, **kwargs)
+
+
+def build_processor() -> CountingProcessor:
+    """A Qwen2.5-VL processor around a byte-level tokenizer trained on the questions."""
+    named = {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    }
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *named.values()],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([question for case in CASES.values() for question in case.questions] * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        extra_special_tokens=named,
+    )
+    pixels = {"shortest_edge": 28 * 28, "longest_edge": 2000 * 28 * 28}  # no image is resized
+    return CountingProcessor(
+        Qwen2VLImageProcessor(size=pixels),
+        tokenizer,
+        Qwen2VLVideoProcessor(size=pixels),
+        chat_template=TEMPLATE,
+    )
+
+
+def build_model(preset: Preset, processor: CountingProcessor, device: str, seed: int):
+    """A Qwen2.5-VL model with seeded random weights, float32 on the CPU and bfloat16 on CUDA."""
+    tokenizer = processor.tokenizer
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": preset.vocab_size or len(tokenizer),
+            "max_position_embeddings": 8192,
+            **special,
+            **preset.text,
+        },
+        vision_config=preset.vision,
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+        vision_start_token_id=tokenizer.vision_bos_token_id,
+        vision_end_token_id=tokenizer.vision_eos_token_id,
+        tie_word_embeddings=preset.text.get("tie_word_embeddings", False),
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = Qwen2_5_VLForConditionalGeneration._from_config(
+            config, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+        )
+    for key, value in special.items():
+        setattr(model.config, key, value)
+        setattr(model.generation_config, key, value)
+    return model
+
+
+def build_dataset(case: Case, prompts: int, seed: int) -> Dataset:
+    """`prompts` rows, each with a question and, unless the case is text only, an image of noise."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(prompts):
+        row = {"prompt": [{"role": "user", "content": case.questions[i % len(case.questions)]}]}
+        if case.image_size is not None:
+            width, height = case.image_size
+            row["image"] = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        rows.append(row)
+    return Dataset.from_list(rows)
+
+
+def build_completions(count: int, processor: CountingProcessor, seed: int) -> list[list[int]]:
+    """Seeded token ids of 20 to 64 tokens, each ending in the end-of-sequence token."""
+    rng = np.random.default_rng(seed)
+    tokenizer = processor.tokenizer
+    ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    lengths = rng.integers(SHORTEST, LONGEST + 1, count)
+    return [[*rng.choice(ordinary, length - 1).tolist(), tokenizer.eos_token_id] for length in lengths]
+
+
+def reward(completion_ids, **kwargs):
+    return [float(sum(ids) % 17) for ids in completion_ids]
+
+
+class Contestant:
+    """
+    A trainer whose steps are timed.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer to measure.
+        completions (`list[list[int]]`):
+            What it gets in place of samples when the update is measured.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, completions: list[list[int]]):
+        self.trainer = trainer
+        self.processor = trainer.processing_class
+        self.device = trainer.accelerator.device
+        self.loader = trainer.get_train_dataloader()
+        self.injected: list[list[int]] | None = None
+        self.completions = completions
+        self.times: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.best: dict[str, np.ndarray] = {}
+        self.encoded = 0
+        trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
+        sample = trainer._generate_single_turn
+        trainer._generate_single_turn = lambda *args, **kwargs: (
+            (self.injected, None) if self.injected else sample(*args, **kwargs)
+        )
+        for name in (
+            "_generate_single_turn",
+            "_generate_and_score_completions",
+            "_get_per_token_logps_and_entropies",
+            "training_step",
+        ):
+            setattr(trainer, name, self._timed(name, getattr(trainer, name)))
+
+    def _now(self) -> np.ndarray:
+        """Wall-clock and CPU time, in seconds."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return np.array([time.perf_counter(), time.process_time()])
+
+    def _timed(self, name, function):
+        def wrapper(*args, **kwargs):
+            start = self._now()
+            result = function(*args, **kwargs)
+            self.times[name].append(self._now() - start)
+            return result
+
+        return wrapper
+
+    def _run(self, injected: list[list[int]] | None) -> np.ndarray:
+        """One step up to the gradients; returns its time."""
+        self.trainer.model.zero_grad(set_to_none=False)
+        self.times.clear()
+        self.processor.encoded = 0
+        self.injected = injected
+        gc.collect()
+        start = self._now()
+        rows = next(iter(self.loader))
+        self.trainer.training_step(self.trainer.model, rows, None)
+        total = self._now() - start
+        self.encoded = self.processor.encoded
+        return total
+
+    def _keep_best(self, name: str, value: np.ndarray) -> None:
+        self.best[name] = np.minimum(self.best.get(name, value), value)
+
+    def measure_update(self) -> None:
+        self._run(self.completions)
+        # The last scoring belongs to the loss; those before it score for a reference model
+        scoring = sum(self.times["_get_per_token_logps_and_entropies"][:-1], np.zeros(2))
+        self._keep_best(
+            "update", self.times["training_step"][0] - self.times["_generate_and_score_completions"][0] + scoring
+        )
+
+    def measure_step(self) -> None:
+        self._keep_best("step", self._run(None))
+        self._keep_best("generation", self.times["_generate_single_turn"][0])
+
+    def warm_up(self) -> None:
+        """A step that isn't counted; our trainer runs its self-check in it."""
+        self._run(None)
+
+    def memory_and_gradients(self) -> tuple[int, torch.Tensor]:
+        """Bytes that an update holds for its backward pass, and its gradients, flattened, on the CPU."""
+        memory = self._memory()
+        gradients = [p.grad.flatten().float().cpu() for p in self.trainer.model.parameters() if p.grad is not None]
+        return memory, torch.cat(gradients)
+
+    def _memory(self) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self._run(self.completions)
+            return torch.cuda.max_memory_allocated() - before
+        parameters = {p.untyped_storage().data_ptr() for p in self.trainer.model.parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor):  # the graph keeps the tensor, so no other takes its address before the backward pass
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._run(self.completions)
+        return sum(saved.values())
+
+
+def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
+    """The two trainers, equal but for their class."""
+    case = CASES[args.case]
+    prompts = args.prompts or case.prompts
+    contestants = {}
+    for name, trainer_class, config_class in (
+        ("trl", GRPOTrainer, GRPOConfig),
+        ("ours", MultimodalGRPOTrainer, MultimodalGRPOConfig),
+    ):
+        processor = build_processor()
+        tokenizer = processor.tokenizer
+        config = config_class(
+            output_dir=str(Path(folder) / name),
+            per_device_train_batch_size=prompts * case.group,
+            num_generations=case.group,
+            max_completion_length=LONGEST,
+            generation_kwargs={
+                "min_new_tokens": LONGEST,
+                "suppress_tokens": [tokenizer.image_token_id, tokenizer.video_token_id],
+            },
+            beta=args.beta,
+            gradient_checkpointing=False,
+            use_cpu=args.device == "cpu",
+            bf16=args.device == "cuda",
+            report_to=[],
+            seed=args.seed,
+        )
+        trainer = trainer_class(
+            build_model(PRESETS[args.preset], processor, args.device, args.seed),
+            reward,
+            config,
+            build_dataset(case, prompts, args.seed),
+            processing_class=processor,
+        )
+        completions = build_completions(prompts * case.group, processor, args.seed)
+        contestants[name] = Contestant(trainer, completions)
+    return contestants
+
+
+def hardware(device: str) -> dict:
+    """What it ran on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+    }
+
+
+def run(args: argparse.Namespace) -> dict:
+    """
+    Runs the benchmark.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `dict`: Ratios (TRL over ours), what they were computed from (seconds, bytes, counts), setting, hardware and
+        versions.
+    """
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    clock = ("wall", "cpu").index(args.clock)
+    with tempfile.TemporaryDirectory() as folder:
+        contestants = build_trainers(args, folder)
+        trl, ours = contestants["trl"], contestants["ours"]
+        for contestant in contestants.values():
+            contestant.warm_up()
+        memory, gradients = {}, {}
+        for name, contestant in contestants.items():
+            memory[name], gradients[name] = contestant.memory_and_gradients()
+        for _ in range(args.repeats):
+            for contestant in contestants.values():
+                contestant.measure_update()
+                contestant.measure_step()
+
+    raw = {
+        name: {
+            **{f"{quantity}_s": best[0] for quantity, best in contestant.best.items()},
+            **{f"{quantity}_cpu_s": best[1] for quantity, best in contestant.best.items()},
+            "memory_bytes": memory[name],
+            "processor_prompts": contestant.encoded,
+        }
+        for name, contestant in contestants.items()
+    }
+    ratios = {
+        f"{quantity}_ratio": trl.best[quantity][clock] / ours.best[quantity][clock]
+        for quantity in ("update", "step", "generation")
+    }
+    prompt = ours.trainer._buffered_inputs[0]["encoded_prompts"][0]
+    image_tokens = int((prompt.input_ids == ours.processor.tokenizer.image_token_id).sum())
+    lengths = [len(ids) for ids in ours.completions]
+    return {
+        **ratios,
+        "memory_ratio": memory["trl"] / memory["ours"],
+        "processor_ratio": trl.encoded / ours.encoded,
+        "gradient_difference": ((gradients["ours"] - gradients["trl"]).norm() / gradients["trl"].norm()).item(),
+        "shared_fraction": ours.trainer._metrics["train"]["packing/shared_frac"][-1],
+        **raw,
+        "setting": {
+            **{name: getattr(args, name) for name in ("case", "preset", "device", "clock", "repeats", "seed", "beta")},
+            "threads": torch.get_num_threads(),
+            "dtype": str(ours.trainer.model.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in ours.trainer.model.parameters()),
+            "prompts": len(ours.completions) // CASES[args.case].group,
+            "group": CASES[args.case].group,
+            "prompt_tokens": len(prompt),
+            "image_tokens": image_tokens,
+            "update_completion_tokens": lengths,
+            "step_completion_tokens": LONGEST,
+        },
+        "hardware": hardware(args.device),
+        "versions": {
+            "python": platform.python_version(),
+            **{
+                name: importlib.metadata.version(name) for name in ("trl-multimodal-rft", "trl", "transformers", "torch")
+            },
+        },
+    }
+
+
+def table(result: dict) -> str:
+    """
+    The result as text.
+
+    Args:
+        result (`dict`):
+            What [`run`] returns.
+
+    Returns:
+        `str`: A few lines about the setting and a table.
+    """
+    setting, trl, ours = result["setting"], result["trl"], result["ours"]
+    suffix = "_s" if setting["clock"] == "wall" else "_cpu_s"
+    clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
+    memory = "saved for backward" if setting["device"] == "cpu" else "peak above weights and gradients"
+    lengths = setting["update_completion_tokens"]
+    lines = [
+        f"case {setting['case']}: {setting['parameters'] / 1e6:.1f} M parameters in {setting['dtype']}, "
+        f"{setting['prompts']} x {setting['group']} completions, prompt of {setting['prompt_tokens']} tokens "
+        f"({setting['image_tokens']} of an image),",
+        f"completions of {min(lengths)} to {max(lengths)} tokens in the update and {setting['step_completion_tokens']} "
+        f"in the step; {result['hardware']['gpu'] or result['hardware']['cpu']}, {setting['threads']} threads;",
+        f"{clock} seconds, minimum of {setting['repeats']}; gradients differ by {result['gradient_difference']:.0e}, "
+        f"{result['shared_fraction']:.0%} of prompt tokens shared",
+    ]
+    if setting["device"] == "cpu":
+        lines.append("(on a CPU, TRL's fused LM head projects prompt positions too: GPU ratios differ)")
+    rows = [
+        ("update", f"{trl['update' + suffix]:.3f} s", f"{ours['update' + suffix]:.3f} s", result["update_ratio"]),
+        ("whole step", f"{trl['step' + suffix]:.3f} s", f"{ours['step' + suffix]:.3f} s", result["step_ratio"]),
+        (
+            "  of it, generation",
+            f"{trl['generation' + suffix]:.3f} s",
+            f"{ours['generation' + suffix]:.3f} s",
+            result["generation_ratio"],
+        ),
+        (
+            f"memory ({memory})",
+            f"{trl['memory_bytes'] / 2**20:.0f} MiB",
+            f"{ours['memory_bytes'] / 2**20:.0f} MiB",
+            result["memory_ratio"],
+        ),
+        (
+            "prompts through the processor",
+            str(trl["processor_prompts"]),
+            str(ours["processor_prompts"]),
+            result["processor_ratio"],
+        ),
+    ]
+    width = max(len(row[0]) for row in rows)
+    lines += ["", f"{'':{width}}  {'TRL':>12}  {'ours':>12}  {'TRL / ours':>10}"]
+    lines += [f"{label:{width}}  {a:>12}  {b:>12}  {ratio:>9.2f}x" for label, a, b, ratio in rows]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--case", choices=CASES, default="image", help="what the prompts hold")
+    parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--prompts", type=int, help="prompts per step, if not the case's own number")
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference model scores, too")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="which time the ratios are taken from")
+    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
+    parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and args.clock == "cpu":
+        parser.error("CPU time says nothing about a GPU; use `--clock wall`")
+    if args.repeats < 1:
+        parser.error("`--repeats` must be at least 1")
+
+    result = run(args)
+    print(table(result))
+    if args.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Generation with one prefill per prompt equals `generate` on repeated prompts, for every family."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES
+from test_packing import encode_chats
+from transformers import GenerationConfig
+
+from trl_multimodal_rft.packing import install_prefix_attention, sharing_obstacle
+from trl_multimodal_rft.packing.layout import group_by_prompt, split_by_media
+from trl_multimodal_rft.rollout import generate_completions, trim_after_eos
+from trl_multimodal_rft.rollout import generation as generation_module
+
+
+G = 3
+# Special tokens of all families come first in their vocabularies
+SPECIAL = list(range(30))
+
+
+def build(name):
+    model, processor = FAMILIES[name].build()
+    model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
+    plain = copy.deepcopy(model)
+    if not sharing_obstacle(model):
+        install_prefix_attention(model)
+    prompts = encode_chats(model, processor, FAMILIES[name].prompts())
+    return model, plain, processor, [prompt for prompt in prompts for _ in range(G)]
+
+
+def config(tokenizer, **kwargs):
+    return GenerationConfig(
+        max_new_tokens=8,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        suppress_tokens=SPECIAL,
+        disable_compile=True,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.95}], ids=["greedy", "sample"])
+def test_shared_prefill_equals_generate(name, options, monkeypatch):
+    model, plain, processor, prompts = build(name)
+    tokenizer = processor.tokenizer
+    args = (config(tokenizer, **options), tokenizer.pad_token_id, model.device)
+    for part in split_by_media(prompts):  # what can't join exactly can't be compared either
+        rows = [prompts[i] for i in part]
+        torch.manual_seed(0)
+        expected = generate_completions(plain, plain, rows, *args, share_prefill=False)
+        prefilled = []
+        original = generation_module.left_pad
+        monkeypatch.setattr(generation_module, "left_pad", lambda r, pad: prefilled.append(len(r)) or original(r, pad))
+        torch.manual_seed(0)
+        completions = generate_completions(model, model, rows, *args)
+        monkeypatch.undo()
+        assert prefilled == [len(group_by_prompt(rows))]
+        assert torch.equal(completions, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3", "llava"])
+def test_equals_the_processor_and_generate(name):
+    """Against nothing of ours: the processor's own padded batch of all chats, and `generate`."""
+    model, plain, processor, prompts = build(name)
+    chats = [chat for chat in FAMILIES[name].prompts() for _ in range(G)]
+    inputs = processor.apply_chat_template(
+        chats,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        add_generation_prompt=True,
+        processor_kwargs={"padding": True},
+    )
+    tokenizer = processor.tokenizer
+    greedy = config(tokenizer, do_sample=False)
+    expected = plain.generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].size(1) :]
+    completions = generate_completions(model, model, prompts, greedy, tokenizer.pad_token_id, model.device)
+    assert torch.equal(completions, expected)
+
+
+@pytest.mark.parametrize("option", [{"cache_implementation": "static"}, {"use_cache": False}])
+def test_options_that_conflict_with_a_cache(option):
+    model, _, processor, prompts = build("qwen2_audio")
+    tokenizer = processor.tokenizer
+    args = (model, model, prompts)
+    expected = generate_completions(*args, config(tokenizer, do_sample=False), tokenizer.pad_token_id, model.device)
+    greedy = config(tokenizer, do_sample=False, **option)
+    assert torch.equal(generate_completions(*args, greedy, tokenizer.pad_token_id, model.device), expected)
+
+
+def test_trim_after_eos():
+    ids = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 0, 0, 0], [0, 0, 0, 2]])
+    assert trim_after_eos(ids, [2, 3]) == [[5, 2], [5, 6, 7, 8], [3], [0, 0, 0, 2]]

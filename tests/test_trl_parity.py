@@ -1,0 +1,205 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""On images, which TRL trains too, this package's trainer makes TRL's updates and logs TRL's metrics."""
+
+import functools
+import itertools
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from trainer_utils import (
+    InjectedOurs,
+    InjectedTRL,
+    image_rows,
+    images_rows,
+    largest_difference,
+    load,
+    norm,
+    relative_difference,
+    run,
+    saved,
+)
+from transformers import Qwen2_5_VLProcessor
+
+
+FAMILY = "qwen2_5_vl"
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+
+# Two micro-batches make an update. The second update on a generation batch is off-policy: ratios differ from 1.
+REUSED = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_iterations": 2,
+    "max_steps": 3,
+    "learning_rate": 0.03,
+}
+# Two updates on one generation batch, each from two of its four micro-batches
+SPLIT = {**REUSED, "num_iterations": 1, "steps_per_generation": 4, "max_steps": 4}
+
+OPTIONS = {
+    "loss grpo": {**REUSED, "loss_type": "grpo"},
+    "loss bnpo": {**REUSED, "loss_type": "bnpo"},
+    "loss dr_grpo": {**REUSED, "loss_type": "dr_grpo"},
+    "loss dapo": {**REUSED, "loss_type": "dapo"},
+    "loss cispo": {**REUSED, "loss_type": "cispo", "epsilon_high": 5.0},
+    "loss sapo": {**REUSED, "loss_type": "sapo"},
+    "loss vespo": {**REUSED, "loss_type": "vespo"},
+    "loss luspo": {**REUSED, "loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "importance sampling by sequence": {**REUSED, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "off-policy mask": {**REUSED, "off_policy_mask_threshold": 0.001},
+    "two-sided clipping": {**REUSED, "delta": 1.05},
+    "reference model": {**REUSED, "beta": 0.1},
+    "synchronised reference model": {
+        **REUSED,
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5,
+    },
+    "two updates a batch": SPLIT,
+    "two updates a batch, reused": {**SPLIT, "num_iterations": 2},
+    "one update": {},
+    "top entropy tokens": {"top_entropy_quantile": 0.5},
+    "top entropy tokens and bonus": {"top_entropy_quantile": 0.5, "entropy_coef": 0.5},
+    "temperature": {"temperature": 0.7},
+    "masked truncated completions": {"mask_truncated_completions": True},
+    "rewards scaled by batch": {"scale_rewards": "batch"},
+    "rewards not scaled": {"scale_rewards": "none"},
+}
+# Equal to "one update" or "reference model" for TRL, too
+EQUIVALENTS = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "gradient checkpointing with reference": {**REUSED, "beta": 0.1, "gradient_checkpointing": True},
+    "padding to multiples": {"pad_to_multiple_of": 8},
+}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "num_generations_eval": 3}
+
+
+@functools.cache
+def dataset():
+    return image_rows()
+
+
+@functools.cache
+def trl_run(name):
+    return run(InjectedTRL, FAMILY, dataset(), **{**OPTIONS, **EQUIVALENTS}[name])
+
+
+def assert_equal(theirs, ours, *, same_metrics=True):
+    difference = relative_difference(theirs.update, ours.update)
+    assert norm(theirs.update) > 0.01
+    assert difference <= 1e-5
+    if same_metrics:
+        worst, where = largest_difference(theirs.history, ours.history)
+        assert worst <= 1e-4, where
+        print(f"update {difference:.1e} of {norm(theirs.update):.2g}, metrics {worst:.1e} ({where})")
+
+
+def our_run(rows=None, **options):
+    """With TRL's shuffle, which puts the same completions into a micro-batch."""
+    options = {"self_check": False, "keep_groups_together": False, **options}
+    return run(InjectedOurs, FAMILY, rows or dataset(), **options)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *EQUIVALENTS])
+def test_packed_equals_trl(name):
+    ours = our_run(**{**OPTIONS, **EQUIVALENTS}[name])
+    assert all(ours.trainer.scored_packed)
+    assert_equal(trl_run(name), ours)
+
+
+def test_every_option_makes_another_update():
+    """An option without effect on these data would prove nothing above."""
+    for one, other in itertools.combinations(OPTIONS, 2):
+        assert relative_difference(trl_run(one).update, trl_run(other).update) > 1e-4, (one, other)
+
+
+@pytest.mark.parametrize("name", ["one update", "reference model", "two updates a batch"])
+def test_padded_equals_trl(name):
+    ours = our_run(**OPTIONS[name], packing="padded")
+    assert not any(ours.trainer.scored_packed)
+    assert_equal(trl_run(name), ours)
+
+
+@pytest.mark.parametrize("name", ["loss dapo", "reference model", "one update"])
+def test_groups_together_equal_trl(name):
+    """Completions change places within an update, not between updates; metrics that average micro-batches may move."""
+    ours = our_run(**OPTIONS[name], keep_groups_together=True)
+    assert all(ours.trainer.scored_packed)
+    shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
+    assert shares and min(shares) > 0.5
+    assert_equal(trl_run(name), ours, same_metrics=False)
+
+
+def test_self_check_leaves_no_trace():
+    ours = our_run(**OPTIONS["reference model"], self_check=True)
+    check = ours.trainer._self_check
+    assert max(check.packed, check.rows, check.sampled) <= check.tolerance < check.media
+    assert_equal(trl_run("reference model"), ours)
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+def test_several_images_equal_trl(packing):
+    rows = images_rows()
+    assert_equal(run(InjectedTRL, FAMILY, rows, **SPLIT), our_run(rows, packing=packing, **SPLIT))
+
+
+class GivenImages(Qwen2_5_VLProcessor):
+    """TRL hands over `None` for a row without images in a batch with some, which its processor refuses."""
+
+    def __call__(self, images=None, text=None, **kwargs):
+        return super().__call__(images=[i for i in images if i] if images else None, text=text, **kwargs)
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+def test_rows_without_image_equal_trl(packing):
+    rows = [{**row, "images": row["images"] if i % 2 else []} for i, row in enumerate(images_rows())]
+    rows = Dataset.from_list(rows)
+    model, _ = load(FAMILY)
+    objects = {"model": model, "processing_class": GivenImages.from_pretrained(saved(FAMILY))}
+    # In order and in one micro-batch: TRL can't run one that has no image at all
+    options = {"num_iterations": 2, "beta": 0.1, "max_steps": 3, "shuffle_dataset": False}
+    theirs = run(InjectedTRL, FAMILY, rows, objects=objects, **options)
+    assert_equal(theirs, our_run(rows, packing=packing, **options))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_equals_trl(checkpointing):
+    """The reference is the model with its adapter disabled."""
+    options = {**REUSED, "beta": 0.1, "gradient_checkpointing": checkpointing, "objects": {"peft_config": LORA}}
+    theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
+    assert all(ours.trainer.scored_packed)
+    assert max(entry.get("kl", 0) for entry in theirs.history) > 0.01
+    assert_equal(theirs, ours)
+
+
+def test_evaluation_equals_trl():
+    """Evaluation between updates on one generation batch leaves the batch alone."""
+    options = {**SPLIT, "beta": 0.1, **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
+    theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
+    assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
+    assert_equal(theirs, ours)
+
+
+# Families that TRL 1.16 can train on images. Two can't share prompts here exactly as TRL repeats them: Qwen3.5 has linear
+# attention, and the load-balancing loss of a mixture of experts would count a shared prompt once.
+SHARING = ["qwen2_vl", "qwen3_vl", "qwen2_5_omni", "llava", "gemma3", "gemma3n", "internvl", "idefics3", "glm4v"]
+PADDED = ["qwen3_5", "qwen3_vl_moe"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*SHARING, *PADDED])
+def test_families_equal_trl(family):
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.1}
+    theirs = run(InjectedTRL, family, dataset(), **options)
+    own = {"self_check": False, "keep_groups_together": False, "packing": "padded" if family in PADDED else "prefix"}
+    ours = run(InjectedOurs, family, dataset(), **own, **options)
+    assert set(ours.trainer.scored_packed) == {family in SHARING}
+    assert_equal(theirs, ours)
+
+
+def test_another_image_makes_another_update():
+    rows = image_rows()
+    images = [row["image"].transpose(0) for row in rows]
+    other = our_run(rows.map(lambda row, i: {"image": images[i]}, with_indices=True))
+    assert relative_difference(trl_run("one update").update, other.update) > 0.01

@@ -1,0 +1,222 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the tests of the trainers share: datasets, runs of a few steps, and comparisons of their results."""
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from families import FAMILIES, RATE, audio, image, save, video
+from transformers import AutoProcessor
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+
+
+torch.set_num_threads(1)  # the matrices are too small to gain from more
+
+_MODELS = tempfile.TemporaryDirectory()  # TRL loads a reference model from the policy's path
+
+
+@functools.cache
+def saved(family: str) -> Path:
+    """Folder with model and processor of a family, written once."""
+    return save(family, Path(_MODELS.name, family))
+
+
+def load(family: str):
+    """Fresh `(model, processor)` whose config names a folder that TRL can load again."""
+    model_class = type(FAMILIES[family].build()[0])
+    return model_class.from_pretrained(saved(family)), AutoProcessor.from_pretrained(saved(family))
+
+
+# Datasets
+
+
+def image_rows(n: int = 8) -> Dataset:
+    """One image of 4 to 12 tokens in each row, after prompts of different lengths."""
+    sizes = [(84, 56), (56, 56), (112, 84), (56, 112)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "What is in the image?" + " Is there a cat?" * (i % 3) + f" {i}"}],
+            "image": image(*sizes[i % 4], seed=i)["image"],
+        }
+        for i in range(n)
+    ]
+    return Dataset.from_list(rows)
+
+
+def images_rows(n: int = 8) -> Dataset:
+    """One, two or three images in each row."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Compare them. Is there a bird? {i}"}],
+            "images": [image(56 + 28 * (j % 2), 56, seed=10 * i + j)["image"] for j in range(1 + i % 3)],
+        }
+        for i in range(n)
+    ]
+    return Dataset.from_list(rows)
+
+
+def audio_rows(n: int = 8) -> Dataset:
+    """One chirp of 0.3 to 0.9 s in each row."""
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": "What do you hear in the audio?" + " Is there a cat?" * (i % 3)}],
+                "audio": sound(0.3 + 0.2 * (i % 4), seed=i),
+            }
+            for i in range(n)
+        ]
+    )
+
+
+def video_rows(n: int = 8) -> Dataset:
+    """A video of 4 or 6 frames in each row."""
+    rows = [{"prompt": [{"role": "user", "content": f"Describe the video. Is there a dog? {i}"}]} for i in range(n)]
+    videos = [video(4 + 2 * (i % 2), 84, 56, seed=i)["video"].tolist() for i in range(n)]
+    return Dataset.from_list(rows).add_column("video", videos)
+
+
+def sound(seconds: float, seed: int = 0) -> dict:
+    return {"array": audio(seconds, seed)["audio"], "sampling_rate": RATE}
+
+
+# Rewards and completions
+
+
+def length_and_sum(completion_ids, **kwargs) -> list[float]:
+    """A reward that differs between most completions, from what both trainers hand over."""
+    return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
+
+
+class Injected:
+    """Replaces sampling by pseudo-random completions that depend on prompt, step and mode alone."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        state = [self.state.global_step, int(self.model.training), sum(map(sum, prompt_ids))]
+        generator = np.random.default_rng(state)
+        vocabulary = len(self._tokenizer)
+        completions = []
+        for _ in prompt_ids:
+            # Special tokens, and so placeholders, come first in the vocabulary
+            ids = generator.integers(50, vocabulary, generator.integers(2, 9)).tolist()
+            ended = generator.random() < 0.6
+            completions.append([*ids[:-1], self._tokenizer.eos_token_id] if ended else ids)
+        return completions, None
+
+
+class InjectedTRL(Injected, GRPOTrainer):
+    pass
+
+
+class InjectedOurs(Injected, MultimodalGRPOTrainer):
+    """Also remembers how each micro-batch was scored."""
+
+    def _compute_loss(self, model, inputs):
+        if model.training:
+            self.scored_packed = [*getattr(self, "scored_packed", []), inputs["packed"][0]]
+        return super()._compute_loss(model, inputs)
+
+
+# Runs
+
+
+@dataclass
+class Run:
+    """
+    What a run left behind.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            The trainer, after training.
+        update (`dict[str, torch.Tensor]`):
+            How much each parameter moved.
+        history (`list[dict]`):
+            The log history.
+    """
+
+    trainer: GRPOTrainer
+    update: dict[str, torch.Tensor]
+    history: list[dict]
+
+
+def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, **options):
+    """
+    A trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
+
+    `objects` are further arguments of the trainer, `options` arguments of its config.
+    """
+    config_class = MultimodalGRPOConfig if issubclass(trainer_class, MultimodalGRPOTrainer) else GRPOConfig
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **options,
+    }
+    objects = dict(objects or {})
+    if "model" not in objects:
+        model, processor = load(family)
+        objects = {"model": model, "processing_class": processor, **objects}
+    return trainer_class(
+        reward_funcs=reward, args=config_class(str(output_dir), **arguments), train_dataset=dataset, **objects
+    )
+
+
+def run(trainer_class, family: str, dataset, **options) -> Run:
+    """Trains as [`make_trainer`] says, in a folder that is thrown away."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(trainer_class, family, dataset, folder, **options)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+    update = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    return Run(trainer, update, trainer.state.log_history)
+
+
+# Comparisons
+
+
+def norm(update: dict[str, torch.Tensor]) -> float:
+    return torch.stack([value.square().sum() for value in update.values()]).sum().sqrt().item()
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Euclidean distance of two updates over the length of the first."""
+    assert a.keys() == b.keys()
+    return norm({name: a[name] - b[name] for name in a}) / norm(a)
+
+
+def metrics(history: list[dict]) -> list[dict[str, float]]:
+    """The floats of a log history, without durations and the metrics that only this package has."""
+    mine = ("time", "per_second", "packing/")
+    return [
+        {key: value for key, value in entry.items() if isinstance(value, float) and not any(m in key for m in mine)}
+        for entry in history
+    ]
+
+
+def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
+    """The largest difference of two histories' metrics, relative to 1 or the metric, and where it is."""
+    a, b = metrics(a), metrics(b)
+    assert [entry.keys() for entry in a] == [entry.keys() for entry in b]
+    differences = [
+        (abs(x[key] - y[key]) / max(1, abs(x[key])), f"{key}: {x[key]} and {y[key]}")
+        for x, y in zip(a, b, strict=True)
+        for key in x
+    ]
+    return max(differences)
