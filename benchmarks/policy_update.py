@@ -336,6 +336,10 @@ class Contestant:
         self._keep_best("step", self._run(None))
         self._keep_best("generation", self.times["_generate_single_turn"][0])
 
+    def shared_fraction(self) -> float:
+        """Share of the prompt tokens that our trainer did not forward in its last step, because others shared them."""
+        return self.trainer._metrics["train"]["packing/shared_frac"][-1]
+
     def warm_up(self) -> None:
         """A step that isn't counted; our trainer runs its self-check in it."""
         self._run(None)
@@ -437,9 +441,11 @@ def run(args: argparse.Namespace) -> dict:
         trl, ours = contestants["trl"], contestants["ours"]
         for contestant in contestants.values():
             contestant.warm_up()
+        step_shared = ours.shared_fraction()
         memory, gradients = {}, {}
         for name, contestant in contestants.items():
             memory[name], gradients[name] = contestant.memory_and_gradients()
+        update_shared = ours.shared_fraction()
         for _ in range(args.repeats):
             for contestant in contestants.values():
                 contestant.measure_update()
@@ -466,7 +472,8 @@ def run(args: argparse.Namespace) -> dict:
         "memory_ratio": memory["trl"] / memory["ours"],
         "processor_ratio": trl.encoded / ours.encoded,
         "gradient_difference": ((gradients["ours"] - gradients["trl"]).norm() / gradients["trl"].norm()).item(),
-        "shared_fraction": ours.trainer._metrics["train"]["packing/shared_frac"][-1],
+        "update_shared_fraction": update_shared,
+        "step_shared_fraction": step_shared,
         **raw,
         "setting": {
             **{name: getattr(args, name) for name in ("case", "preset", "device", "clock", "repeats", "seed", "beta")},
@@ -512,8 +519,9 @@ def table(result: dict) -> str:
         f"({setting['image_tokens']} of an image),",
         f"completions of {min(lengths)} to {max(lengths)} tokens in the update and {setting['step_completion_tokens']} "
         f"in the step; {result['hardware']['gpu'] or result['hardware']['cpu']}, {setting['threads']} threads;",
-        f"{clock} seconds, minimum of {setting['repeats']}; gradients differ by {result['gradient_difference']:.0e}, "
-        f"{result['shared_fraction']:.0%} of prompt tokens shared",
+        f"{clock} seconds, minimum of {setting['repeats']}; gradients differ by {result['gradient_difference']:.0e}; "
+        f"ours repeats {1 - result['update_shared_fraction']:.0%} of the prompt tokens in the update, "
+        f"{1 - result['step_shared_fraction']:.0%} in the step",
     ]
     if setting["device"] == "cpu":
         lines.append("(on a CPU, TRL's fused LM head projects prompt positions too: GPU ratios differ)")

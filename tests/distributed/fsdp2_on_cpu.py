@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Lets accelerate train with FSDP2 on the CPU: it runs over gloo, but accelerate enables it for accelerators only."""
+"""FSDP2 without a GPU: it runs over gloo, but accelerate knows it for accelerators only."""
 
 import functools
 
@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 
 
 def enable_fsdp2_on_cpu() -> None:
-    """Makes `AcceleratorState` take the FSDP plugin it is given on the CPU too, where it would silently use DDP."""
+    """Makes accelerate use an FSDP plugin on the CPU too, where it would ignore it and train with DDP."""
     original = AcceleratorState.__init__
 
     @functools.wraps(original)

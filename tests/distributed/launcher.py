@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Starts `worker.py` in one or several processes, on the CPU, and reads what each of them wrote."""
+"""Runs `worker.py` in one or several processes on the CPU and reads what each of them wrote."""
 
 import json
 import os
@@ -16,82 +16,77 @@ HERE = Path(__file__).parent
 
 class Run:
     """
-    A worker that runs scenarios in `processes` processes, started at once and in the background.
+    Scenarios of `worker.py`, running in the background from the start.
 
     Args:
         engine (`str`):
-            `"ddp"` or `"fsdp2"`; without effect on a single process.
+            `"ddp"` or `"fsdp2"`, without effect on a single process.
         processes (`int`):
-            Number of processes, talking through gloo.
+            Number of processes, which talk through gloo.
         scenarios (`list[str]`):
-            Names of functions of `worker.py`, run in turn by the same processes: importing takes them longer than most
+            Functions of the worker. The same processes run them in turn, since their imports take longer than most
             scenarios do.
         folder (`Path`):
-            Where results and logs go.
+            New folder for results and logs.
     """
 
     def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path):
-        self.processes = processes
-        self.scenarios = scenarios
-        self.folder = folder
-        self.log = folder / "log.txt"
+        self.processes, self.scenarios, self.folder = processes, scenarios, folder
         folder.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [sys.executable]
+        launcher = []
         if processes > 1:
-            command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-            command += ["--master_addr=127.0.0.1", f"--master_port={port}"]
-        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-        env = {
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+            launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        environment = {
             **os.environ,
-            "ACCELERATE_USE_CPU": "true",  # otherwise accelerate starts independent runs of one process each
+            "ACCELERATE_USE_CPU": "true",  # without it, accelerate starts independent runs of one process each
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
-        with self.log.open("w") as log:
+        with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
-                [*command, str(HERE / "worker.py"), engine, str(folder), *scenarios],
-                env=env,
+                [sys.executable, *launcher, str(HERE / "worker.py"), engine, str(folder), *scenarios],
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
     def results(self, timeout: float) -> dict[str, list[dict]]:
         """
-        Waits for the processes.
+        Waits for the processes to end.
 
         Args:
             timeout (`float`):
-                Seconds after which they are killed: processes that wait for each other would do so forever.
+                Seconds after which they are killed. Processes that wait for one another would do so forever.
 
         Returns:
             `dict[str, list[dict]]`: What each scenario returned, by process.
 
         Raises:
-            `AssertionError`: If they fail or take too long, with the end of their output.
+            `AssertionError`: If they fail or take too long; the message ends with their output.
         """
         try:
-            code = self.process.wait(timeout)
+            outcome = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            code = f"no end after {timeout} s"
-        finally:
+            outcome = f"still running after {timeout} s"
             self.stop()
-        if code != 0:
-            raise AssertionError(f"{self.process.args}: {code}\n{self.log.read_text()[-6000:]}")
-        return {scenario: [self._result(scenario, rank) for rank in range(self.processes)] for scenario in self.scenarios}
+        output = (self.folder / "log.txt").read_text(errors="replace")
+        assert outcome == 0, f"{self.processes} processes of {self.scenarios}: {outcome}\n{output[-8000:]}"
+        return {name: [self._result(name, rank) for rank in range(self.processes)] for name in self.scenarios}
+
+    def _result(self, name: str, rank: int) -> dict:
+        result = json.loads((self.folder / f"{name}-{rank}.json").read_text())
+        return {**result, "update": load_file(self.folder / f"{name}-{rank}.safetensors")}
 
     def stop(self) -> None:
-        """Ends the processes, if they still run."""
-        self.process.terminate()  # torchrun answers by ending its workers, which are in sessions of their own
+        """Ends the processes if they still run."""
+        self.process.terminate()  # a kill would leave torchrun's workers behind, which are in sessions of their own
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-    def _result(self, scenario: str, rank: int) -> dict:
-        stem = self.folder / f"{scenario}-{rank}"
-        return {**json.loads(stem.with_suffix(".json").read_text()), "update": load_file(stem.with_suffix(".safetensors"))}

@@ -1,5 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scenarios of distributed training. Every process runs all of them and writes what it saw; the tests compare."""
+"""Scenarios of distributed training: `worker.py <engine> <folder> <scenario>...`, started by `launcher.Run`.
+
+Every process runs the same scenarios and writes what it saw. A scenario has the same global batches for any number of
+processes.
+"""
 
 import dataclasses
 import json
@@ -14,18 +18,32 @@ from families import FAMILIES, RATE, audio, image
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoProcessor
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
 
-ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])
-GROUP = 4
+ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+GROUP = 4  # completions of a prompt
 
 
-class InjectedTrainer(MultimodalGRPOTrainer):
-    """Completions depend on the step and the place in the global batch alone, not on the number of processes."""
+# Trainers
+
+
+class RecordingTrainer(MultimodalGRPOTrainer):
+    """Keeps the last completions it sampled."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.sampled, logprobs = super()._generate_single_turn(*args, **kwargs)
+        return self.sampled, logprobs
+
+
+class InjectingTrainer(RecordingTrainer):
+    """For two steps, takes completions that depend on the step and on the place in the global batch alone."""
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.state.global_step >= 2 * self.num_iterations:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         completions = []
         for i in range(len(prompt_ids)):
             place = self.accelerator.process_index * len(prompt_ids) + i
@@ -39,13 +57,88 @@ def reward(completion_ids, **kwargs):
     return [sum(ids) % 11 / 10 for ids in completion_ids]
 
 
+def train(folder, family, rows, batch, trainer_class=InjectingTrainer, end_ids=None, **options):
+    """
+    Trains on global batches of `batch` samples.
+
+    Args:
+        folder (`Path`):
+            Folder of the scenario.
+        family (`str`):
+            Key of the model in `FAMILIES`.
+        rows (`list[dict]`):
+            Dataset, read in order.
+        batch (`int`):
+            Samples of a step, over all processes.
+        trainer_class (`type`, *optional*, defaults to `InjectingTrainer`):
+            Trainer.
+        end_ids (`list[int]`, *optional*):
+            Tokens that end a completion.
+        options:
+            What differs in the config.
+
+    Returns:
+        `tuple`: The trainer, and a result with the `update` of each parameter and the floats each of the `steps` logged.
+    """
+    AcceleratorState._reset_state()
+    state = PartialState(cpu=True)
+    model, processor = FAMILIES[family].build()
+    if end_ids is not None:
+        model.generation_config.eos_token_id = end_ids
+    model.save_pretrained(folder / "model")  # the first process does
+    state.wait_for_everyone()
+    config = {
+        "output_dir": str(folder / "output"),
+        "per_device_train_batch_size": batch // state.num_processes,
+        "num_generations": GROUP,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 0.5,  # so that rounding of the weights doesn't show in an update
+        "lr_scheduler_type": "constant",
+        "shuffle_dataset": False,
+        "self_check": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "ddp_timeout": 60,
+        "fsdp": ENGINE == "fsdp2" and state.num_processes > 1,
+    }
+    args = MultimodalGRPOConfig(**{**config, **options})
+    trainer = trainer_class(str(folder / "model"), reward, args, Dataset.from_list(rows), processing_class=processor)
+    before = weights(trainer.model)
+    trainer.train()
+    after = weights(trainer.model)
+    steps = [
+        {name: value for name, value in entry.items() if isinstance(value, float)}
+        for entry in trainer.state.log_history
+        if "grad_norm" in entry
+    ]
+    return trainer, {"update": {name: after[name] - before[name] for name in before}, "steps": steps}
+
+
+def weights(model):
+    """Copies of the parameters, whole also where each process holds a part."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
+    }
+
+
+# Datasets
+
+
 def row(question, **media):
     return {"prompt": [{"role": "user", "content": question}], **media}
 
 
 def image_rows():
     sizes = [(84, 56), (56, 112), (112, 84), (56, 56), (84, 84), (112, 56), (84, 112), (56, 84)]
-    return [row("What is in the image?" * (1 + i % 2), image=image(*size, seed=i)["image"]) for i, size in enumerate(sizes)]
+    return [
+        row("What is in the image? " * (1 + i % 2), image=image(*size, seed=i)["image"]) for i, size in enumerate(sizes)
+    ]
 
 
 def audio_rows():
@@ -55,190 +148,84 @@ def audio_rows():
     ]
 
 
-def whole(tensor):
-    """The tensor on every process, also where each holds a part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+# Scenarios of DDP
 
 
-def weights(model):
-    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+def straddling_group(folder):
+    """One group, half of it on each of two processes."""
+    return train(folder, "qwen2_5_vl", image_rows(), GROUP)[1]
 
 
-def train(name, family, rows, batch, trainer_class=InjectedTrainer, **options):
-    """Trains on global batches of `batch` samples; returns `(trainer, result)`."""
-    AcceleratorState._reset_state()
-    state = PartialState(cpu=True)
-    folder = FOLDER / name
-    model, processor = FAMILIES[family].build()
-    model.save_pretrained(folder / "model")  # writes on the first process
-    state.wait_for_everyone()
-    args = MultimodalGRPOConfig(
-        **{
-            "output_dir": str(folder / "output"),
-            "per_device_train_batch_size": batch // state.num_processes,
-            "num_generations": GROUP,
-            "max_completion_length": 8,
-            "max_steps": 2,
-            "learning_rate": 0.5,
-            "lr_scheduler_type": "constant",
-            "optim": "sgd",
-            "shuffle_dataset": False,
-            "self_check": False,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "bf16": False,
-            "ddp_timeout": 40,
-            "fsdp": ENGINE == "fsdp2" and state.num_processes > 1,
-            **options,
-        }
-    )
-    trainer = trainer_class(str(folder / "model"), reward, args, Dataset.from_list(rows), processing_class=processor)
-    before = weights(trainer.model)
-    trainer.train()
-    after = weights(trainer.model)
-    steps = [
-        {key: value for key, value in entry.items() if isinstance(value, float)}
-        for entry in trainer.state.log_history
-        if "grad_norm" in entry
-    ]
-    return trainer, {"update": {key: after[key] - before[key] for key in before}, "steps": steps}
+def straddling_groups(folder):
+    """Three groups: each of two processes has a whole one and half of another."""
+    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP)[1]
 
 
-SCENARIOS = {}
+REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
 
 
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
+def whole_groups(folder):
+    """Two micro-batches of whole groups per generation, used twice, with a reference model."""
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=False, **REUSED)[1]
 
 
-@scenario
-def straddling_groups():
-    return train("straddling_groups", "qwen2_5_vl", image_rows(), 4)[1]
+def whole_groups_checkpointed(folder):
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)[1]
 
 
-@scenario
-def straddling_groups_of_three():
-    return train("straddling_groups_of_three", "qwen2_5_vl", image_rows(), 12)[1]
+def mixed_rows(folder):
+    """In the first step the second of two processes has no media, in the second step the first has none."""
+    rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
+    return train(folder, "qwen2_5_vl", rows, 2 * GROUP)[1]
 
 
-WHOLE = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
-
-@scenario
-def whole_groups():
-    return train("whole_groups", "qwen2_5_vl", image_rows(), 8, gradient_checkpointing=False, **WHOLE)[1]
-
-
-@scenario
-def whole_groups_ckpt():
-    return train("whole_groups_ckpt", "qwen2_5_vl", image_rows(), 8, gradient_checkpointing=True, **WHOLE)[1]
-
-
-@scenario
-def sampled():
-    trainer, result = train("sampled", "qwen2_audio", audio_rows(), 4, MultimodalGRPOTrainer, self_check=True)
-    check = dataclasses.asdict(trainer._self_check)
-    return {**result, "self_check": check}
+def apart(folder):
+    """
+    Images and clips of different lengths, which this family takes in forwards of their own: two on the first of two
+    processes, one on the second.
+    """
+    audios = [{**row, "image": None} for row in audio_rows()]
+    images = [{**row, "audio": None} for row in image_rows()]
+    rows = [*audios[:1], *images[1:4], *audios[4:6], *images[6:]]
+    return train(folder, "gemma3n", rows, 4 * GROUP)[1]
 
 
-def mixed_rows():
-    return [dict(r, image=r["image"] if i in (0, 3, 4, 7) else None) for i, r in enumerate(image_rows())]
+def sampled(folder):
+    """A group straddles processes, which sample its completions."""
+    trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
+    return {**result, "self_check": dataclasses.asdict(trainer._self_check), "completions": trainer.sampled}
 
 
-@scenario
-def mixed():
-    return train("mixed", "qwen2_5_vl", mixed_rows(), 8)[1]
+# Scenarios of FSDP2, beside those above
 
 
-@scenario
-def mixed_padded():
-    return train("mixed_padded", "qwen2_5_vl", mixed_rows(), 8, packing="padded")[1]
-
-
-def ragged_rows():
-    return [
-        row("What do you hear?", audio={"array": audio(0.2 + 0.1 * i, seed=i)["audio"], "sampling_rate": RATE})
-        for i in range(8)
-    ]
-
-
-@scenario
-def granite():
-    return train("granite", "granite_speech", audio_rows(), 16, gradient_checkpointing=False, disable_dropout=True)[1]
-
-
-def image_or_audio_rows():
-    images, audios = image_rows(), audio_rows()
-    return [dict(images[i], audio=None) if i % 2 else dict(audios[i], image=None) for i in range(8)]
-
-
-@scenario
-def gemma3n():
-    return train("gemma3n", "gemma3n", image_or_audio_rows(), 16)[1]
-
-
-@scenario
-def gemma3n_one():
-    return train("gemma3n_one", "gemma3n", image_or_audio_rows(), 8)[1]
-
-
-class RecordingTrainer(MultimodalGRPOTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampled = []
-
-    def _generate_single_turn(self, *args, **kwargs):
-        output = super()._generate_single_turn(*args, **kwargs)
-        self.sampled += output[0]
-        return output
-
-
-def greedy_run(name, family, rows, eos=None, **options):
+def greedy(folder, family, rows):
+    """Two steps on given completions, one on sampled ones, which end at different lengths, and saving."""
     trainer, result = train(
-        name, family, rows, 8, RecordingTrainer, generation_kwargs={"do_sample": False, **({"eos_token_id": eos} if eos else {})},
-        max_steps=1, max_completion_length=12, **options
+        folder,
+        family,
+        rows,
+        2 * GROUP,
+        end_ids=list(range(20, 400, 4)),
+        max_steps=3,
+        generation_kwargs={"do_sample": False},
     )
+    trainer.save_model(folder / "saved")
+    PartialState().wait_for_everyone()
+    model_class = type(FAMILIES[family].build()[0])
+    saved = model_class.from_pretrained(folder / "saved")
+    trained = weights(trainer.model)
+    result["saved_equal"] = {name: torch.equal(p, trained[name]) for name, p in saved.named_parameters()}
+    result["saved_processor"] = type(AutoProcessor.from_pretrained(folder / "saved")).__name__
     return {**result, "completions": trainer.sampled}
 
 
-@scenario
-def greedy_qwen():
-    return greedy_run("greedy_qwen", "qwen2_5_vl", image_rows())
+def greedy_images(folder):
+    return greedy(folder, "qwen2_5_vl", image_rows())
 
 
-@scenario
-def greedy_audio():
-    return greedy_run("greedy_audio", "qwen2_audio", audio_rows())
-
-
-@scenario
-def fsdp_qwen():
-    return train("fsdp_qwen", "qwen2_5_vl", image_rows(), 8)[1]
-
-
-@scenario
-def fsdp_qwen_beta():
-    return train("fsdp_qwen_beta", "qwen2_5_vl", image_rows(), 8, beta=0.1, gradient_checkpointing=True, gradient_accumulation_steps=2, num_iterations=2, max_steps=4)[1]
-
-
-@scenario
-def fsdp_audio():
-    return train("fsdp_audio", "qwen2_audio", audio_rows(), 8)[1]
-
-
-@scenario
-def greedy_eos():
-    return greedy_run("greedy_eos", "qwen2_audio", audio_rows(), eos=list(range(20, 400, 4)))
-
-
-@scenario
-def mixed_sampled():
-    trainer, result = train("mixed_sampled", "qwen2_5_vl", mixed_rows(), 8, MultimodalGRPOTrainer, self_check=True)
-    check = dataclasses.asdict(trainer._self_check)
-    return {**result, "self_check": check}
+def greedy_audio(folder):
+    return greedy(folder, "qwen2_audio", audio_rows())
 
 
 def main():
@@ -246,8 +233,8 @@ def main():
     if ENGINE == "fsdp2":
         enable_fsdp2_on_cpu()
     rank = PartialState(cpu=True).process_index
-    for name in sys.argv[3:]:
-        result = SCENARIOS[name]()
+    for name in SCENARIOS:
+        result = globals()[name](FOLDER / name)
         save_file(result.pop("update"), FOLDER / f"{name}-{rank}.safetensors")
         (FOLDER / f"{name}-{rank}.json").write_text(json.dumps(result))
     PartialState().destroy_process_group()

@@ -82,7 +82,7 @@ def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
 
     ids, mask, sampled = _sample(trainer, first)
 
-    def score(prompts, packed, repeats=1, **options):
+    def score(prompts, packed, **options):
         samples = [p for p in prompts for _ in range(2)]
         many = [t.repeat(len(prompts), 1) for t in (ids, mask)]
         return trainer._score(trainer.model, samples, *many, packed=packed, **options)[0]

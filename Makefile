@@ -1,0 +1,54 @@
+# `make demo` trains a small audio model on spoken digits; `make test` runs the tests. Each sets up its own `.venv`.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+SITE = $(CURDIR)/$(VENV)/lib/$(notdir $(PYTHON))/site-packages
+
+# FFmpeg for torchcodec, as PyAV ships it (see tests/shims/install.py)
+export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/ffmpeg:$(SITE)/av.libs:$(LD_LIBRARY_PATH)
+export HF_HUB_OFFLINE ?= 1
+
+LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: demo demo-vision demo-video test test-slow benchmark lint clean
+
+demo: $(VENV)/examples
+	$(LAUNCH) examples/grpo_audio.py
+
+demo-vision: $(VENV)/examples
+	$(LAUNCH) examples/grpo_vision.py
+
+demo-video: $(VENV)/examples
+	$(LAUNCH) examples/grpo_video.py
+
+# The models of the tests are tiny: one thread each, and one worker per core
+test: $(VENV)/tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(VENV)/tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+benchmark: $(VENV)/examples
+	$(BIN)/python benchmarks/policy_update.py
+
+lint: $(VENV)/tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) outputs
+
+$(VENV)/pip:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/examples: $(VENV)/pip pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	$(BIN)/python tests/shims/install.py
+	touch $@
+
+$(VENV)/tests: $(VENV)/pip pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python tests/shims/install.py
+	touch $@

@@ -1,0 +1,208 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Models of real architectures, small enough to be trained on a laptop: the defaults of the example scripts.
+
+Their weights are random, so all that such a model can do after training it learned from rewards. Each function returns
+a model and its processor, which `save_pretrained` and the `Auto` classes save and load like any other checkpoint.
+"""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    WhisperFeatureExtractor,
+)
+
+from tasks import DIGITS, DIRECTIONS, HANDWRITTEN_QUESTION, MOVING_QUESTION, SPOKEN_QUESTION
+
+
+VISION_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+}
+
+
+def spoken_digit_model(seed: int = 0) -> tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]:
+    """
+    Qwen2-Audio with 0.4 million parameters, which listens to one second.
+
+    Args:
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `tuple`: The model, in float32, and its processor.
+    """
+    seconds = 1
+    tokenizer = _tokenizer(
+        [SPOKEN_QUESTION, *DIGITS],
+        audio_token="<|AUDIO|>",
+        audio_bos_token="<|audio_bos|>",
+        audio_eos_token="<|audio_eos|>",
+    )
+    feature_extractor = WhisperFeatureExtractor(feature_size=40, chunk_length=seconds)
+    chat_template = _chat_template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
+    processor = Qwen2AudioProcessor(feature_extractor, tokenizer, chat_template=chat_template)
+    config = Qwen2AudioConfig(
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 256,
+            "num_mel_bins": feature_extractor.feature_size,
+            "max_source_positions": 50 * seconds,  # two frames of 10 ms each
+            "initializer_range": 0.1,
+        },
+        text_config=_decoder(tokenizer, model_type="qwen2"),
+        audio_token_index=tokenizer.audio_token_id,
+    )
+    return _initialize(Qwen2AudioForConditionalGeneration, config, processor, seed)
+
+
+def digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
+    """
+    Qwen2.5-VL with 0.5 million parameters, for images of about 28 x 28 pixels and questions on digits.
+
+    Args:
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `tuple`: The model, in float32, and its processor.
+    """
+    return _vision_model([HANDWRITTEN_QUESTION, *DIGITS], seed)
+
+
+def motion_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
+    """
+    Qwen2.5-VL with 0.5 million parameters, for videos of about 28 x 28 pixels and questions on directions.
+
+    Args:
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `tuple`: The model, in float32, and its processor.
+    """
+    return _vision_model([MOVING_QUESTION, *DIRECTIONS], seed)
+
+
+def _vision_model(texts: list[str], seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
+    patch, merge, hidden = 7, 2, 96  # pixels a side; patches a side that make one token
+    tokenizer = _tokenizer(texts, **VISION_TOKENS)
+    token_area = (patch * merge) ** 2
+    pixels = {
+        "patch_size": patch,
+        "merge_size": merge,
+        "size": {"shortest_edge": token_area, "longest_edge": 64 * token_area},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    processor = Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(**pixels),
+        tokenizer,
+        Qwen2VLVideoProcessor(**pixels, cap_pixels_per_frame=True),
+        chat_template=_chat_template(
+            image="<|vision_start|><|image_pad|><|vision_end|>", video="<|vision_start|><|video_pad|><|vision_end|>"
+        ),
+    )
+    config = Qwen2_5_VLConfig(
+        text_config=_decoder(
+            tokenizer,
+            hidden_size=hidden,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
+        ),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "out_hidden_size": hidden,
+            "patch_size": patch,
+            "spatial_merge_size": merge,
+            "fullatt_block_indexes": [0, 1],
+            "initializer_range": 0.1,
+        },
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+        vision_start_token_id=tokenizer.vision_bos_token_id,
+        vision_end_token_id=tokenizer.vision_eos_token_id,
+    )
+    return _initialize(Qwen2_5_VLForConditionalGeneration, config, processor, seed)
+
+
+def _tokenizer(texts: list[str], **named: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that spells any text, and has a token for each word of `texts`; `named` are special tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,  # never reached: the merges end where every word is one token
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *named.values()],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["system user assistant", *texts], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        extra_special_tokens=named,
+    )
+
+
+def _chat_template(**marks: str) -> str:
+    """ChatML; a content block of a type in `marks` is written as that mark."""
+    media = "".join(f"{{% elif block.type == '{kind}' %}}{mark}" for kind, mark in marks.items())
+    return (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
+        f"{{% if block.type == 'text' %}}{{{{ block.text }}}}{media}{{% endif %}}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def _decoder(tokenizer: PreTrainedTokenizerFast, **changes) -> dict:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **changes,
+    }
+
+
+def _initialize(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, processor: ProcessorMixin, seed: int
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).float().eval()
+    model.generation_config = GenerationConfig(
+        eos_token_id=processor.tokenizer.eos_token_id, pad_token_id=processor.tokenizer.pad_token_id
+    )
+    return model, processor
