@@ -78,7 +78,12 @@ CASES = {
         prompts=4,
         group=2,
         image_size=None,
-        questions=("What is red and green?", "Is there a cat, a dog or a bird?", "The answer is 1 or 2?", "Compare 3, 4."),
+        questions=(
+            "What is red and green?",
+            "Is there a cat, a dog or a bird?",
+            "The answer is 1 or 2?",
+            "Compare 3, 4.",
+        ),
     ),
 }
 
@@ -491,7 +496,8 @@ def run(args: argparse.Namespace) -> dict:
         "versions": {
             "python": platform.python_version(),
             **{
-                name: importlib.metadata.version(name) for name in ("trl-multimodal-rft", "trl", "transformers", "torch")
+                name: importlib.metadata.version(name)
+                for name in ("trl-multimodal-rft", "trl", "transformers", "torch")
             },
         },
     }
@@ -571,8 +577,12 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, help="prompts per step, if not the case's own number")
-    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference model scores, too")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="which time the ratios are taken from")
+    parser.add_argument(
+        "--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference model scores, too"
+    )
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="which time the ratios are taken from"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
     parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
     parser.add_argument("--seed", type=int, default=0)

@@ -20,6 +20,9 @@ from trainer_utils import (
     saved,
 )
 from transformers import Qwen2_5_VLProcessor
+from trl import GRPOTrainer
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
 FAMILY = "qwen2_5_vl"
@@ -178,6 +181,28 @@ def test_evaluation_equals_trl():
     options = {**SPLIT, "beta": 0.1, **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
     theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
     assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
+    assert_equal(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature": 1.5, "max_completion_length": 12},
+        {**REUSED, "beta": 0.1, "gradient_checkpointing": True, "objects": {"peft_config": LORA}},
+        {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}},
+    ],
+    ids=["plain", "processed logits", "lora, kl, checkpointing", "evaluation"],
+)
+def test_sampling_equals_trl(options):
+    """Sampled from one prefill of each prompt, the completions are TRL's, and so is everything that follows."""
+    processor = load(FAMILY)[1]
+    placeholders = [processor.image_token_id, processor.video_token_id]  # TRL leaves out the second
+    options = {"max_steps": 3, **options, "generation_kwargs": {"suppress_tokens": placeholders}}
+    theirs = run(GRPOTrainer, FAMILY, dataset(), **options)
+    ours = run(MultimodalGRPOTrainer, FAMILY, dataset(), keep_groups_together=False, **options)
+    shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
+    assert shares and min(shares) > 0.5
     assert_equal(theirs, ours)
 
 

@@ -63,22 +63,22 @@ def images_rows(n: int = 8) -> Dataset:
 
 def audio_rows(n: int = 8) -> Dataset:
     """One chirp of 0.3 to 0.9 s in each row."""
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": "What do you hear in the audio?" + " Is there a cat?" * (i % 3)}],
-                "audio": sound(0.3 + 0.2 * (i % 4), seed=i),
-            }
-            for i in range(n)
-        ]
-    )
+    prompts = [f"What do you hear in the audio?{' Is there a cat?' * (i % 3)} {i}" for i in range(n)]
+    rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    return with_media(Dataset.from_list(rows), "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(n)])
 
 
 def video_rows(n: int = 8) -> Dataset:
     """A video of 4 or 6 frames in each row."""
     rows = [{"prompt": [{"role": "user", "content": f"Describe the video. Is there a dog? {i}"}]} for i in range(n)]
-    videos = [video(4 + 2 * (i % 2), 84, 56, seed=i)["video"].tolist() for i in range(n)]
-    return Dataset.from_list(rows).add_column("video", videos)
+    videos = [video(4 + 2 * (i % 2), 84, 56, seed=i)["video"] for i in range(n)]
+    return with_media(Dataset.from_list(rows), "video", videos)
+
+
+def with_media(rows: Dataset, column: str, media: list) -> Dataset:
+    """Adds a column when rows are read, since Arrow would turn arrays into lists of numbers."""
+    rows = rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
+    return rows.with_transform(lambda batch: {**batch, column: [media[i] for i in batch["index"]]})
 
 
 def sound(seconds: float, seed: int = 0) -> dict:

@@ -151,7 +151,7 @@ class MultimodalMixin:
     def _refuse_media_where_unsupported(self, ref, kinds: set[str]) -> None:
         if self.use_vllm and kinds - {"image"}:
             raise ref.error("vLLM generation takes images only so far; set `use_vllm=False` for audio and video")
-        for option in ("tools", "rollout_func", "environment_factories"):
+        for option in ("environment_factories", "rollout_func", "tools"):  # TRL adds those of environments to `tools`
             if getattr(self, option):
                 name = "environment_factory" if option == "environment_factories" else option
                 raise ref.error(f"`{name}` works on text rows only; drop the media columns or `{name}`")
@@ -186,6 +186,10 @@ class MultimodalMixin:
         return [sample.input_ids.tolist() for sample in samples], None, {}
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if has_tool_images:
+            raise ValueError(
+                "A tool returned an image, which would be missing when its completion is scored; return text only."
+            )
         samples = self._samples
         if self.use_vllm:
             if any(sample.images for sample in samples):
@@ -247,18 +251,23 @@ class MultimodalMixin:
     # Update
 
     def _prepare_inputs(self, generation_batch):
-        if not self.model.training or self.rollout_func is not None or not self.args.keep_groups_together:
+        if not self.model.training or self.rollout_func is not None:
             return super()._prepare_inputs(generation_batch)
         steps = self.args.steps_per_generation
-        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+        generate = self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None
+        if generate and self.args.keep_groups_together:
             output = self._generate_and_score_completions(generation_batch)
             if steps > 1:
                 lengths = output["completion_mask"].sum(1).tolist()
                 order = micro_batch_order(output["encoded_prompts"], lengths, steps)
                 output = {key: _reorder(value, order) for key, value in output.items()}
             self._buffered_inputs = split_tensor_dict(output, steps)
+            inputs = self._buffered_inputs[self._step % steps]
+        else:
+            inputs = super()._prepare_inputs(generation_batch)
+        if generate:
             self._log_sharing()
-        return self._buffered_inputs[self._step % steps]
+        return inputs
 
     def _log_sharing(self) -> None:
         """Share of prompt tokens that a forward per completion would repeat and the packed forward doesn't."""

@@ -37,7 +37,7 @@ class SelfCheck:
         sampled (`float`):
             Recomputed log-probabilities against those of sampling.
         tolerance (`float`):
-            What counts as equal, from the model's dtype.
+            What counts as equal, from the dtype the model computes in.
     """
 
     packed: float | None
@@ -78,7 +78,8 @@ def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
     others = [p for p in prompts if p is not first] or [replace(first, mask_cache={})]
     # A partner whose media have another shape than the first's is the harder case
     second = next((p for p in others if _shapes(p) != _shapes(first)), others[0])
-    tolerance = 2 * math.sqrt(torch.finfo(trainer._unwrapped(trainer.model).dtype).eps)
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    tolerance = 2 * math.sqrt(torch.finfo(autocast or trainer._unwrapped(trainer.model).dtype).eps)
 
     ids, mask, sampled = _sample(trainer, first)
 
@@ -95,7 +96,10 @@ def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
     checks["media"] = math.nan
     if first.media:
         # Not zero: some models drop tiles that are zero throughout, as padding
-        without = {k: v * 1e-3 if v.is_floating_point() else v for k, v in first.media.items()}
+        without = {
+            name: value * 1e-3 if value.is_floating_point() and "mask" not in name else value
+            for name, value in first.media.items()
+        }
         silent = replace(first, media=without, mask_cache={})
         checks["media"] = _difference(score([silent], packed=False), alone, mask)
     separate = torch.cat([alone, score([second], packed=False)])

@@ -1,0 +1,50 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The benchmark runs, and measures two trainers that compute the same."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def policy_update():
+    path = Path(__file__).parents[1] / "benchmarks" / "policy_update.py"
+    spec = importlib.util.spec_from_file_location("policy_update", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("case", ["image", "text"])
+def test_benchmark(policy_update, case, capsys):
+    threads = str(torch.get_num_threads())
+    policy_update.main(["--case", case, "--preset", "tiny", "--repeats", "1", "--threads", threads, "--json"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    for name in ("update_ratio", "step_ratio", "memory_ratio", "processor_ratio"):
+        assert math.isfinite(result[name]) and result[name] > 0
+    for trainer in ("trl", "ours"):
+        for quantity in ("update", "step", "generation"):
+            assert result[trainer][f"{quantity}_s"] > 0 and result[trainer][f"{quantity}_cpu_s"] > 0
+    assert result["gradient_difference"] < 1e-4
+    setting = result["setting"]
+    # TRL puts each prompt through the processor for each completion, and once more if it holds an image
+    per_prompt = setting["group"] * (2 if case == "image" else 1)
+    assert result["processor_ratio"] == per_prompt
+    if case == "image":
+        assert setting["image_tokens"] == 392
+        assert result["update_shared_fraction"] == 1 - 1 / setting["group"]
+        # Bytes, not seconds: the prompt is forwarded once instead of 8 times
+        assert result["memory_ratio"] > 4
+    assert {"cpu", "cores", "gpu"} == result["hardware"].keys()
+    assert result["versions"]["trl"].startswith("1.16")
+
+
+def test_cpu_clock_is_refused_on_cuda(policy_update, capsys):
+    with pytest.raises(SystemExit):
+        policy_update.main(["--device", "cuda", "--clock", "cpu"])
+    assert "--clock wall" in capsys.readouterr().err

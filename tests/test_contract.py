@@ -1,0 +1,132 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What this package leans on in TRL, transformers and torch. A failure names what a new release has moved."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+from trainer_utils import length_and_sum, load, text_rows
+from transformers import Trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
+
+
+def find(path):
+    """The object at a dotted path, or a failure that names the part that is gone."""
+    module, *names = path.split(":")
+    try:
+        found = importlib.import_module(module)
+        for name in ".".join(names).split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{path} is gone: {error}")
+    return found
+
+
+GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
+
+# Methods that the mixin overrides: parameters, in order
+OVERRIDDEN = {
+    GRPO + "_set_signature_columns_if_needed": "self",
+    GRPO + "_generate_and_score_completions": "self inputs",
+    GRPO + "_tokenize_prompts": "self prompts",
+    GRPO + "_generate_single_turn": (
+        "self prompt_ids images multimodal_fields num_generations has_tool_images"
+    ),
+    GRPO + "_calculate_rewards": "self inputs prompts completions completion_ids_list",
+    GRPO + "_prepare_inputs": "self generation_batch",
+    GRPO + "_compute_loss": "self model inputs",
+    GRPO + "_get_per_token_logps_and_entropies": (
+        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
+        "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+        "mm_token_type_ids image_position_ids"
+    ),
+    GRPO + "create_model_card": "self model_name dataset_name tags",
+    "transformers:Trainer._get_dataloader": (
+        "self dataset description batch_size sampler_fn is_training dataloader_key"
+    ),
+    "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
+    "transformers:Trainer._load_best_model": "self",
+}
+
+# Functions and methods that are called: parameters that are given
+CALLED = {
+    GRPO + "__init__": (
+        "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+        "optimizers quantization_config peft_config tools rollout_func environment_factory"
+    ),
+    "transformers:Trainer._remove_unused_columns": "dataset description",
+    "trl.models:unwrap_model_for_generation": (
+        "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
+    ),
+    "trl.models.utils:disable_gradient_checkpointing": "model gradient_checkpointing_kwargs",
+    "trl.extras.profiling:profiling_context": "trainer name",
+    "trl.trainer.utils:create_model_from_path": "model_id kwargs",
+    "trl.trainer.utils:get_config_model_id": "config",
+    "trl.trainer.utils:split_tensor_dict": "tensor_dict num_chunks",
+    "trl.trainer.utils:get_callable_name": "func",
+    "trl.trainer.utils:is_async_callable": "func",
+    "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    "trl.data_utils:prepare_multimodal_messages": "messages",
+    "trl:is_conversational": "example",
+    "transformers:PreTrainedModel._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
+    "transformers:PreTrainedModel.prepare_inputs_for_generation": "self input_ids",
+    "transformers:PreTrainedModel.get_decoder": "self",
+    "transformers:PreTrainedModel.set_attn_implementation": "self attn_implementation",
+    "transformers:PreTrainedModel._can_set_attn_implementation": "",
+    "transformers.masking_utils:create_masks_for_generate": (
+        "config inputs_embeds attention_mask past_key_values position_ids"
+    ),
+    "transformers:AttentionInterface.register": "key value",
+    "transformers:AttentionMaskInterface.register": "key value",
+    "transformers:DynamicCache": "config",
+    "transformers:DynamicCache.crop": "self",
+    "transformers:DynamicCache.reorder_cache": "self beam_idx",
+    "transformers:DynamicCache.activate_past_recording": "self",
+    "torch.nn.attention.varlen:varlen_attn": (
+        "query key value cu_seq_q cu_seq_k max_q max_k scale window_size enable_gqa"
+    ),
+}
+
+
+@pytest.mark.parametrize("path", OVERRIDDEN)
+def test_overridden_method_has_these_parameters(path):
+    assert list(inspect.signature(find(path)).parameters) == OVERRIDDEN[path].split()
+
+
+@pytest.mark.parametrize("path", CALLED)
+def test_called_function_takes_these_parameters(path):
+    missing = set(CALLED[path].split()) - inspect.signature(find(path)).parameters.keys()
+    assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
+
+
+def test_every_override_is_in_the_contract():
+    overridden = {
+        name
+        for name, value in vars(MultimodalMixin).items()
+        if inspect.isfunction(value) and name != "__init__" and hasattr(GRPOTrainer, name)
+    }
+    assert overridden == {path.split(".")[-1] for path in OVERRIDDEN}
+
+
+def test_trainer_has_the_attributes_that_the_mixin_reads(tmp_path):
+    """What `self.<name>` reads without setting it, on TRL's own trainer."""
+    source = inspect.getsource(MultimodalMixin)
+    read = set(re.findall(r"self\.(\w+)", source))
+    own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", source)) - {"_buffered_inputs"} | vars(MultimodalMixin).keys()
+    model, processor = load("qwen2_5_vl")
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    trainer = GRPOTrainer(model, length_and_sum, args, text_rows(), processing_class=processor)
+    later = {"_env_tools", "_batch_environments"}  # set with an environment only
+    missing = {name for name in read - own - later if not hasattr(trainer, name)}
+    assert not missing
+
+
+def test_trl_builds_on_the_methods_that_the_mixin_overrides():
+    """An override that TRL no longer calls would do nothing."""
+    source = inspect.getsource(find("trl.trainer.grpo_trainer")) + inspect.getsource(Trainer)
+    for path in OVERRIDDEN:
+        name = path.split(".")[-1]
+        assert re.search(rf"self\.{name}\(", source), f"nothing calls {name}"

@@ -1,0 +1,812 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The trainer from dataset to saved model, on every kind of media."""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from families import FAMILIES, RATE, audio, audio_prompts, encode, image, template, video
+from peft import LoraConfig, PeftModel
+from trainer_utils import (
+    InjectedOurs,
+    InjectedTRL,
+    audio_rows,
+    image_rows,
+    largest_difference,
+    length_and_sum,
+    load,
+    make_trainer,
+    norm,
+    relative_difference,
+    run,
+    saved,
+    sound,
+    video_rows,
+    with_media,
+)
+from transformers import (
+    AutoProcessor,
+    Qwen2AudioProcessor,
+    TrainerCallback,
+)
+from trl import GRPOTrainer
+from trl.chat_template_utils import qwen3_vl_chat_template
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.media.columns import MediaError
+from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
+
+
+ROWS = {"audio": audio_rows, "image": image_rows, "video": video_rows}
+FAMILY = {"audio": "qwen2_audio", "image": "qwen2_5_vl", "video": "qwen2_5_vl"}
+
+# The second update of a generation batch is off-policy
+REUSED = {"num_iterations": 2, "max_steps": 3, "learning_rate": 0.03}
+# Two updates on one generation batch, each from two of its four micro-batches
+SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4}
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def text_rows(n=8):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"Is there a bird? {i}"}]} for i in range(n)])
+
+
+def parameters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def largest_gap(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# Packed and padded
+
+
+@pytest.mark.parametrize("kind", ["audio", "video"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        REUSED,
+        {**REUSED, "beta": 0.1, "gradient_checkpointing": True},
+        {**REUSED, "loss_type": "vespo", "mask_truncated_completions": True},
+        {**SPLIT, "loss_type": "grpo", "importance_sampling_level": "sequence", "keep_groups_together": False},
+        {**REUSED, "beta": 0.1, "gradient_checkpointing": True, "objects": {"peft_config": lora()}},
+    ],
+    ids=["dapo", "kl, checkpointing", "vespo, truncated masked", "grpo by sequence", "lora, kl, checkpointing"],
+)
+def test_packed_equals_padded(kind, options):
+    packed = run(InjectedOurs, FAMILY[kind], ROWS[kind](), **options)
+    padded = run(InjectedOurs, FAMILY[kind], ROWS[kind](), packing="padded", **options)
+    assert all(packed.trainer.scored_packed) and not any(padded.trainer.scored_packed)
+    difference = relative_difference(padded.update, packed.update)
+    worst, where = largest_difference(padded.history, packed.history)
+    print(f"update {difference:.1e} of {norm(padded.update):.2g}, metrics {worst:.1e} ({where})")
+    assert norm(padded.update) > 0.01
+    assert difference <= 1e-5
+    assert worst <= 1e-4, where
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_log_probabilities_depend_on_the_media(kind, packing):
+    class Recording(InjectedOurs):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self.logps = scores[0].detach()
+            return scores
+
+    inverted = {
+        "image": lambda picture: picture.point(lambda value: 255 - value),
+        "audio": lambda clip: {**clip, "array": clip["array"][::-1]},
+        "video": lambda frames: 255 - frames,
+    }[kind]
+    rows = ROWS[kind]()
+    # Media of the same size give the same prompt ids and, injected, the same completions
+    changed = with_media(rows, kind, [inverted(row[kind]) for row in rows])
+    first, again, second = (
+        run(Recording, FAMILY[kind], data, packing=packing, max_steps=1).trainer.logps
+        for data in (rows, rows, changed)
+    )
+    assert torch.equal(first, again)
+    assert (first - second).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing):
+    """Although groups change places after the old ones are computed."""
+    differences = []
+
+    class Comparing(InjectedOurs):
+        def _compute_loss(self, model, inputs):
+            before_update = self._step % self.args.steps_per_generation < self.args.gradient_accumulation_steps
+            self.old = inputs["old_per_token_logps"] if before_update else None
+            return super()._compute_loss(model, inputs)
+
+        def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+            scores = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            if torch.is_grad_enabled() and self.old is not None:
+                differences.append((scores[0] - self.old).abs().max().item())
+            return scores
+
+    run(Comparing, FAMILY[kind], ROWS[kind](), packing=packing, **SPLIT)
+    assert len(differences) == 4  # two micro-batches of each of two generation batches
+    print(f"largest difference {max(differences):.1e}")
+    assert max(differences) <= 2e-6
+
+
+def test_groups_over_several_micro_batches(caplog):
+    options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "beta": 0.1}
+    padded = run(InjectedOurs, "qwen2_audio", audio_rows(), packing="padded", **options)
+    with caplog.at_level(logging.WARNING):
+        packed = run(InjectedOurs, "qwen2_audio", audio_rows(), **options)
+    assert "`per_device_train_batch_size` (6) holds no whole groups of `num_generations` (4)" in caplog.text
+    assert all(packed.trainer.scored_packed)
+    assert 0.5 < packed.history[0]["packing/shared_frac"] < 0.75
+    assert relative_difference(padded.update, packed.update) <= 1e-5
+
+
+def test_no_completion_left():
+    class Truncated(InjectedOurs):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            return [[60 + i] * 8 for i in range(len(prompt_ids))], None
+
+    result = run(Truncated, "qwen2_audio", audio_rows(), mask_truncated_completions=True, beta=0.1, **REUSED)
+    assert all(result.trainer.scored_packed)
+    assert norm(result.update) == 0
+
+
+# Datasets
+
+
+def mixed_rows():
+    """Every kind of media, alone and together, and none."""
+    rows = []
+    for i in range(8):
+        media = {
+            "image": image(84, 56, seed=i)["image"] if i in (0, 4, 5) else None,
+            "audio": sound(0.3 + 0.1 * i, seed=i) if i in (1, 4, 6) else None,
+            "video": video(4, 28, 56, seed=i)["video"] if i in (2, 5, 6) else None,
+        }
+        rows.append({"prompt": [{"role": "user", "content": f"What is it? {i}"}], **media})
+    return rows
+
+
+def streamed(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def as_arrow(rows):
+    return Dataset.from_list([{**row, "video": None if row["video"] is None else row["video"].tolist()} for row in rows])
+
+
+def with_extra_column(rows):
+    return [{**row, "extra": i} for i, row in enumerate(rows)]
+
+
+def with_plain_prompts(rows):
+    return [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
+
+
+def with_plural_columns(rows):
+    kinds = ("image", "audio", "video")
+    lists = [{f"{kind}s": [] if row[kind] is None else [row[kind]] for kind in kinds} for row in rows]
+    return [{"prompt": row["prompt"], **media} for row, media in zip(rows, lists, strict=True)]
+
+
+def with_media_in_messages(rows):
+    result = []
+    for row in rows:
+        blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "video") if row[kind] is not None]
+        if row["audio"] is not None:
+            blocks.append({"type": "audio", "audio": row["audio"]["array"], "sampling_rate": RATE})
+        blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
+        result.append({"prompt": [{"role": "user", "content": blocks}]})
+    return result
+
+
+MIXED = {"shuffle_dataset": False, "per_device_train_batch_size": 16, "learning_rate": 0.03}
+
+
+@pytest.fixture(scope="module")
+def mixed_update():
+    """What every form of [`mixed_rows`] must give."""
+    result = run(InjectedOurs, "qwen2_5_omni", streamed(mixed_rows()), packing="padded", **MIXED)
+    assert norm(result.update) > 0.01
+    return result.update
+
+
+FORMS = {
+    "arrow": (as_arrow, {}),
+    "arrow, in a worker": (as_arrow, {"dataloader_num_workers": 1}),
+    "arrow, unused columns removed": (lambda rows: as_arrow(with_extra_column(rows)), {"remove_unused_columns": True}),
+    "arrow, streamed": (lambda rows: as_arrow(rows).to_iterable_dataset(), {}),
+    "streamed": (streamed, {}),
+    "streamed, unused columns removed": (
+        lambda rows: streamed(with_extra_column(rows)),
+        {"remove_unused_columns": True},
+    ),
+    "plain prompts": (lambda rows: streamed(with_plain_prompts(rows)), {}),
+    "plural columns": (lambda rows: streamed(with_plural_columns(rows)), {}),
+    "media in messages": (lambda rows: streamed(with_media_in_messages(rows)), {}),
+}
+
+
+@pytest.mark.parametrize(("dataset", "options"), FORMS.values(), ids=FORMS)
+def test_every_form_of_a_dataset_trains_alike(dataset, options, mixed_update):
+    result = run(InjectedOurs, "qwen2_5_omni", dataset(mixed_rows()), **options, **MIXED)
+    assert all(result.trainer.scored_packed)
+    assert relative_difference(mixed_update, result.update) <= 1e-5
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_text_only_rows_train_as_in_trl(plain):
+    rows = text_rows()
+    if plain:
+        rows = Dataset.from_list(with_plain_prompts(rows))
+    theirs, ours = (run(trainer, "qwen2_5_vl", rows, **REUSED) for trainer in (InjectedTRL, InjectedOurs))
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    worst, where = largest_difference(theirs.history, ours.history)
+    assert worst <= 1e-4, where
+
+
+@pytest.mark.parametrize("options", [{}, REUSED, SPLIT], ids=["one update", "reused", "split"])
+def test_media_are_fetched_and_processed_once(options):
+    """Each prompt's media, for all its completions, micro-batches and updates."""
+    fetched, processed = [], []
+
+    class Counting(Qwen2AudioProcessor):
+        def __call__(self, *args, **kwargs):
+            processed.append(1)
+            return super().__call__(*args, **kwargs)
+
+    def fetch(batch):
+        fetched.extend(batch["index"])
+        return {**batch, "audio": [sound(0.3 + 0.05 * i, seed=i) for i in batch["index"]]}
+
+    rows = text_rows(32).add_column("index", range(32)).with_transform(fetch)
+    objects = {"model": load("qwen2_audio")[0], "processing_class": Counting.from_pretrained(saved("qwen2_audio"))}
+    result = run(MultimodalGRPOTrainer, "qwen2_audio", rows, objects=objects, **options)
+    args = result.trainer.args
+    batches = math.ceil(args.max_steps * args.gradient_accumulation_steps / args.steps_per_generation)
+    batches = math.ceil(batches / args.num_iterations)
+    prompts = args.generation_batch_size // args.num_generations
+    assert len(processed) == batches * prompts
+    assert len(fetched) == len(set(fetched))
+    assert batches * prompts <= len(fetched) <= (batches + 1) * prompts  # the dataloader reads one batch ahead
+
+
+# Rewards
+
+
+def test_rewards_see_the_media():
+    rows = mixed_rows()
+    for i, row in enumerate(rows):
+        row["id"] = i
+    seen = {}
+
+    def reward(prompts, completions, id, image, audio, video, **kwargs):
+        for i, prompt, *media in zip(id, prompts, image, audio, video, strict=True):
+            seen[i] = prompt, *media
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    run(MultimodalGRPOTrainer, "qwen2_5_omni", streamed(rows), reward=reward, **MIXED)
+    assert seen.keys() == set(range(8))
+    for i, (prompt, picture, clip, frames) in seen.items():
+        row = rows[i]
+        for value, original in ((picture, row["image"]), (frames, row["video"])):
+            assert (value is None) == (original is None)
+            if value is not None:
+                assert np.array_equal(np.asarray(value), np.asarray(original))
+        assert (clip is None) == (row["audio"] is None)
+        if clip is not None:
+            assert clip["sampling_rate"] == RATE and np.allclose(clip["array"], row["audio"]["array"])
+        given = {"image": picture, "video": frames, "audio": clip}
+        text = {"type": "text", "text": f"What is it? {i}"}
+        expected = [kind for kind, medium in given.items() if medium is not None]
+        assert [block["type"] for block in prompt[0]["content"]] == [*expected, "text"]
+        assert prompt[0]["content"][-1] == text
+        for block in prompt[0]["content"][:-1]:
+            assert block[block["type"]] is given[block["type"]]
+
+
+def test_async_reward():
+    async def later(completion_ids, **kwargs):
+        return length_and_sum(completion_ids)
+
+    plain, awaited = (run(InjectedOurs, "qwen2_audio", audio_rows(), reward=r) for r in (length_and_sum, later))
+    assert relative_difference(plain.update, awaited.update) == 0
+    assert awaited.history[0]["rewards/later/mean"] == plain.history[0]["rewards/length_and_sum/mean"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0, math.nan, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], "'broken' returned nan for row 1"),
+        ([1.0] * 7, "'broken' returned 7 rewards for 8 completions"),
+        (["good"] * 8, "'broken' returned 'good' for row 0"),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_wrong_rewards_raise(returned, message, asynchronous):
+    def broken(completions, **kwargs):
+        return returned
+
+    async def broken_later(completions, **kwargs):
+        return returned
+
+    broken_later.__name__ = "broken"
+    with pytest.raises(ValueError, match=message):
+        run(InjectedOurs, "qwen2_audio", audio_rows(), reward=broken_later if asynchronous else broken)
+
+
+def test_rewards_of_none_count_as_in_trl():
+    def sometimes(completion_ids, **kwargs):
+        rewards = length_and_sum(completion_ids)
+        return [reward if len(ids) % 3 else None for ids, reward in zip(completion_ids, rewards, strict=True)]
+
+    def once(completion_ids, **kwargs):
+        return [1.0 if i == 2 else None for i in range(len(completion_ids))]
+
+    theirs, ours = (
+        run(trainer, "qwen2_5_vl", image_rows(), reward=[sometimes, once], **REUSED)
+        for trainer in (InjectedTRL, InjectedOurs)
+    )
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    worst, where = largest_difference(theirs.history, ours.history)
+    assert worst <= 1e-4, where
+
+
+# Refusals
+
+
+def test_right_padding_raises():
+    processor = AutoProcessor.from_pretrained(saved("qwen2_audio"), padding_side="right")
+    objects = {"model": load("qwen2_audio")[0], "processing_class": processor}
+    with pytest.raises(ValueError, match='pads on the right.*padding_side="left"'):
+        run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), objects=objects)
+
+
+def test_overlong_audio():
+    def rows(samples):
+        clips = [audio(1.5, seed=i)["audio"][:samples] for i in range(4)]
+        return with_media(text_rows(4), "audio", [{"array": clip, "sampling_rate": RATE} for clip in clips])
+
+    with pytest.raises(MediaError, match="row 0, column 'audio'"):
+        run(InjectedOurs, "qwen2_audio", rows(None))
+    cut = run(InjectedOurs, "qwen2_audio", rows(RATE))  # the tiny model's window is 1 s
+    truncated = run(InjectedOurs, "qwen2_audio", rows(None), audio_overlong="truncate")
+    assert norm(cut.update) > 0.01
+    assert relative_difference(cut.update, truncated.update) == 0
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_template_without_placeholder_raises(kind):
+    model, processor = load(FAMILY[kind])
+    processor.chat_template = template()
+    objects = {"model": model, "processing_class": processor}
+    with pytest.raises(MediaError, match=f"row 0, column '{kind}'.*template"):
+        run(InjectedOurs, FAMILY[kind], ROWS[kind](), objects=objects)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_placeholder_in_the_text_raises(kind):
+    """Without media, and beside them."""
+    mark = {"image": "<|image_pad|>", "audio": "<|AUDIO|>", "video": "<|video_pad|>"}[kind]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}] * 4)
+    with pytest.raises(ValueError, match=r"placeholder token ids .* but no media|Found 1 .* tokens in the text but no"):
+        run(InjectedOurs, FAMILY[kind], rows)
+    media = [row[kind] for row in ROWS[kind](4)]
+    with pytest.raises(MediaError, match=f"row 0, column '{kind}'.*the text holds none of its own"):
+        run(InjectedOurs, FAMILY[kind], with_media(rows, kind, media))
+
+
+def test_missing_prompt_raises():
+    with pytest.raises(ValueError, match="row 0 has no column 'prompt', only .*; rename the right one"):
+        run(InjectedOurs, "qwen2_audio", audio_rows().rename_column("prompt", "question"))
+
+
+def test_continuous_batching_raises():
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching"):
+        run(InjectedOurs, "qwen2_audio", audio_rows(), use_transformers_continuous_batching=True)
+
+
+class Environment:
+    """An environment of one tool."""
+
+    def reset(self, **kwargs):
+        return " Look it up."
+
+    def look_up(self, word: str) -> str:
+        """
+        Looks a word up.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Its meaning.
+        """
+        return f"{word} is a bird"
+
+
+def look_up(word: str) -> str:
+    """
+    Looks a word up.
+
+    Args:
+        word: The word.
+
+    Returns:
+        Its meaning.
+    """
+    return f"{word} is a bird"
+
+
+def show(word: str) -> list:
+    """
+    Shows a picture of a word.
+
+    Args:
+        word: The word.
+
+    Returns:
+        The picture.
+    """
+    return [image(64, 64), {"type": "text", "text": word}]
+
+
+def rollout(prompts, trainer):
+    texts = [prompt[0]["content"] for prompt in prompts]
+    generator = np.random.default_rng(trainer.state.global_step)
+    return {
+        "prompt_ids": trainer._tokenizer(texts)["input_ids"],
+        "completion_ids": [generator.integers(60, 300, 6).tolist() for _ in prompts],
+        "logprobs": None,
+        "bonus": [0.1 * i for i in range(len(prompts))],
+    }
+
+
+def with_tools(**objects):
+    model, processor = load("qwen3_vl")
+    processor.chat_template = processor.tokenizer.chat_template = qwen3_vl_chat_template
+    return {"model": model, "processing_class": processor, **objects}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"tools": [look_up]}, {"environment_factory": Environment}, {"rollout_func": rollout}],
+    ids=["tools", "environment_factory", "rollout_func"],
+)
+def test_media_with_text_only_options_raise(extra):
+    name = next(iter(extra))
+    with pytest.raises(ValueError, match=f"row 0, column 'image': `{name}` works on text rows only"):
+        run(MultimodalGRPOTrainer, "qwen3_vl", image_rows(), objects=with_tools(**extra))
+
+
+def test_rollout_func_works_as_in_trl():
+    def reward(completion_ids, bonus, **kwargs):
+        return [a + b for a, b in zip(length_and_sum(completion_ids), bonus, strict=True)]
+
+    options = {"reward": reward, "objects": {"rollout_func": rollout}, "beta": 0.1, "steps_per_generation": 2}
+    theirs, ours = (
+        run(trainer, "qwen2_5_vl", text_rows(), **options) for trainer in (GRPOTrainer, MultimodalGRPOTrainer)
+    )
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) == 0
+    assert largest_difference(theirs.history, ours.history)[0] == 0
+
+
+class Calling:
+    """Half of the first turns call a tool, the turns after it are sampled."""
+
+    tool = "look_up"
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if len(prompt_ids) < self.args.generation_batch_size:
+            self.continued = getattr(self, "continued", 0) + len(prompt_ids)
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        call = f'<tool_call>\n{{"name": "{self.tool}", "arguments": {{"word": "cat"}}}}\n</tool_call>'
+        ids = self._tokenizer(call)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(len(prompt_ids))], None
+
+
+class CallingTRL(Calling, GRPOTrainer):
+    pass
+
+
+class CallingOurs(Calling, MultimodalGRPOTrainer):
+    pass
+
+
+CALLS = {"max_completion_length": 200, "generation_kwargs": {"max_new_tokens": 8, "suppress_tokens": list(range(9))}}
+
+
+@pytest.mark.parametrize(
+    "extra", [{"tools": [look_up]}, {"environment_factory": Environment}], ids=["tools", "environment_factory"]
+)
+def test_tools_work_as_in_trl(extra):
+    options = {**CALLS, "beta": 0.1, "max_steps": 3}
+    theirs = run(CallingTRL, "qwen3_vl", text_rows(), objects=with_tools(**extra), **options)
+    ours = run(
+        CallingOurs, "qwen3_vl", text_rows(), objects=with_tools(**extra), keep_groups_together=False, **options
+    )
+    assert theirs.history[0]["tools/call_frequency"] == 0.5 and theirs.history[0]["tools/failure_frequency"] == 0
+    assert theirs.trainer.continued == ours.trainer.continued == 12
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    worst, where = largest_difference(theirs.history, ours.history)
+    assert worst <= 1e-4, where
+
+
+def test_tool_that_returns_an_image_raises():
+    class Showing(CallingOurs):
+        tool = "show"
+
+    with pytest.raises(ValueError, match="tool returned an image"):
+        run(Showing, "qwen3_vl", text_rows(), objects=with_tools(tools=[show]), **CALLS)
+
+
+def test_environment_that_shows_an_image_raises():
+    class Gallery(Environment):
+        def reset(self, **kwargs):
+            return show("cat")
+
+    with pytest.raises(MediaError):
+        run(CallingOurs, "qwen3_vl", text_rows(), objects=with_tools(environment_factory=Gallery), **CALLS)
+
+
+# Families
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_placeholder_can_be_sampled(name, tmp_path):
+    model, processor = FAMILIES[name].build()
+    before = model.config.to_dict().keys()
+    objects = {"model": model, "processing_class": processor}
+    trainer = make_trainer(MultimodalGRPOTrainer, name, text_rows(), tmp_path, objects=objects)
+    # What stands for a medium is the special token that a prompt repeats
+    placeholders = set()
+    for messages in FAMILIES[name].prompts():
+        ids = encode(processor, messages)["input_ids"][0].tolist()
+        placeholders |= {a for a, b, c in zip(ids, ids[1:], ids[2:], strict=False) if a == b == c}
+    placeholders &= set(processor.tokenizer.all_special_ids)
+    assert placeholders
+    assert placeholders <= set(trainer.generation_config.suppress_tokens)
+    assert placeholders <= set(trainer.generation_kwargs["suppress_tokens"])
+    trainer.save_model(tmp_path)
+    after = json.loads((tmp_path / "config.json").read_text()).keys()
+    assert after <= before | {"use_cache"}  # which transformers' trainer sets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_trains(name):
+    """With sampling and the self-check, which must find nothing wrong."""
+    model, processor = FAMILIES[name].build()
+    if name == "qwen3_vl_moe":  # transformers' own `generate` fails with router logits and padding
+        model.config.get_text_config().output_router_logits = False
+    chats = audio_prompts() if name == "voxtral" else FAMILIES[name].prompts()
+    for block in (block for chat in chats for message in chat for block in message["content"]):
+        if block["type"] == "audio":
+            block["sampling_rate"] = RATE
+    rows = streamed([{"prompt": chat} for chat in chats])
+    objects = {"model": model, "processing_class": processor}
+    result = run(MultimodalGRPOTrainer, name, rows, objects=objects, per_device_train_batch_size=4 * len(chats))
+    check, trainer = result.trainer._self_check, result.trainer
+    assert norm(result.update) > 0.001
+    assert check.media > 0.01
+    assert check.sampled <= check.tolerance
+    assert trainer._share_prefill
+    if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
+        assert trainer._apart
+    else:
+        assert check.rows <= check.tolerance
+    if name == "qwen3_5":
+        assert not trainer._can_pack
+    else:
+        assert check.packed <= check.tolerance
+        assert result.history[0]["packing/shared_frac"] == 0.75
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_autocast_is_no_reason_to_pad(kind):
+    """In bf16, the default of the config on a GPU, all differences are larger, for packed and padded alike."""
+    result = run(InjectedOurs, FAMILY[kind], ROWS[kind](), bf16=True)
+    assert result.trainer.model.dtype == torch.float32
+    assert all(result.trainer.scored_packed)
+    assert result.trainer._share_prefill
+
+
+# Logs, callbacks, evaluation
+
+
+def test_completions_are_logged(tmp_path):
+    options = {"log_completions": True, "num_completions_to_print": 2, "per_device_train_batch_size": 16}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_omni", streamed(mixed_rows()), tmp_path, **options)
+    trainer.train()
+    files = sorted((tmp_path / "completions").glob("*.parquet"))
+    assert len(files) == 2
+    prompts = set()
+    for file in files:
+        table = pd.read_parquet(file)
+        assert len(table) == 16
+        assert table["length_and_sum"].notna().all() and table["advantage"].notna().all()
+        assert all(isinstance(completion[0]["content"], str) for completion in table["completion"])
+        prompts |= {(prompt[0]["role"], prompt[0]["content"]) for prompt in table["prompt"]}
+    marks = ["<image>", "<audio>", "<video>", "", "<image><audio>", "<image><video>", "<video><audio>", ""]
+    assert prompts == {("user", f"{mark}What is it? {i}") for i, mark in enumerate(marks)}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_evaluation_leaves_training_alone(kind):
+    """Although it comes between two updates on one generation batch."""
+
+    class Counting(TrainerCallback):
+        steps = evaluations = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            self.evaluations += 1
+            assert math.isfinite(metrics["eval_loss"]) and math.isfinite(metrics["eval_reward"])
+
+    counting = Counting()
+    evaluated = run(
+        InjectedOurs,
+        FAMILY[kind],
+        ROWS[kind](),
+        objects={"eval_dataset": ROWS[kind](3), "callbacks": [counting]},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+        **REUSED,
+    )
+    assert (counting.steps, counting.evaluations) == (3, 3)
+    plain = run(InjectedOurs, FAMILY[kind], ROWS[kind](), **REUSED)
+    assert relative_difference(plain.update, evaluated.update) == 0
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("audio", {}),
+        ("image", {}),
+        ("video", {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}),
+        ("audio", {"steps_per_generation": 2}),
+        ("audio", {"objects": {"peft_config": lora()}, "beta": 0.1}),
+    ],
+    ids=["audio", "image", "video, reused, kl", "audio, two updates a batch", "audio, lora, kl"],
+)
+def test_resumed_training_equals_uninterrupted(kind, options, tmp_path):
+    """With sampling, so the random state must be right, too."""
+    options = {**ADAM, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **options}
+    straight = make_trainer(MultimodalGRPOTrainer, FAMILY[kind], ROWS[kind](), tmp_path, **options)
+    straight.train()
+    resumed = make_trainer(MultimodalGRPOTrainer, FAMILY[kind], ROWS[kind](), tmp_path, **options)
+    start = parameters(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert largest_gap(start, parameters(straight)) > 1e-3
+    assert largest_gap(parameters(straight), parameters(resumed)) == 0
+
+
+@pytest.mark.parametrize("kind", ["audio", "image"])
+def test_best_model_is_loaded_at_the_end(kind, tmp_path):
+    def falling(completion_ids, **kwargs):
+        """Highest at the second evaluation."""
+        step = trainer.state.global_step
+        return [reward - abs(step - 2) for reward in length_and_sum(completion_ids)]
+
+    trainer = make_trainer(
+        InjectedOurs,
+        FAMILY[kind],
+        ROWS[kind](),
+        tmp_path,
+        reward=falling,
+        objects={"eval_dataset": ROWS[kind](2)},
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        per_device_eval_batch_size=4,
+    )
+    trainer.train()
+    best, last = (type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{step}") for step in (2, 4))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert largest_gap(dict(best.named_parameters()), parameters(trainer)) == 0
+    assert largest_gap(dict(best.named_parameters()), dict(last.named_parameters())) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"])
+def test_saved_model_loads_again(name, tmp_path):
+    """Trained from a folder into a folder, as users do."""
+    rows = mixed_rows()
+    rows = [{key: row[key] for key in ("prompt", *FAMILIES[name].modalities)} for row in rows]
+    objects = {"model": str(saved(name))}
+    trainer = make_trainer(MultimodalGRPOTrainer, name, streamed(rows), tmp_path, objects=objects, **ADAM)
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    model = type(trainer.model).from_pretrained(tmp_path / "final")
+    assert largest_gap(dict(model.named_parameters()), parameters(trainer)) == 0
+    assert largest_gap(dict(model.named_parameters()), dict(load(name)[0].named_parameters())) > 1e-4
+    assert model.config._attn_implementation == load(name)[0].config._attn_implementation
+    messages = FAMILIES[name].prompts()[0]
+    inputs = encode(AutoProcessor.from_pretrained(tmp_path / "final"), messages)
+    assert torch.equal(inputs["input_ids"], encode(load(name)[1], messages)["input_ids"])
+    assert model.generate(**inputs, max_new_tokens=3, do_sample=False).size(1) > inputs["input_ids"].size(1)
+
+
+def test_saved_adapter_loads_again(tmp_path):
+    objects = {"model": str(saved("qwen2_audio")), "peft_config": lora()}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects=objects, **ADAM)
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(load("qwen2_audio")[0], tmp_path / "adapter")
+    assert largest_gap(dict(model.named_parameters()), parameters(trainer)) == 0
+    assert any(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_model_card_holds_the_self_check(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **options).train()
+    card = (tmp_path / "README.md").read_text()
+    assert "trl-multimodal-rft" in card
+    assert "`self-check: packed = padded" in card
+
+
+# Learning
+
+
+def tones(n=16):
+    """Low and high tones after one and the same question."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for i in range(n):
+        hertz = generator.uniform(*((300, 600), (1500, 3000))[i % 2])
+        time = np.arange(int(RATE * generator.uniform(0.3, 0.6))) / RATE
+        clip = {"array": 0.5 * np.sin(2 * np.pi * hertz * time).astype("float32"), "sampling_rate": RATE}
+        rows.append({"prompt": [{"role": "user", "content": "What do you hear?"}], "audio": clip, "high": i % 2})
+    return Dataset.from_list(rows)
+
+
+def test_model_learns_what_it_hears():
+    """The prompts differ in their audio only: a deaf model would get half of the rewards."""
+
+    def parity(completion_ids, high, **kwargs):
+        return [float(ids[0] % 2 == answer) for ids, answer in zip(completion_ids, high, strict=True)]
+
+    result = run(
+        MultimodalGRPOTrainer,
+        "qwen2_audio",
+        tones(),
+        reward=parity,
+        max_completion_length=1,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_steps=30,
+        optim="adamw_torch",
+        learning_rate=3e-3,
+    )
+    rewards = [entry["reward"] for entry in result.history if "reward" in entry]
+    assert np.mean(rewards[:5]) < 0.65
+    assert np.mean(rewards[-5:]) > 0.85
+
+
