@@ -7,6 +7,7 @@ a model and its processor, which `save_pretrained` and the `Auto` classes save a
 """
 
 import torch
+from tasks import DIGITS, DIRECTIONS, HANDWRITTEN_QUESTION, MOVING_QUESTION, SPOKEN_QUESTION
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -24,8 +25,6 @@ from transformers import (
     Qwen2VLVideoProcessor,
     WhisperFeatureExtractor,
 )
-
-from tasks import DIGITS, DIRECTIONS, HANDWRITTEN_QUESTION, MOVING_QUESTION, SPOKEN_QUESTION
 
 
 VISION_TOKENS = {

@@ -7,9 +7,11 @@ import re
 
 import pytest
 from trainer_utils import length_and_sum, load, text_rows
-from transformers import Trainer
+from transformers import DynamicCache, Trainer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
+from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
 
@@ -32,9 +34,7 @@ OVERRIDDEN = {
     GRPO + "_set_signature_columns_if_needed": "self",
     GRPO + "_generate_and_score_completions": "self inputs",
     GRPO + "_tokenize_prompts": "self prompts",
-    GRPO + "_generate_single_turn": (
-        "self prompt_ids images multimodal_fields num_generations has_tool_images"
-    ),
+    GRPO + "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
     GRPO + "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     GRPO + "_prepare_inputs": "self generation_batch",
     GRPO + "_compute_loss": "self model inputs",
@@ -44,9 +44,7 @@ OVERRIDDEN = {
         "mm_token_type_ids image_position_ids"
     ),
     GRPO + "create_model_card": "self model_name dataset_name tags",
-    "transformers:Trainer._get_dataloader": (
-        "self dataset description batch_size sampler_fn is_training dataloader_key"
-    ),
+    "transformers:Trainer._get_dataloader": "self dataset description batch_size sampler_fn is_training dataloader_key",
     "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "transformers:Trainer._load_best_model": "self",
 }
@@ -71,8 +69,10 @@ CALLED = {
     "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     "trl.data_utils:prepare_multimodal_messages": "messages",
     "trl:is_conversational": "example",
-    "transformers:PreTrainedModel._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
-    "transformers:PreTrainedModel.prepare_inputs_for_generation": "self input_ids",
+    "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
+    "transformers:GenerationMixin.prepare_inputs_for_generation": (
+        "self input_ids past_key_values attention_mask is_first_iteration"
+    ),
     "transformers:PreTrainedModel.get_decoder": "self",
     "transformers:PreTrainedModel.set_attn_implementation": "self attn_implementation",
     "transformers:PreTrainedModel._can_set_attn_implementation": "",
@@ -82,7 +82,7 @@ CALLED = {
     "transformers:AttentionInterface.register": "key value",
     "transformers:AttentionMaskInterface.register": "key value",
     "transformers:DynamicCache": "config",
-    "transformers:DynamicCache.crop": "self",
+    "transformers:DynamicCache.crop": "self tokens_to_remove",
     "transformers:DynamicCache.reorder_cache": "self beam_idx",
     "transformers:DynamicCache.activate_past_recording": "self",
     "torch.nn.attention.varlen:varlen_attn": (
@@ -113,9 +113,11 @@ def test_every_override_is_in_the_contract():
 
 def test_trainer_has_the_attributes_that_the_mixin_reads(tmp_path):
     """What `self.<name>` reads without setting it, on TRL's own trainer."""
-    source = inspect.getsource(MultimodalMixin)
-    read = set(re.findall(r"self\.(\w+)", source))
-    own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", source)) - {"_buffered_inputs"} | vars(MultimodalMixin).keys()
+    source = inspect.getsource(MultimodalMixin) + inspect.getsource(self_check).replace("trainer.", "self.")
+    read = set(re.findall(r"\bself\.(\w+)", source))
+    own = (
+        set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", source)) - {"_buffered_inputs"} | vars(MultimodalMixin).keys()
+    )
     model, processor = load("qwen2_5_vl")
     args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
     trainer = GRPOTrainer(model, length_and_sum, args, text_rows(), processing_class=processor)
@@ -126,7 +128,28 @@ def test_trainer_has_the_attributes_that_the_mixin_reads(tmp_path):
 
 def test_trl_builds_on_the_methods_that_the_mixin_overrides():
     """An override that TRL no longer calls would do nothing."""
-    source = inspect.getsource(find("trl.trainer.grpo_trainer")) + inspect.getsource(Trainer)
+    source = inspect.getsource(grpo_trainer) + inspect.getsource(Trainer)
     for path in OVERRIDDEN:
         name = path.split(".")[-1]
         assert re.search(rf"self\.{name}\(", source), f"nothing calls {name}"
+
+
+def test_cache_can_remember_what_a_sliding_window_forgets():
+    model, _ = load("gemma3")
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.activate_past_recording()
+    sliding = [layer for layer in cache.layers if layer.is_sliding]
+    assert sliding and all(layer.record_past for layer in sliding)
+
+
+def test_families_still_have_their_own_rules():
+    """Taken from the model where it has them; the general rule would be wrong, silently."""
+    for name, rule in {
+        "gemma3": "create_masks_for_generate",
+        "paligemma": "create_masks_for_generate",
+        "qwen2_5_vl": "_prepare_position_ids_for_generation",
+    }.items():
+        model_class = type(load(name)[0])
+        assert any(
+            rule in vars(base) for base in model_class.__mro__ if base.__module__.startswith("transformers.models")
+        )

@@ -10,9 +10,9 @@ from test_packing import encode_chats
 from transformers import GenerationConfig
 
 from trl_multimodal_rft.packing import install_prefix_attention, sharing_obstacle
+from trl_multimodal_rft.packing.forward import left_pad
 from trl_multimodal_rft.packing.layout import group_by_prompt, split_by_media
-from trl_multimodal_rft.rollout import generate_completions, trim_after_eos
-from trl_multimodal_rft.rollout import generation as generation_module
+from trl_multimodal_rft.rollout import generate_completions, generation, trim_after_eos
 
 
 G = 3
@@ -42,23 +42,28 @@ def config(tokenizer, **kwargs):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.95}], ids=["greedy", "sample"])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.95}], ids=["greedy", "sample"]
+)
 def test_shared_prefill_equals_generate(name, options, monkeypatch):
     model, plain, processor, prompts = build(name)
     tokenizer = processor.tokenizer
     args = (config(tokenizer, **options), tokenizer.pad_token_id, model.device)
+    prefilled = []
+
+    def count_rows(rows, pad_token_id):
+        prefilled.append(len(rows))
+        return left_pad(rows, pad_token_id)
+
+    monkeypatch.setattr(generation, "left_pad", count_rows)
     for part in split_by_media(prompts):  # what can't join exactly can't be compared either
         rows = [prompts[i] for i in part]
         torch.manual_seed(0)
         expected = generate_completions(plain, plain, rows, *args, share_prefill=False)
-        prefilled = []
-        original = generation_module.left_pad
-        monkeypatch.setattr(generation_module, "left_pad", lambda r, pad: prefilled.append(len(r)) or original(r, pad))
         torch.manual_seed(0)
         completions = generate_completions(model, model, rows, *args)
-        monkeypatch.undo()
-        assert prefilled == [len(group_by_prompt(rows))]
         assert torch.equal(completions, expected)
+        assert prefilled[-2:] == [len(rows), len(group_by_prompt(rows))]
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3", "llava"])

@@ -210,7 +210,9 @@ def test_varlen_indices():
 
     outputs = []
     for block in row.layout.blocks:
-        prompt_mask, branch_mask = block.masks["full_attention"] if "full_attention" in block.masks else block.masks[None]
+        prompt_mask, branch_mask = (
+            block.masks["full_attention"] if "full_attention" in block.masks else block.masks[None]
+        )
         for queries, seen, allowed in (
             (block.prompt_index, block.prompt_index, prompt_mask),
             (block.branch_index, block.key_index, branch_mask),

@@ -95,7 +95,6 @@ def assert_equal(theirs, ours, *, same_metrics=True):
     if same_metrics:
         worst, where = largest_difference(theirs.history, ours.history)
         assert worst <= 1e-4, where
-        print(f"update {difference:.1e} of {norm(theirs.update):.2g}, metrics {worst:.1e} ({where})")
 
 
 def our_run(rows=None, **options):
@@ -198,11 +197,16 @@ def test_sampling_equals_trl(options):
     """Sampled from one prefill of each prompt, the completions are TRL's, and so is everything that follows."""
     processor = load(FAMILY)[1]
     placeholders = [processor.image_token_id, processor.video_token_id]  # TRL leaves out the second
-    options = {"max_steps": 3, **options, "generation_kwargs": {"suppress_tokens": placeholders}}
+    options = {
+        "max_steps": 3,
+        "learning_rate": 0.03,
+        **options,
+        "generation_kwargs": {"suppress_tokens": placeholders},
+    }
     theirs = run(GRPOTrainer, FAMILY, dataset(), **options)
     ours = run(MultimodalGRPOTrainer, FAMILY, dataset(), keep_groups_together=False, **options)
     shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
-    assert shares and min(shares) > 0.5
+    assert shares and min(shares) >= 0.5
     assert_equal(theirs, ours)
 
 
@@ -215,7 +219,12 @@ PADDED = ["qwen3_5", "qwen3_vl_moe"]
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*SHARING, *PADDED])
 def test_families_equal_trl(family):
-    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.1}
+    options = {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+        "max_steps": 1,
+        "learning_rate": 0.1,
+    }
     theirs = run(InjectedTRL, family, dataset(), **options)
     own = {"self_check": False, "keep_groups_together": False, "packing": "padded" if family in PADDED else "prefix"}
     ours = run(InjectedOurs, family, dataset(), **own, **options)

@@ -36,6 +36,10 @@ def load(family: str):
 # Datasets
 
 
+def text_rows(n: int = 8) -> Dataset:
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"Is there a bird? {i}"}]} for i in range(n)])
+
+
 def image_rows(n: int = 8) -> Dataset:
     """One image of 4 to 12 tokens in each row, after prompts of different lengths."""
     sizes = [(84, 56), (56, 56), (112, 84), (56, 112)]

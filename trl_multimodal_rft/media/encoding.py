@@ -148,6 +148,11 @@ def encode_prompt(
             placeholders don't agree with its media. The message names the row and the column.
     """
     refs = list(iter_refs(messages))
+    placeholders = placeholder_token_ids(model, processor)
+    if refs and isinstance(processor, ProcessorMixin):
+        _check_text(
+            messages, refs[0], processor.tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholders.values())))
+        )
     decoded, processor_kwargs = _decode(refs, processor, audio_overlong)
     if not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
@@ -184,7 +189,6 @@ def encode_prompt(
         for name, value in encoded.items()
         if name not in ("input_ids", "attention_mask", "labels", *TOKEN_FIELDS)
     }
-    placeholders = placeholder_token_ids(model, processor)
     _check_placeholders(input_ids, refs, media, placeholders)
     return EncodedPrompt(
         input_ids=input_ids,
@@ -357,6 +361,18 @@ def _frame_sampler(ref: MediaRef, processor):
     video_processor = processor.video_processor
     chosen = {"fps", "nframes", "video_start", "video_end"} & ref.options.keys()
     return video_processor.sample_frames if video_processor.do_sample_frames and not chosen else None
+
+
+def _check_text(messages: list[dict[str, Any]], ref: MediaRef, tokens: list[str]) -> None:
+    for message in messages:
+        content = message.get("content") or ""
+        for part in [{"text": content}] if isinstance(content, str) else content:
+            found = [token for token in tokens if token in (part.get("text") or "")]
+            if found:
+                raise ref.error(
+                    f"the text of the prompt holds the placeholder {found[0]!r} itself; remove it, the chat template "
+                    "writes one for each medium"
+                )
 
 
 def _check_placeholders(

@@ -56,7 +56,7 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     kind = None if None in layers else module.config.layer_types[module.layer_idx]
     if _takes_varlen(base, query, kind, layout, **kwargs):
         return _varlen_attention(base, query, key, value, layout, **kwargs)[None], None
-    if "flash" in base:  # layers with a mask of their own have no variable-length form
+    if base != "eager":  # flash kernels take no mask of their own, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     outputs = []
@@ -82,17 +82,19 @@ def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _block_masks(block: PrefixBlock, kind: str | None, base: str, dtype: torch.dtype):
-    prompt_mask, branch_mask = block.masks[kind]
-    if base != "eager":
-        return prompt_mask, branch_mask
-    # Eager attention adds its mask to the scores: a boolean one would be wrong without an error
-    cached = block.masks.setdefault(("eager", kind, dtype), [])
+    """
+    The masks as numbers added to the scores, the same for all layers: eager attention would take a boolean one for
+    numbers, without an error, and sdpa would convert and keep one for each layer.
+    """
+    cached = block.masks.setdefault(("additive", kind, dtype), [])
     if not cached:
-        if prompt_mask is None:
+        prompt_mask, branch_mask = block.masks[kind]
+        if prompt_mask is None and base == "eager":
             width = block.prompt_index.size(1)
             prompt_mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=branch_mask.device).tril()
         zero = torch.zeros((), dtype=dtype, device=branch_mask.device)
-        cached.extend(torch.where(mask, zero, torch.finfo(dtype).min) for mask in (prompt_mask, branch_mask))
+        hidden = torch.finfo(dtype).min
+        cached += [None if m is None else torch.where(m, zero, hidden) for m in (prompt_mask, branch_mask)]
     return cached
 
 

@@ -1,0 +1,203 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts as the model takes them: the processor's own output, checked, with the model's own positions."""
+
+import av
+import numpy as np
+import pytest
+import soundfile
+import torch
+from families import FAMILIES, RATE, audio, encode, image, text, tokenizer, video
+from PIL import Image
+
+from trl_multimodal_rft.media import MediaError, encode_prompt, join_media, rows_to_messages
+from trl_multimodal_rft.media.encoding import placeholder_token_ids, prompt_position_ids, same_prompt
+
+
+def encode_row(family, row, **kwargs):
+    model, processor = FAMILIES[family].build()
+    return encode_prompt(rows_to_messages([row])[0]["prompt"], processor, model, **kwargs)
+
+
+def user(*blocks):
+    return [{"role": "user", "content": list(blocks)}]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    image(160, 100)["image"].save(folder / "picture.png")
+    soundfile.write(folder / "sound.wav", audio(0.8)["audio"], RATE)
+    with av.open(str(folder / "film.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        for frame in video(20, 96, 64)["video"]:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "idefics3"])
+def test_equals_the_processor(name):
+    model, processor = FAMILIES[name].build()
+    for chat in FAMILIES[name].prompts():
+        expected = encode(processor, chat)
+        for block in chat[0]["content"]:
+            if block["type"] == "audio":
+                block["sampling_rate"] = RATE
+        prompt = encode_prompt(rows_to_messages([{"prompt": chat}])[0]["prompt"], processor, model)
+        assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+        assert prompt.modalities == {b["type"] for b in chat[0]["content"]} - {"text"}
+        for key in expected.keys() - {"input_ids", "attention_mask"}:
+            got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
+            if "second_per_grid" in key:  # a rate is unknown for frames given as an array
+                continue
+            assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key
+
+
+def test_positions_are_those_of_the_model():
+    model, processor = FAMILIES["qwen2_5_vl"].build()
+    inputs = encode(processor, FAMILIES["qwen2_5_vl"].prompts()[0])
+    seen = {}
+
+    def spy(module, args, kwargs):
+        seen["position_ids"] = kwargs["position_ids"]
+
+    hook = model.get_decoder().register_forward_pre_hook(spy, with_kwargs=True)
+    model(**inputs)
+    hook.remove()
+    model.model.rope_deltas = before = torch.tensor([[7]])
+    media = {key: inputs[key] for key in ("pixel_values", "image_grid_thw")}
+    fields = {"mm_token_type_ids": inputs["mm_token_type_ids"][0]}
+    positions = prompt_position_ids(model, inputs["input_ids"][0], media, fields)
+    assert torch.equal(positions[-3:], seen["position_ids"][-3:])
+    assert positions[-1].max() < inputs["input_ids"].size(1) - 1  # an image takes fewer positions than tokens
+    assert model.model.rope_deltas is before
+
+
+def test_long_audio_raises_or_is_cut():
+    row = {"prompt": "What do you hear?", "audio": {"array": audio(1.5)["audio"], "sampling_rate": RATE}}
+    with pytest.raises(MediaError, match=r"row 0, column 'audio'.*1\.5"):
+        encode_row("qwen2_audio", row)
+    whole = encode_row("qwen2_audio", {**row, "audio": {**row["audio"], "array": row["audio"]["array"][:RATE]}})
+    cut = encode_row("qwen2_audio", row, audio_overlong="truncate")
+    assert torch.equal(cut.media["input_features"], whole.media["input_features"])
+
+
+def test_audio_is_resampled_to_the_processor(files):
+    waveform, _ = soundfile.read(files / "sound.wav", dtype="float32")
+    twice = np.interp(np.arange(0, len(waveform), 0.5), np.arange(len(waveform)), waveform).astype("float32")
+    path = encode_row("qwen2_audio", {"prompt": "What?", "audio": str(files / "sound.wav")})
+    array = encode_row("qwen2_audio", {"prompt": "What?", "audio": {"array": twice, "sampling_rate": 2 * RATE}})
+    assert torch.equal(path.input_ids, array.input_ids)
+    assert (path.media["input_features"] - array.media["input_features"]).abs().mean() < 0.05
+
+
+def test_qwen_options_reach_qwen_vl_utils(files):
+    def grid(**options):
+        row = {"prompt": user({"type": "image", "image": str(files / "picture.png"), **options}, text("What?"))}
+        return encode_row("qwen2_5_vl", row).media["image_grid_thw"].tolist()
+
+    assert (
+        grid()
+        == encode_row("qwen2_5_vl", {"prompt": "?", "image": image(160, 100)["image"]})
+        .media["image_grid_thw"]
+        .tolist()
+    )
+    assert grid(max_pixels=28 * 28 * 4) == [[1, 2, 4]]
+    assert grid(resized_height=56, resized_width=84) == [[1, 4, 6]]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwen_video_options(family, files):
+    def media(**options):
+        block = {
+            "type": "video",
+            "video": str(files / "film.mp4"),
+            "resized_height": 64,
+            "resized_width": 96,
+            **options,
+        }
+        return encode_row(family, {"prompt": user(block, text("Describe"))}).media
+
+    assert media(nframes=4)["video_grid_thw"][0, 0] == 2
+    assert media(fps=4.0)["video_grid_thw"][0, 0] == 4
+    first, last = media(nframes=4, video_end=1.0), media(nframes=4, video_start=1.0)
+    assert not torch.equal(first["pixel_values_videos"], last["pixel_values_videos"])
+    if family == "qwen2_5_vl":  # seconds a temporal patch of two frames covers
+        assert media(nframes=10)["second_per_grid_ts"].item() == pytest.approx(0.4, rel=0.1)
+
+
+def test_media_need_a_placeholder():
+    model, processor = FAMILIES["qwen2_audio"].build()
+    processor.chat_template = processor.chat_template.replace("audio", "sound")
+    row = rows_to_messages([{"prompt": "What?", "audio": {"array": audio(0.5)["audio"], "sampling_rate": RATE}}])[0]
+    with pytest.raises(MediaError, match="row 0, column 'audio'.*template"):
+        encode_prompt(row["prompt"], processor, model)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "internvl"])
+def test_a_placeholder_needs_media(name):
+    model, processor = FAMILIES[name].build()
+    kind = FAMILIES[name].modalities[0]
+    token = processor.tokenizer.convert_ids_to_tokens(min(placeholder_token_ids(model, processor)[kind]))
+    with pytest.raises((MediaError, ValueError, IndexError, StopIteration)):
+        encode_prompt(user(text(f"What is {token} in it?")), processor, model)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "paligemma", "internvl"]
+)
+def test_a_placeholder_too_many_raises(name):
+    """A literal placeholder beside a real one: the error names the row, or the model would get shifted media."""
+    model, processor = FAMILIES[name].build()
+    chat = next(c for c in FAMILIES[name].prompts() if any(b["type"] != "text" for b in c[0]["content"]))
+    kind = next(b["type"] for b in chat[0]["content"] if b["type"] != "text")
+    token = processor.tokenizer.convert_ids_to_tokens(min(placeholder_token_ids(model, processor)[kind]))
+    for block in chat[0]["content"]:
+        if block["type"] == "audio":
+            block["sampling_rate"] = RATE
+        if block["type"] == "text":
+            block["text"] += f" {token} again"
+    with pytest.raises(MediaError, match="row 0, column"):
+        encode_prompt(rows_to_messages([{"prompt": chat}])[0]["prompt"], processor, model)
+
+
+def test_a_tokenizer_or_another_modality_raises():
+    model, processor = FAMILIES["qwen2_audio"].build()
+    picture = rows_to_messages([{"prompt": "What?", "image": image(56, 56)["image"]}])[0]["prompt"]
+    with pytest.raises(MediaError, match="row 0, column 'image'"):
+        encode_prompt(picture, processor, model)
+    plain = tokenizer()
+    plain.chat_template = processor.chat_template
+    with pytest.raises(MediaError, match="is a tokenizer"):
+        encode_prompt(picture, plain, model)
+    sound = {"prompt": "What?", "audio": {"array": audio(0.5)["audio"], "sampling_rate": RATE}}
+    for family in ("llava", "qwen2_5_vl"):
+        with pytest.raises(MediaError, match="takes no audio"):
+            encode_row(family, sound)
+    with pytest.raises(MediaError, match="takes no video"):
+        encode_row("gemma3", {"prompt": "What?", "video": video(4, 56, 56)["video"]})
+
+
+def test_join_media_pads_on_the_right():
+    short, long = (
+        encode_row("gemma3n", {"prompt": "?", "audio": {"array": audio(s)["audio"], "sampling_rate": RATE}})
+        for s in (0.4, 0.8)
+    )
+    joined = join_media([short, long])
+    width = short.media["input_features"].size(1)
+    assert joined["input_features"].shape == (2, *long.media["input_features"].shape[1:])
+    assert torch.equal(joined["input_features"][0, :width], short.media["input_features"][0])
+    assert not joined["input_features"][0, width:].any()
+
+
+def test_same_prompt():
+    def prompt(seed, words="What?", **options):
+        picture = {"type": "image", "image": Image.fromarray(np.full((28, 28, 3), seed, np.uint8)), **options}
+        return rows_to_messages([{"prompt": user(picture, text(words))}])[0]["prompt"]
+
+    assert same_prompt(prompt(1), prompt(1))
+    assert not same_prompt(prompt(1), prompt(2))
+    assert not same_prompt(prompt(1), prompt(1, "Who?"))
+    assert not same_prompt(prompt(1), prompt(1, max_pixels=784))
+    assert not same_prompt("a", "b") and same_prompt("a", "a")
