@@ -141,6 +141,13 @@ def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing
     assert max(differences) <= 2e-6
 
 
+def test_one_generation_batch_is_scored_in_one_way():
+    """Also in micro-batches that would gain nothing from packing, so that all log-probabilities agree."""
+    options = {**SPLIT, "per_device_train_batch_size": 2, "keep_groups_together": False, "beta": 0.1}
+    result = run(InjectedOurs, "qwen2_audio", audio_rows(), num_generations=2, **options)
+    assert len(result.trainer.scored_packed) == 2 * (2 + 4) and all(result.trainer.scored_packed)
+
+
 def test_groups_over_several_micro_batches(caplog):
     options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "beta": 0.1}
     padded = run(InjectedOurs, "qwen2_audio", audio_rows(), packing="padded", **options)

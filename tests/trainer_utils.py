@@ -118,12 +118,12 @@ class InjectedTRL(Injected, GRPOTrainer):
 
 
 class InjectedOurs(Injected, MultimodalGRPOTrainer):
-    """Also remembers how each micro-batch was scored."""
+    """Also remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
 
-    def _compute_loss(self, model, inputs):
-        if model.training:
-            self.scored_packed = [*getattr(self, "scored_packed", []), inputs["packed"][0]]
-        return super()._compute_loss(model, inputs)
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.scored_packed = [*getattr(self, "scored_packed", []), self._packed]
+        return scores
 
 
 # Runs
