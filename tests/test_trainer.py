@@ -4,6 +4,7 @@
 import json
 import logging
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -138,7 +139,7 @@ def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing
     # Two groups in a micro-batch, so that they can be paired otherwise
     run(Comparing, FAMILY[kind], ROWS[kind](), packing=packing, **{**SPLIT, "per_device_train_batch_size": 8})
     assert len(differences) == 4  # two micro-batches of each of two generation batches
-    assert max(differences) <= 2e-6
+    assert max(differences) <= 5e-6
 
 
 def test_one_generation_batch_is_scored_in_one_way():
@@ -409,12 +410,10 @@ def test_placeholder_in_the_text_raises(kind):
     """Without media, and beside them."""
     mark = {"image": "<|image_pad|>", "audio": "<|AUDIO|>", "video": "<|video_pad|>"}[kind]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}] * 4)
-    with pytest.raises(
-        ValueError, match=r"placeholder token ids .* but no media|Found 1 .* tokens in the text but no"
-    ):
+    with pytest.raises(ValueError, match=r"placeholder|tokens in the text but no"):
         run(InjectedOurs, FAMILY[kind], rows)
     media = [row[kind] for row in ROWS[kind](4)]
-    with pytest.raises(MediaError, match=f"row 0, column '{kind}'.*the text holds none of its own"):
+    with pytest.raises(MediaError, match=rf"row 0, column '{kind}'.*placeholder '{re.escape(mark)}' itself"):
         run(InjectedOurs, FAMILY[kind], with_media(rows, kind, media))
 
 
