@@ -42,7 +42,7 @@ JOIN_ONLY_EQUAL_MEDIA = {
 }
 
 # Processors that cut audio silently at what the encoder's positions can hold. The others split long audio in windows.
-AUDIO_WINDOW_SECONDS = {"Qwen2AudioProcessor": lambda extractor: extractor.n_samples / extractor.sampling_rate}
+CUTS_LONG_AUDIO = {"Qwen2AudioProcessor"}
 
 # Processors of the Qwen family, for which qwen-vl-utils samples and resizes images and videos.
 QWEN_VL_UTILS = {
@@ -300,14 +300,14 @@ def _decode(
     """Decoded media by the reference's identity, and what the processor must be told about them."""
     decoded, video_metadata = {}, []
     kwargs: dict[str, Any] = {}
-    qwen = type(processor).__name__ in QWEN_VL_UTILS
+    qwen = _is_one_of(processor, QWEN_VL_UTILS)
     # One call of the processor resizes all images or none
     resized = {ref.kind for ref in refs if qwen and ref.kind != "audio" and _chooses_its_size(ref)}
     for ref in refs:
         if ref.kind == "audio":
             rate, window = _audio_limits(ref, processor)
             waveform = load_audio(ref, rate, window, audio_overlong)
-            decoded[id(ref)] = _base64_wav(waveform, rate) if type(processor).__name__ in BASE64_AUDIO else waveform
+            decoded[id(ref)] = _base64_wav(waveform, rate) if _is_one_of(processor, BASE64_AUDIO) else waveform
         elif ref.kind == "image":
             if "image" in resized:
                 ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
@@ -326,6 +326,10 @@ def _decode(
     for kind in resized:
         kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
     return decoded, kwargs
+
+
+def _is_one_of(processor, names: set[str]) -> bool:
+    return any(cls.__name__ in names for cls in type(processor).__mro__)
 
 
 def _chooses_its_size(ref: MediaRef) -> bool:
@@ -351,7 +355,8 @@ def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
     extractor = next((getattr(processor, name) for name in names if hasattr(processor, name)), None)
     if extractor is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
-    return extractor.sampling_rate, AUDIO_WINDOW_SECONDS.get(type(processor).__name__, lambda _: None)(extractor)
+    cuts = _is_one_of(processor, CUTS_LONG_AUDIO)
+    return extractor.sampling_rate, extractor.n_samples / extractor.sampling_rate if cuts else None
 
 
 def _frame_sampler(ref: MediaRef, processor):

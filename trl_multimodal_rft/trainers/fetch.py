@@ -1,6 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 
+from typing import Any
+
+import numpy as np
 from datasets import Dataset
+
+from ..media.columns import MEDIA_COLUMNS
 
 
 class FetchOnce:
@@ -28,6 +33,29 @@ class FetchOnce:
     def __getitems__(self, indices: list[int]) -> list[dict]:
         wanted = dict.fromkeys(indices)
         missing = [i for i in wanted if i not in self._rows]
-        fetched = dict(zip(missing, self.dataset.__getitems__(missing), strict=True)) if missing else {}
+        rows = self.dataset.__getitems__(missing) if missing else []
+        fetched = {i: _with_arrays(row) for i, row in zip(missing, rows, strict=True)}
         self._rows = {i: fetched[i] if i in fetched else self._rows[i] for i in wanted}
         return [self._rows[i] for i in indices]
+
+
+def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
+    """Arrow gives arrays back as lists, which Accelerate would walk and copy number by number, for every completion."""
+    media = {key: _as_array(row[key]) for key in ("prompt", *MEDIA_COLUMNS) if key in row}
+    return {**row, **media}
+
+
+def _as_array(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_array(item) for key, item in value.items()}
+    if not isinstance(value, list) or not value:
+        return value
+    first = value[0]
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, (int, float)):
+        try:
+            return np.asarray(value, dtype=np.float32 if isinstance(first, float) else None)
+        except ValueError:  # ragged: what loads it will say which medium it is
+            return value
+    return [_as_array(item) for item in value]

@@ -132,7 +132,7 @@ def _apply(trainer: "MultimodalMixin", result: SelfCheck) -> None:
     if result.packed is not None and not result.packed <= result.tolerance:
         logger.warning(f"{result}. Completions are scored in padded rows from here on.")
         trainer._can_pack = False
-    if not result.rows <= result.tolerance:
+    if not result.rows <= result.tolerance and not trainer._apart:
         logger.warning(f"{result}. Prompts whose media don't join exactly get forwards of their own from here on.")
         trainer._apart = True
     if not result.sampled <= result.tolerance and trainer._share_prefill:
