@@ -21,11 +21,12 @@ with its own processor, so nothing is downloaded. Measured are
 - **processor**: prompts put through the processor in a step, media included.
 
 Repetitions of the two trainers alternate, after a step that is not counted, and the *minimum* of each quantity is
-reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` takes the ratios from CPU time.
+reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` takes the ratios from CPU time. Of
+several GPUs, let it see one (`CUDA_VISIBLE_DEVICES=0`).
 
-CPU ratios are not GPU ratios. On a CPU, attention and matrix products take time in proportion to the tokens, and TRL's
-fused LM head projects every position of its batch, prompts included (`compact` in `add_fused_lm_head`), where on CUDA
-it projects completion tokens only; the head of the small presets, with a few hundred tokens, weighs little, though.
+CPU ratios are not GPU ratios. On a CPU everything takes time in proportion to the tokens, and TRL's fused LM head, which
+both trainers use, projects every position it gets, prompts included (`compact` in `add_fused_lm_head`); on CUDA it
+projects completion tokens only, so that there is nothing to save there.
 """
 
 import argparse
@@ -349,13 +350,8 @@ class Contestant:
         """A step that isn't counted; our trainer runs its self-check in it."""
         self._run(None)
 
-    def memory_and_gradients(self) -> tuple[int, torch.Tensor]:
-        """Bytes that an update holds for its backward pass, and its gradients, flattened, on the CPU."""
-        memory = self._memory()
-        gradients = [p.grad.flatten().float().cpu() for p in self.trainer.model.parameters() if p.grad is not None]
-        return memory, torch.cat(gradients)
-
-    def _memory(self) -> int:
+    def memory(self) -> int:
+        """Bytes that an update holds for its backward pass; leaves its gradients on the model."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -403,8 +399,12 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             report_to=[],
             seed=args.seed,
         )
+        model = build_model(PRESETS[args.preset], processor, args.device, args.seed)
+        if args.beta != 0.0:  # the trainers load the reference model from disk
+            model.config._name_or_path = str(Path(folder) / "model")
+            model.save_pretrained(model.config._name_or_path)
         trainer = trainer_class(
-            build_model(PRESETS[args.preset], processor, args.device, args.seed),
+            model,
             reward,
             config,
             build_dataset(case, prompts, args.seed),
@@ -413,6 +413,14 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
         completions = build_completions(prompts * case.group, processor, args.seed)
         contestants[name] = Contestant(trainer, completions)
     return contestants
+
+
+def gradient_difference(expected: torch.nn.Module, actual: torch.nn.Module) -> float:
+    """Norm of the difference of two models' gradients, relative to the first's."""
+    pairs = zip(expected.parameters(), actual.parameters(), strict=True)
+    pairs = [(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # text leaves the vision tower out
+    difference = torch.stack([(a.float() - b.float()).norm() for a, b in pairs]).norm()
+    return (difference / torch.stack([a.float().norm() for a, _ in pairs]).norm()).item()
 
 
 def hardware(device: str) -> dict:
@@ -447,9 +455,8 @@ def run(args: argparse.Namespace) -> dict:
         for contestant in contestants.values():
             contestant.warm_up()
         step_shared = ours.shared_fraction()
-        memory, gradients = {}, {}
-        for name, contestant in contestants.items():
-            memory[name], gradients[name] = contestant.memory_and_gradients()
+        memory = {name: contestant.memory() for name, contestant in contestants.items()}
+        difference = gradient_difference(trl.trainer.model, ours.trainer.model)
         update_shared = ours.shared_fraction()
         for _ in range(args.repeats):
             for contestant in contestants.values():
@@ -476,7 +483,7 @@ def run(args: argparse.Namespace) -> dict:
         **ratios,
         "memory_ratio": memory["trl"] / memory["ours"],
         "processor_ratio": trl.encoded / ours.encoded,
-        "gradient_difference": ((gradients["ours"] - gradients["trl"]).norm() / gradients["trl"].norm()).item(),
+        "gradient_difference": difference,
         "update_shared_fraction": update_shared,
         "step_shared_fraction": step_shared,
         **raw,
@@ -526,11 +533,13 @@ def table(result: dict) -> str:
         f"completions of {min(lengths)} to {max(lengths)} tokens in the update and {setting['step_completion_tokens']} "
         f"in the step; {result['hardware']['gpu'] or result['hardware']['cpu']}, {setting['threads']} threads;",
         f"{clock} seconds, minimum of {setting['repeats']}; gradients differ by {result['gradient_difference']:.0e}; "
-        f"ours repeats {1 - result['update_shared_fraction']:.0%} of the prompt tokens in the update, "
+        f"ours forwards {1 - result['update_shared_fraction']:.0%} of the prompt tokens in the update, "
         f"{1 - result['step_shared_fraction']:.0%} in the step",
     ]
     if setting["device"] == "cpu":
-        lines.append("(on a CPU, TRL's fused LM head projects prompt positions too: GPU ratios differ)")
+        lines.append(
+            "(on a CPU, TRL's fused LM head, which both use, projects prompt positions too: GPU ratios differ)"
+        )
     rows = [
         ("update", f"{trl['update' + suffix]:.3f} s", f"{ours['update' + suffix]:.3f} s", result["update_ratio"]),
         ("whole step", f"{trl['step' + suffix]:.3f} s", f"{ours['step' + suffix]:.3f} s", result["step_ratio"]),

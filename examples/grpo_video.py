@@ -32,37 +32,27 @@ import sys
 from datasets import load_dataset
 from results import greedy_accuracy, write_results
 from small_models import motion_model
-from tasks import moving_digits
+from tasks import leading_answer_reward, moving_digits
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
-DEMO_ARGUMENTS = [
-    "--output_dir",
-    "outputs/grpo_video",
-    "--max_steps",
-    "250",
-    "--per_device_train_batch_size",
-    "768",
-    "--num_generations",
-    "16",
-    "--max_completion_length",
-    "4",
-    "--learning_rate",
-    "1e-3",
-    "--bf16",
-    "False",
-    "--gradient_checkpointing",
-    "False",
-    "--logging_steps",
-    "10",
-    "--save_strategy",
-    "no",
-    "--report_to",
-    "none",
-]
+DEMO_ARGUMENTS = """
+    --output_dir outputs/grpo_video
+    --max_steps 200
+    --per_device_train_batch_size 768
+    --num_generations 16
+    --max_completion_length 3
+    --learning_rate 1e-3
+    --entropy_coef 0.1
+    --bf16 False
+    --gradient_checkpointing False
+    --logging_steps 10
+    --save_strategy no
+    --report_to none
+""".split()
 
 
 def main(script_args, training_args, model_args):
@@ -70,7 +60,7 @@ def main(script_args, training_args, model_args):
     if demo:
         model, processor = motion_model()
         dataset = moving_digits()
-        reward_funcs = [accuracy_reward]
+        reward_funcs = [accuracy_reward, leading_answer_reward]
     else:
         model, processor = model_args.model_name_or_path, None
         training_args.model_init_kwargs = {

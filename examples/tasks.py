@@ -145,6 +145,28 @@ def moving_digits(
     return DatasetDict(splits)
 
 
+def leading_answer_reward(completions: list, solution: list[str], **kwargs) -> list[float]:
+    """
+    Rewards a completion that begins with the answer, whatever follows: 1.0 when it does, else 0.0.
+
+    Half of what is asked for, and the half that random weights come upon by chance: a right answer *and* the end after
+    it are too rare to learn from. Add it to `accuracy_reward`, which pays for both.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational.
+        solution (`list[str]`):
+            Answer of each completion.
+        **kwargs:
+            Other columns and trainer arguments, not used.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 for each completion.
+    """
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [float(text.strip().startswith(answer)) for text, answer in zip(texts, solution, strict=True)]
+
+
 def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: int, size: int, step: int) -> np.ndarray:
     """
     Moves a picture over an empty background whose opposite borders are joined.
