@@ -40,7 +40,7 @@ from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 DEMO_ARGUMENTS = """
     --output_dir outputs/grpo_vision
-    --max_steps 200
+    --max_steps 250
     --per_device_train_batch_size 768
     --num_generations 16
     --max_completion_length 3
