@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # FFmpeg for torchcodec, as PyAV ships it (see tests/shims/install.py)
-export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/ffmpeg:$(LD_LIBRARY_PATH)
+export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/ffmpeg$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 export HF_HUB_OFFLINE ?= 1
 
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no

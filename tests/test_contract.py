@@ -56,6 +56,7 @@ CALLED = {
         "optimizers quantization_config peft_config tools rollout_func environment_factory"
     ),
     "transformers:Trainer._remove_unused_columns": "dataset description",
+    "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
     "trl.models:unwrap_model_for_generation": (
         "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
     ),

@@ -83,6 +83,14 @@ def test_long_audio_raises_or_is_cut():
     assert torch.equal(cut.media["input_features"], whole.media["input_features"])
 
 
+@pytest.mark.parametrize(("name", "limit"), [("qwen2_5_omni", 1), ("gemma3n", 30), ("gemma4", 30)])
+def test_no_processor_cuts_audio_silently(name, limit):
+    sounds = [{"array": audio(seconds)["audio"], "sampling_rate": RATE} for seconds in (limit, limit + 0.5)]
+    encode_row(name, {"prompt": "What do you hear?", "audio": sounds[0]})
+    with pytest.raises(MediaError, match="row 0, column 'audio'"):
+        encode_row(name, {"prompt": "What do you hear?", "audio": sounds[1]})
+
+
 def test_audio_is_resampled_to_the_processor(files):
     waveform, _ = soundfile.read(files / "sound.wav", dtype="float32")
     twice = np.interp(np.arange(0, len(waveform), 0.5), np.arange(len(waveform)), waveform).astype("float32")
@@ -160,6 +168,16 @@ def test_a_placeholder_too_many_raises(name):
             block["text"] += f" {token} again"
     with pytest.raises(MediaError, match="row 0, column"):
         encode_prompt(rows_to_messages([{"prompt": chat}])[0]["prompt"], processor, model)
+
+
+def test_a_medium_the_model_can_not_take_raises_beside_one_it_can():
+    row = {
+        "prompt": "?",
+        "audio": {"array": audio(0.5)["audio"], "sampling_rate": RATE},
+        "image": image(56, 56)["image"],
+    }
+    with pytest.raises(MediaError, match="row 0, column 'image'.*takes no images"):
+        encode_row("qwen2_audio", row)
 
 
 def test_a_tokenizer_or_another_modality_raises():

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft.packing import install_prefix_attention, sharing_obstacle
 from trl_multimodal_rft.packing.forward import left_pad
-from trl_multimodal_rft.packing.layout import group_by_prompt, split_by_media
+from trl_multimodal_rft.packing.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.rollout import generate_completions, generation, trim_after_eos
 
 
@@ -56,7 +56,7 @@ def test_shared_prefill_equals_generate(name, options, monkeypatch):
         return left_pad(rows, pad_token_id)
 
     monkeypatch.setattr(generation, "left_pad", count_rows)
-    for part in split_by_media(prompts):  # what can't join exactly can't be compared either
+    for part in split_samples(prompts, "media"):  # what can't join exactly can't be compared either
         rows = [prompts[i] for i in part]
         torch.manual_seed(0)
         expected = generate_completions(plain, plain, rows, *args, share_prefill=False)

@@ -6,11 +6,13 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, RATE
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft.media import encode_prompt, rows_to_messages
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
 from trl_multimodal_rft.packing import (
+    attention,
     completion_scores,
     install_prefix_attention,
     pack,
@@ -19,7 +21,7 @@ from trl_multimodal_rft.packing import (
     sharing_obstacle,
 )
 from trl_multimodal_rft.packing.attention import _gather
-from trl_multimodal_rft.packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_media
+from trl_multimodal_rft.packing.layout import group_by_prompt, micro_batch_order, packed_length, split_samples
 from trl_multimodal_rft.packing.masks import linear_masks
 
 
@@ -99,7 +101,7 @@ def test_packed_equals_padded(name, mode):
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
 
-    apart = model.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+    apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
     packed_logps, packed_entropies, _ = completion_scores(model, model, prompts, ids, mask, apart=apart)
     packed_grads = backward(model, packed_logps, packed_entropies, mask)
 
@@ -230,24 +232,60 @@ def test_varlen_indices():
     assert (varlen - blocks).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
+def test_flash_attention_keeps_its_name(name, monkeypatch):
+    """Transformers loads flash kernels by name. Layers that no kernel can take run on sdpa, here all: there is no GPU."""
+    model, prompts = build(name)
+    ids, mask = random_completions(len(prompts))
+    expected, _, _ = packed_scores(model, model, prompts, ids, mask)
+    model, prompts = build(name)
+    monkeypatch.setattr(attention, "_WRAPPED", set())
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", None)
+    model.get_decoder().config._attn_implementation_internal = "flash_attention_2"
+    for _ in range(2):
+        install_prefix_attention(model)
+        assert model.get_decoder().config._attn_implementation == "flash_attention_2"
+    logps, _, _ = packed_scores(model, model, prompts, ids, mask)
+    assert (logps - expected).abs().max() <= 1e-5
+
+
+def test_autocast_gives_attention_one_dtype(monkeypatch):
+    model, prompts = build("qwen2_5_vl")
+    ids, mask = random_completions(len(prompts))
+    seen = set()
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def spy(module, query, key, value, *args, **kwargs):
+        if module.__class__.__name__ == "Qwen2_5_VLAttention":
+            seen.add((query.dtype, key.dtype, value.dtype))
+        return sdpa(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
+    with torch.autocast("cpu", torch.bfloat16):
+        packed_scores(model, model, prompts, ids, mask)
+    assert seen == {(torch.bfloat16,) * 3}
+
+
 def test_without_a_layout_attention_is_unchanged():
     model, processor = FAMILIES["gemma3"].build()
     inputs = processor.apply_chat_template(
         [FAMILIES["gemma3"].prompts()[0]], tokenize=True, return_dict=True, return_tensors="pt"
     )
-    for attention in ("sdpa", "eager"):
+    for base in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         for m in (model, changed):
-            m.get_decoder().set_attn_implementation(attention)
+            m.get_decoder().set_attn_implementation(base)
         install_prefix_attention(changed)
-        assert changed.get_decoder().config._attn_implementation == f"prefix_shared_{attention}"
+        assert changed.get_decoder().config._attn_implementation == f"prefix_shared_{base}"
         assert torch.equal(model(**inputs).logits, changed(**inputs).logits)
     assert "prefix_shared" not in changed.config.to_json_string()
 
 
-def test_split_by_media():
+def test_split_samples():
     model, prompts = build("granite_speech")
-    parts = split_by_media(prompts)
+    assert split_samples(prompts, None) == [list(range(len(prompts)))]
+    assert [len(part) for part in split_samples(prompts, "prompt")] == [G] * (len(prompts) // G)
+    parts = split_samples(prompts, "media")
     assert sorted(i for part in parts for i in part) == list(range(len(prompts)))
     for part in parts:
         shapes = {tuple(v.shape[1:]) for i in part for v in prompts[i].media.values() if v.dim() == 3}

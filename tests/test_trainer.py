@@ -42,6 +42,7 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.media.columns import MediaError
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
+from trl_multimodal_rft.trainers.fetch import FetchOnce
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "video": video_rows}
@@ -278,7 +279,7 @@ def test_media_are_fetched_and_processed_once(options):
 
     def fetch(batch):
         fetched.extend(batch["index"])
-        return {**batch, "audio": [sound(0.3 + 0.05 * i, seed=i) for i in batch["index"]]}
+        return {**batch, "audio": [sound(0.3 + 0.02 * i, seed=i) for i in batch["index"]]}
 
     rows = text_rows(32).add_column("index", range(32)).with_transform(fetch)
     objects = {"model": load("qwen2_audio")[0], "processing_class": Counting.from_pretrained(saved("qwen2_audio"))}
@@ -290,6 +291,21 @@ def test_media_are_fetched_and_processed_once(options):
     assert len(processed) == batches * prompts
     assert len(fetched) == len(set(fetched))
     assert batches * prompts <= len(fetched) <= (batches + 1) * prompts  # the dataloader reads one batch ahead
+
+
+def test_only_media_become_arrays():
+    call = [{"function": {"name": "add", "arguments": {"x": [1, 2, 3]}}}]
+    prompt = [
+        {"role": "user", "content": [{"type": "audio", "audio": [0.5, 0.25], "sampling_rate": 4}]},
+        {"role": "assistant", "content": "", "tool_calls": call},
+    ]
+    columns = {"prompt": prompt, "solution": [1, 2], "audio": {"array": [0.5, 1.0]}}
+    rows = Dataset.from_dict({"index": [0]}).with_transform(lambda batch: {k: [v] for k, v in columns.items()})
+    row = FetchOnce(rows)[0]
+    assert row["solution"] == [1, 2]
+    assert row["prompt"][1]["tool_calls"][0]["function"]["arguments"]["x"] == [1, 2, 3]
+    assert isinstance(row["audio"]["array"], np.ndarray)
+    assert isinstance(row["prompt"][0]["content"][0]["audio"], np.ndarray)
 
 
 # Rewards

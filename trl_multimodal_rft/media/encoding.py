@@ -41,8 +41,14 @@ JOIN_ONLY_EQUAL_MEDIA = {
     "qwen3_omni_moe_thinker",
 }
 
-# Processors that cut audio silently at what the encoder's positions can hold. The others split long audio in windows.
-CUTS_LONG_AUDIO = {"Qwen2AudioProcessor"}
+# Seconds after which a processor cuts audio without a word. The others split long audio in windows.
+AUDIO_LIMIT_SECONDS = {
+    "AudioFlamingo3Processor": lambda processor: processor.max_audio_len,
+    "Gemma3nProcessor": lambda processor: 30,  # defaults of their extractors' calls
+    "Gemma4Processor": lambda processor: 30,
+    "Qwen2AudioProcessor": lambda processor: _whisper_window(processor.feature_extractor),
+    "Qwen2_5OmniProcessor": lambda processor: _whisper_window(processor.feature_extractor),
+}
 
 # Processors of the Qwen family, for which qwen-vl-utils samples and resizes images and videos.
 QWEN_VL_UTILS = {
@@ -124,6 +130,7 @@ def encode_prompt(
     *,
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
+    keep_images: bool = False,
 ) -> EncodedPrompt:
     """
     Decodes a prompt's media and runs the processor over it, once.
@@ -139,6 +146,8 @@ def encode_prompt(
             Arguments for `apply_chat_template`, such as `tools` or `chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        keep_images (`bool`, *optional*, defaults to `False`):
+            Whether to keep the decoded images, for generation engines that process them themselves.
 
     Returns:
         [`EncodedPrompt`]: The encoded prompt.
@@ -195,7 +204,7 @@ def encode_prompt(
         token_fields=token_fields,
         media=media if refs else {},
         position_ids=prompt_position_ids(model, input_ids, media, token_fields),
-        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"],
+        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"] if keep_images else [],
         modalities=frozenset(ref.kind for ref in refs),
     )
 
@@ -252,7 +261,9 @@ def same_prompt(a: Any, b: Any) -> bool:
     """
     if a is b:
         return True
-    if isinstance(a, (np.ndarray, torch.Tensor, PIL.Image.Image)) and type(a) is type(b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (np.ndarray, PIL.Image.Image)) and type(a) is type(b):
         return np.array_equal(np.asarray(a), np.asarray(b))
     if isinstance(a, MediaRef) and isinstance(b, MediaRef):
         return same_prompt(a.source, b.source) and a.options == b.options
@@ -309,6 +320,10 @@ def _decode(
             waveform = load_audio(ref, rate, window, audio_overlong)
             decoded[id(ref)] = _base64_wav(waveform, rate) if _is_one_of(processor, BASE64_AUDIO) else waveform
         elif ref.kind == "image":
+            if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
+                raise ref.error(
+                    f"{type(processor).__name__} takes no images; use a model that does, or drop the column"
+                )
             if "image" in resized:
                 ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
                 decoded[id(ref)] = load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size)
@@ -355,8 +370,12 @@ def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
     extractor = next((getattr(processor, name) for name in names if hasattr(processor, name)), None)
     if extractor is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
-    cuts = _is_one_of(processor, CUTS_LONG_AUDIO)
-    return extractor.sampling_rate, extractor.n_samples / extractor.sampling_rate if cuts else None
+    limits = [AUDIO_LIMIT_SECONDS[c.__name__] for c in type(processor).__mro__ if c.__name__ in AUDIO_LIMIT_SECONDS]
+    return extractor.sampling_rate, limits[0](processor) if limits else None
+
+
+def _whisper_window(extractor) -> float:
+    return extractor.n_samples / extractor.sampling_rate
 
 
 def _frame_sampler(ref: MediaRef, processor):
@@ -387,7 +406,7 @@ def _check_placeholders(
     for ref in refs:
         # A processor may write its videos with the image token
         ids = placeholders[ref.kind] | (placeholders["image"] if ref.kind == "video" else set())
-        if not media or (ids and not ids & present):
+        if not media or not ids & present:
             raise ref.error(
                 f"the chat template wrote no placeholder for this {ref.kind}, so the model would not get it; use the "
                 "template that belongs to the model's processor"

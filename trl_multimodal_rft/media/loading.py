@@ -274,9 +274,16 @@ def _stream(file: str | bytes) -> str | BytesIO:
     return BytesIO(file) if isinstance(file, bytes) else file
 
 
+def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
+    if isinstance(values, torch.Tensor):  # Accelerate moves the tensors of a row to its device
+        values = values.detach().cpu()
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return np.asarray(values)
+
+
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Pixels of shape (H, W) or (H, W, C), uint8."""
-    array, channels = np.asarray(image), (1, 3, 4)
+    array, channels = _as_numpy(image), (1, 3, 4)
     # where the shape allows both orders, tensors have their channels first and arrays last
     ambiguous = array.ndim == 3 and array.shape[2] in channels and not isinstance(image, torch.Tensor)
     if array.ndim == 3 and array.shape[0] in channels and not ambiguous:
@@ -319,7 +326,7 @@ def _read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
 
 
 def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    samples = np.asarray(samples)
+    samples = _as_numpy(samples)
     if samples.ndim in (1, 2):
         if samples.dtype.kind == "f":
             return samples.astype(np.float32)

@@ -14,6 +14,9 @@ from .layout import PrefixBlock, PrefixLayout
 
 _PREFIX = "prefix_shared_"
 
+# Implementations that were wrapped under their own name
+_WRAPPED: set[str] = set()
+
 
 def install_prefix_attention(model: PreTrainedModel) -> None:
     """
@@ -29,31 +32,34 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     """
     decoder = model.get_decoder()
     base = decoder.config._attn_implementation
-    if base.startswith(_PREFIX):
+    if base.startswith(_PREFIX) or base in _WRAPPED:
         return
-    name = _PREFIX + base
+    original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
 
     def attention(module, query, key, value, attention_mask, prefix_layout=None, **kwargs):
-        base_attention = _base_attention(module, base)
+        # Eager attention is a function of each modelling file
+        base_attention = original or sys.modules[type(module).__module__].eager_attention_forward
         if prefix_layout is None:
             return base_attention(module, query, key, value, attention_mask, **kwargs)
         return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, **kwargs)
 
+    if "flash" in base:  # transformers loads these kernels by their name, so it must stay
+        AttentionInterface.register(base, attention)
+        _WRAPPED.add(base)
+        return
+    name = _PREFIX + base
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     decoder.set_attn_implementation(name)
-
-
-def _base_attention(module, base: str):
-    if base == "eager":  # each modelling file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[base]
 
 
 def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):
     """Query, key and value are `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)` as every backend does."""
     layers = layout.blocks[0].masks
     kind = None if None in layers else module.config.layer_types[module.layer_idx]
+    device = query.device.type
+    if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings leave float32 beside half precision
+        query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     if _takes_varlen(base, query, kind, layout, **kwargs):
         return _varlen_attention(base, query, key, value, layout, **kwargs)[None], None
     if base != "eager":  # flash kernels take no mask of their own, flex attention no causal attention without one
@@ -99,9 +105,12 @@ def _block_masks(block: PrefixBlock, kind: str | None, base: str, dtype: torch.d
 
 
 def _takes_varlen(base, query, kind, layout, dropout=0.0, softcap=None, **kwargs) -> bool:
-    half_on_cuda = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    kernel = base == "flash_attention_2" or (base == "sdpa" and softcap is None and query.size(-1) <= 256)
-    return half_on_cuda and kernel and dropout == 0.0 and kind in layout.causal_layers
+    if base == "eager" or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    # Torch's kernel pads no head dimension and runs from Ampere on
+    head_dim, capability = query.size(-1), torch.cuda.get_device_capability(query.device)
+    torch_kernel = softcap is None and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
+    return (base == "flash_attention_2" or torch_kernel) and dropout == 0.0 and kind in layout.causal_layers
 
 
 def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=None, softcap=None, **kwargs):

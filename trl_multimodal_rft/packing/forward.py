@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..media.encoding import EncodedPrompt, join_media
-from .layout import group_by_prompt, pack, split_by_media
+from .layout import group_by_prompt, pack, split_samples
 from .masks import field_fill, linear_masks
 
 
@@ -49,7 +50,7 @@ def completion_scores(
     completion_mask: torch.Tensor,
     *,
     packed: bool = True,
-    apart: bool = False,
+    apart: Literal["media", "prompt"] | None = None,
     min_forwards: int = 1,
     output_router_logits: bool = False,
 ) -> Scores:
@@ -70,8 +71,9 @@ def completion_scores(
             1 on completion tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
             Whether each prompt and its media are forwarded once for all its completions.
-        apart (`bool`, *optional*, defaults to `False`):
-            Whether prompts whose media don't join exactly get forwards of their own, see [`split_by_media`].
+        apart (`str`, *optional*):
+            Which prompts get forwards of their own: `"media"` those whose media don't join exactly, `"prompt"` all. By
+            default all prompts share one.
         min_forwards (`int`, *optional*, defaults to `1`):
             With `apart`, how many forwards to run at least, so that ranks of a sharded model run equally many. Surplus
             ones repeat the last and weigh nothing.
@@ -85,9 +87,9 @@ def completion_scores(
     """
     score = packed_scores if packed else padded_scores
     args = (model, unwrapped_model)
-    if not apart:
+    if apart is None:
         return score(*args, prompts, completion_ids, completion_mask, output_router_logits)
-    rows = split_by_media(prompts)
+    rows = split_samples(prompts, apart)
     surplus = max(min_forwards - len(rows), 0)
     results = []
     for row in rows + rows[-1:] * surplus:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -135,20 +136,28 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
     return groups
 
 
-def split_by_media(prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
+def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits samples so that the media of the prompts in a part join exactly: same modalities, no padding.
+    Splits samples into the parts that share a forward.
 
     Some encoders have no mask for padding, so that a clip's features depend on the longest clip beside it, and some
-    models take one modality a call. A prompt without media goes with any other.
+    models take one modality a call.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
             Each sample's prompt.
+        apart (`str` or `None`):
+            `"media"` puts prompts together whose media join exactly, that is, of the same modalities and without
+            padding; a prompt without media goes with any other. `"prompt"` gives each prompt a part, `None` makes one
+            part of all.
 
     Returns:
         `list[list[int]]`: Sample indices of each part. Samples of a group stay together.
     """
+    if apart is None:
+        return [list(range(len(prompts)))]
+    if apart == "prompt":
+        return list(group_by_prompt(prompts).values())
     parts: dict[tuple, list[int]] = {}
     text_only = []
     for prompt, samples in group_by_prompt(prompts).items():

@@ -41,7 +41,14 @@ class FetchOnce:
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
     """Arrow gives arrays back as lists, which Accelerate would walk and copy number by number, for every completion."""
-    media = {key: _as_array(row[key]) for key in ("prompt", *MEDIA_COLUMNS) if key in row}
+    media = {key: _as_array(row[key]) for key in MEDIA_COLUMNS if key in row}
+    if isinstance(row.get("prompt"), list):
+        media["prompt"] = [
+            {**message, "content": [_as_array(block) for block in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in row["prompt"]
+        ]
     return {**row, **media}
 
 

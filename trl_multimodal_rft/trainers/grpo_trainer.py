@@ -6,6 +6,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+from trl.trainer.utils import get_config_model_id
 
 from .grpo_config import MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     """
-    Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear.
+    Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear, see
+    [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
     [`~trl.GRPOTrainer`] with audio and video beside images: losses, metrics and options are TRL's own. Each prompt's
     media is decoded, encoded, prefilled and forwarded once for all its completions.
@@ -105,7 +107,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
     ):
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MultimodalGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         super().__init__(
             model=model,

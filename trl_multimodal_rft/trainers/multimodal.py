@@ -22,7 +22,7 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id, split
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
 from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids, same_prompt
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
-from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_media
+from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_samples
 from ..rollout import generate_completions, trim_after_eos
 from .fetch import FetchOnce
 from .reward_checks import checked_reward
@@ -50,6 +50,11 @@ class MultimodalMixin:
         if loaded_here:
             init_kwargs = dict(args.model_init_kwargs or {})
             if quantization_config is not None:
+                if "quantization_config" in init_kwargs:
+                    raise ValueError(
+                        "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Set it "
+                        "as a trainer argument."
+                    )
                 init_kwargs["quantization_config"] = quantization_config
             if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
                 init_kwargs["device_map"] = None
@@ -69,12 +74,13 @@ class MultimodalMixin:
                 f"`processing_class` pads on the {tokenizer.padding_side}, which would put padding between prompts and "
                 'completions. Load it with `padding_side="left"`.'
             )
-        funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
-        funcs = [f if isinstance(f, (str, nn.Module)) else checked_reward(f) for f in funcs]
+        if reward_funcs is not None:
+            reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+            reward_funcs = [f if isinstance(f, (str, nn.Module)) else checked_reward(f) for f in reward_funcs]
 
         self._samples: list[EncodedPrompt] | None = None  # the prompts of the rows at hand
         self._packed: bool | None = None  # how the rows at hand are scored
-        self._apart = model.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+        self._apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
         self._share_prefill = True
         self._self_check: SelfCheck | None = None
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
@@ -83,7 +89,14 @@ class MultimodalMixin:
             own = args.generation_kwargs or {}
             args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
         with _image_token_id(model.config, placeholders), _no_warning_about_init_kwargs(loaded_here):
-            super().__init__(model=model, reward_funcs=funcs, args=args, processing_class=processing_class, **kwargs)
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                processing_class=processing_class,
+                quantization_config=quantization_config,
+                **kwargs,
+            )
         if not self.use_vllm and placeholders:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
@@ -98,7 +111,7 @@ class MultimodalMixin:
             if self.ref_model is not None:
                 install_prefix_attention(self._unwrapped(self.ref_model))
             per_device, group = args.per_device_train_batch_size, args.num_generations
-            if args.num_generations and per_device % group != 0:
+            if per_device % group != 0:
                 logger.warning(
                     f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
                     "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it "
@@ -178,10 +191,11 @@ class MultimodalMixin:
                     model,
                     template_kwargs=template_kwargs,
                     audio_overlong=self.args.audio_overlong,
+                    keep_images=self.use_vllm,
                 )
             )
         self._samples = samples
-        if self.args.self_check and self._self_check is None and self.model.training:
+        if self.args.self_check and self.model.training and self._needs_self_check():
             self._run_self_check()
         return [sample.input_ids.tolist() for sample in samples], None, {}
 
@@ -202,8 +216,8 @@ class MultimodalMixin:
         return trim_after_eos(completion_ids, self.eos_token_ids), None
 
     def _sample_completions(self, samples, generation_config):
-        parts = split_by_media(samples) if self._apart else [list(range(len(samples)))]
-        surplus = self._most_over_ranks(len(parts)) - len(parts)
+        parts = split_samples(samples, self._apart)
+        surplus = self._most_over_ranks(len(parts), self._apart) - len(parts)
         outputs = []
         with (
             profiling_context(self, "transformers.generate"),
@@ -237,15 +251,15 @@ class MultimodalMixin:
         order = torch.tensor([i for part in parts for i in part]).argsort()
         return torch.cat(outputs)[order.to(outputs[0].device)]
 
-    def _most_over_ranks(self, count: int) -> int:
+    def _most_over_ranks(self, count: int, apart: str | None) -> int:
         """Ranks of a sharded model must run equally many forwards."""
-        if not self._apart or self.accelerator.num_processes == 1:
+        if apart is None or self.accelerator.num_processes == 1:
             return count
         return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Reward functions get the dataset's rows as they are, and what `rollout_func` added
-        inputs = [{**row, **original} for row, original in zip(inputs, self._rows, strict=True)]
+        inputs = [{**original, **row} for row, original in zip(inputs, self._rows, strict=True)]
         return super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)
 
     # Update
@@ -285,7 +299,10 @@ class MultimodalMixin:
         if self._packed is None:
             lengths = completion_mask.sum(1).tolist()
             padded = len(lengths) * (max(map(len, self._samples)) + max(lengths))
-            self._packed = self._can_pack and packed_length(self._samples, lengths) <= _WORTH_PACKING * padded
+            size = self.args.per_device_train_batch_size  # prompts are shared within a micro-batch at most
+            slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
+            packed = sum(packed_length(self._samples[part], lengths[part]) for part in slices)
+            self._packed = self._can_pack and packed <= _WORTH_PACKING * padded
 
     def _compute_loss(self, model, inputs):
         self._samples = inputs.get("encoded_prompts")
@@ -339,8 +356,8 @@ class MultimodalMixin:
 
     def _score(self, model, samples, completion_ids, completion_mask, compute_aux_loss=False, **overrides):
         options = {"packed": self._packed, "apart": self._apart, **overrides}
-        if options["apart"]:
-            options["min_forwards"] = self._most_over_ranks(len(split_by_media(samples)))
+        parts = split_samples(samples, options["apart"])
+        options["min_forwards"] = self._most_over_ranks(len(parts), options["apart"])
 
         def scores(module):
             return completion_scores(
@@ -354,12 +371,19 @@ class MultimodalMixin:
             )
 
         with self.accelerator.autocast():
-            if options["apart"] and isinstance(model, DistributedDataParallel):
+            if options["apart"] is not None and isinstance(model, DistributedDataParallel):
                 # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
                 return _ForwardRedirection()(model, model.module, lambda: scores(model.module))
             return scores(model)
 
     # Checks and checkpoints
+
+    def _needs_self_check(self) -> bool:
+        """On the first batch, and again on the first that has media."""
+        if self._self_check is None or self._self_check.media is not None:
+            return self._self_check is None
+        has_media = torch.tensor([any(s.media for s in self._samples)], device=self.accelerator.device)
+        return bool(self.accelerator.gather(has_media).any())
 
     def _run_self_check(self) -> None:
         model = self.model
@@ -421,10 +445,10 @@ def _image_token_id(config, placeholders: set[int]):
 
 @contextmanager
 def _no_warning_about_init_kwargs(active: bool):
-    """TRL warns that it ignores `model_init_kwargs` for an instance; here the instance was loaded with them."""
+    """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
 
     def keep(record):
-        return not (active and "`model_init_kwargs` will be ignored" in record.getMessage())
+        return not (active and "but your model is already instantiated" in record.getMessage())
 
     trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
     trl_logger.addFilter(keep)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.logging import get_logger
 
-from ..media.encoding import EncodedPrompt
+from ..media.encoding import EncodedPrompt, placeholder_token_ids
 from ..packing.layout import group_by_prompt
 
 
@@ -32,18 +32,21 @@ class SelfCheck:
             Packed against padded forward; `None` where packing is off.
         media (`float` or `None`):
             Effect of taking the media away; `None` if the first batch has none.
-        rows (`float` or `None`):
-            Two prompts in one forward against each alone.
-        sampled (`float`):
-            Recomputed log-probabilities against those of sampling.
+        rows (`float`):
+            Prompts in one forward, as far as they share one, against each alone.
+        apart (`str` or `None`):
+            Which prompts get forwards of their own for that, see [`~packing.completion_scores`].
+        sampled (`float` or `None`):
+            Recomputed log-probabilities against those of sampling; `None` with vLLM.
         tolerance (`float`):
-            What counts as equal, from the dtype the model computes in.
+            What counts as equal, from the dtype of the computation.
     """
 
     packed: float | None
     media: float | None
-    rows: float | None
-    sampled: float
+    rows: float
+    apart: str | None
+    sampled: float | None
     tolerance: float
 
     def __str__(self) -> str:
@@ -51,11 +54,12 @@ class SelfCheck:
         if self.packed is not None:
             equal = "=" if self.packed <= self.tolerance else "differs from"
             parts.append(f"packed {equal} padded {self.packed:.0e}")
-        parts.append("no media" if self.media is None else f"media moves log-probs by {self.media:.2g}")
-        if self.rows is not None:
-            parts.append(f"rows {'in' if self.rows <= self.tolerance else ''}dependent {self.rows:.0e}")
-        equal = "=" if self.sampled <= self.tolerance else "differs from"
-        parts.append(f"recomputed {equal} sampled {self.sampled:.0e}")
+        parts.append("no media yet" if self.media is None else f"media moves log-probs by {self.media:.2g}")
+        rows = f"rows {'in' if self.rows <= self.tolerance else ''}dependent {self.rows:.0e}"
+        parts.append(rows if self.apart is None else f"{rows} (each {self.apart} apart)")
+        if self.sampled is not None:
+            equal = "=" if self.sampled <= self.tolerance else "differs from"
+            parts.append(f"recomputed {equal} sampled {self.sampled:.0e}")
         return f"self-check: {', '.join(parts)}"
 
 
@@ -75,56 +79,53 @@ def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
     """
     prompts = list(group_by_prompt(trainer._samples))
     first = next((p for p in prompts if p.media), prompts[0])
-    others = [p for p in prompts if p is not first] or [replace(first, mask_cache={})]
+    twin = replace(first, mask_cache={})
+    others = [p for p in prompts if p is not first] or [twin]
     # A partner whose media have another shape than the first's is the harder case
     second = next((p for p in others if _shapes(p) != _shapes(first)), others[0])
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
     tolerance = 2 * math.sqrt(torch.finfo(autocast or trainer._unwrapped(trainer.model).dtype).eps)
 
-    ids, mask, sampled = _sample(trainer, first)
+    ids, mask, sampled = _scripted(trainer, first) if trainer.use_vllm else _sample(trainer, first)
 
     def score(prompts, packed, **options):
         samples = [p for p in prompts for _ in range(2)]
         many = [t.repeat(len(prompts), 1) for t in (ids, mask)]
         return trainer._score(trainer.model, samples, *many, packed=packed, **options)[0]
 
-    packing = trainer._can_pack
+    # Every process runs every forward, whatever its prompts hold: a sharded model would hang otherwise
     alone = score([first], packed=False)
-    checks = {"sampled": _difference(alone, sampled, mask)}
-    if packing:
-        checks["packed"] = _attempt(lambda: _difference(score([first], packed=True), alone, mask))
-    checks["media"] = math.nan
-    if first.media:
-        # Not zero: some models drop tiles that are zero throughout, as padding
-        without = {
-            name: value * 1e-3 if value.is_floating_point() and "mask" not in name else value
-            for name, value in first.media.items()
-        }
-        silent = replace(first, media=without, mask_cache={})
-        checks["media"] = _difference(score([silent], packed=False), alone, mask)
-    separate = torch.cat([alone, score([second], packed=False)])
-    checks["rows"] = _attempt(
-        lambda: _difference(score([first, second], packed=packing, apart=False), separate, mask.repeat(2, 1))
-    )
+    sampled = None if sampled is None else _worst(trainer, _difference(alone, sampled, mask))
+    packed = None
+    if trainer._can_pack:
+        packed = _worst(trainer, _attempt(lambda: _difference(score([first], packed=True), alone, mask)))
+    # Not zero: some models drop tiles that are zero throughout, as padding
+    without = {
+        name: value * 1e-3 if value.is_floating_point() and "mask" not in name else value
+        for name, value in first.media.items()
+    }
+    effect = _difference(score([replace(first, media=without, mask_cache={})], packed=False), alone, mask)
+    media = -_worst(trainer, -effect if first.media else -math.inf)  # the least over processes that have some
 
-    measured = torch.tensor([[checks[name] for name in sorted(checks)]], device=trainer.accelerator.device)
-    gathered = trainer.accelerator.gather(measured).cpu()
-    # The media must matter on every process that has some; elsewhere the worst case counts
-    worst = {name: gathered[:, i].max().item() for i, name in enumerate(sorted(checks))}
-    effects = [x for x in gathered[:, sorted(checks).index("media")].tolist() if not math.isnan(x)]
-    result = SelfCheck(
-        packed=worst.get("packed"),
-        media=min(effects, default=None),
-        rows=worst["rows"],
-        sampled=worst["sampled"],
-        tolerance=tolerance,
-    )
+    separate = torch.cat([alone, score([second], packed=False), alone])
+    use_packed = packed is not None and packed <= tolerance
+
+    def joined(apart):
+        scores = score([first, second, twin], packed=use_packed, apart=apart)
+        return _difference(scores, separate, mask.repeat(3, 1))
+
+    splits = [None, "media", "prompt"]
+    for apart in splits[splits.index(trainer._apart) :]:
+        rows = _worst(trainer, _attempt(joined, apart))
+        if rows <= tolerance:
+            break
+    result = SelfCheck(packed, None if media == math.inf else media, rows, apart, sampled, tolerance)
     _apply(trainer, result)
     return result
 
 
 def _apply(trainer: "MultimodalMixin", result: SelfCheck) -> None:
-    if result.media is not None and result.media == 0:
+    if result.media == 0:
         raise RuntimeError(
             f"{result}. The model answers the same without its media, so training would ignore them. Check that the chat "
             "template writes a placeholder for each medium and that the model is the one the processor belongs to."
@@ -132,10 +133,10 @@ def _apply(trainer: "MultimodalMixin", result: SelfCheck) -> None:
     if result.packed is not None and not result.packed <= result.tolerance:
         logger.warning(f"{result}. Completions are scored in padded rows from here on.")
         trainer._can_pack = False
-    if not result.rows <= result.tolerance and not trainer._apart:
-        logger.warning(f"{result}. Prompts whose media don't join exactly get forwards of their own from here on.")
-        trainer._apart = True
-    if not result.sampled <= result.tolerance and trainer._share_prefill:
+    if result.apart != trainer._apart:
+        logger.warning(f"{result}. Prompts that disturb each other get forwards of their own from here on.")
+        trainer._apart = result.apart
+    if result.sampled is not None and not result.sampled <= result.tolerance and trainer._share_prefill:
         logger.warning(f"{result}. Prompts are prefilled once per completion from here on.")
         trainer._share_prefill = False
 
@@ -153,6 +154,21 @@ def _sample(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor,
     return ids, mask, sampled
 
 
+def _scripted(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Two completions made of the prompt's last text tokens, where the engine that samples gives no logits."""
+    placeholders = set().union(
+        *placeholder_token_ids(trainer._unwrapped(trainer.model), trainer.processing_class).values()
+    )
+    text = [i for i in prompt.input_ids.tolist() if i not in placeholders][-_NEW_TOKENS:]
+    ids = torch.tensor([text, text[::-1]], device=trainer.accelerator.device)
+    return ids, torch.ones_like(ids), None
+
+
+def _worst(trainer, value: float) -> float:
+    """The largest over all processes, so that all decide alike."""
+    return trainer.accelerator.gather(torch.tensor([value], device=trainer.accelerator.device)).max().item()
+
+
 def _shapes(prompt: EncodedPrompt) -> dict[str, torch.Size]:
     return {name: value.shape[1:] for name, value in prompt.media.items()}
 
@@ -161,10 +177,10 @@ def _difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> float:
     return ((a - b) * mask).abs().max().item()
 
 
-def _attempt(measure) -> float:
-    """A forward that fails on joined inputs is as wrong as one that differs."""
+def _attempt(measure, *args) -> float:
+    """A forward that fails is as wrong as one that differs."""
     try:
-        return measure()
+        return measure(*args)
     except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:
         logger.warning(f"self-check: {error}")
         return math.inf

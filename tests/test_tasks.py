@@ -1,0 +1,214 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The example tasks and the small models that learn them."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from datasets import Audio, Image, List
+from small_models import digit_model, motion_model, spoken_digit_model
+from tasks import (
+    DIGITS,
+    DIRECTIONS,
+    TEST_SPEAKERS,
+    TRAIN_SPEAKERS,
+    handwritten_digits,
+    leading_answer_reward,
+    move,
+    moving_digits,
+    spoken_digits,
+)
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2AudioForConditionalGeneration
+
+from trl_multimodal_rft.media import encode_prompt, rows_to_messages
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory):
+    return spoken_digits(tmp_path_factory.mktemp("speech"), train_rows=60, test_rows=20)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return handwritten_digits()
+
+
+@pytest.fixture(scope="module")
+def videos():
+    return moving_digits(train_rows=40, test_rows=20)
+
+
+@pytest.fixture(scope="module")
+def tasks(speech, images, videos):
+    return {
+        "audio": (speech, spoken_digit_model, Qwen2AudioForConditionalGeneration),
+        "image": (images, digit_model, AutoModelForImageTextToText),
+        "video": (videos, motion_model, AutoModelForImageTextToText),
+    }
+
+
+def test_columns(speech, images, videos):
+    for dataset, column, feature in (
+        (speech, "audio", Audio(sampling_rate=16000, decode=False)),
+        (images, "image", Image()),
+        (videos, "video", List(Image())),
+    ):
+        assert set(dataset) == {"train", "test"}
+        for split in dataset.values():
+            assert split.features[column] == feature
+            assert {"prompt", "solution"} < set(split.column_names)
+            assert split[0]["prompt"][0]["role"] == "user"
+
+
+@pytest.mark.parametrize(("kind", "answers"), [("audio", DIGITS), ("image", DIGITS), ("video", tuple(DIRECTIONS))])
+def test_every_answer_is_as_frequent(tasks, kind, answers):
+    for split in tasks[kind][0].values():
+        counts = Counter(split["solution"])
+        assert set(counts) == set(answers)
+        assert len(set(counts.values())) == 1
+
+
+def test_test_voices_are_not_trained_on(speech):
+    assert not set(TRAIN_SPEAKERS) & set(TEST_SPEAKERS)
+    speakers = {name: {voice.split("+")[1] for voice in split["voice"]} for name, split in speech.items()}
+    assert speakers["train"] <= set(TRAIN_SPEAKERS)
+    assert speakers["test"] <= set(TEST_SPEAKERS)
+
+
+def test_recordings_are_short_and_audible(speech):
+    for split in speech.values():
+        for row in split:
+            samples, rate = soundfile.read(row["audio"]["path"])
+            assert rate == 16000
+            assert samples.ndim == 1
+            assert 0.15 < len(samples) / rate < 1.0  # the small model listens to one second
+            assert np.abs(samples).max() > 0.05
+
+
+def test_recordings_are_reproducible_and_reused(tmp_path):
+    first, again = (spoken_digits(tmp_path / name, train_rows=10, test_rows=10) for name in ("first", "again"))
+    paths = [[row["audio"]["path"] for split in dataset.values() for row in split] for dataset in (first, again)]
+    assert not set(paths[0]) & set(paths[1])
+    for one, other in zip(*paths, strict=True):
+        np.testing.assert_array_equal(soundfile.read(one)[0], soundfile.read(other)[0])
+
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*.wav")}
+    reused = spoken_digits(tmp_path / "first", train_rows=10, test_rows=10)
+    assert [row["audio"]["path"] for split in reused.values() for row in split] == paths[0]
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*.wav")}
+
+    other_size = spoken_digits(tmp_path / "first", train_rows=20, test_rows=10)  # other voices under the same numbers
+    assert not {row["audio"]["path"] for row in other_size["test"]} & set(paths[0])
+
+
+def test_words_sound_different_and_voices_too(speech):
+    samples = {(row["solution"], row["voice"]): soundfile.read(row["audio"]["path"])[0] for row in speech["train"]}
+    assert len({len(audio) for audio in samples.values()}) > 10
+    assert len(set(speech["train"]["voice"])) > 10
+
+
+def test_handwritten_digits_are_distinct_real_images(images):
+    pixels = {name: {np.asarray(image).tobytes() for image in split["image"]} for name, split in images.items()}
+    assert not pixels["train"] & pixels["test"]
+    assert np.asarray(images["test"][0]["image"]).shape == (28, 28)
+    # the mean image of "one" is a narrow stroke in the middle, that of "zero" a ring: labels and images belong together
+    mean = {
+        word: np.mean([np.asarray(row["image"]) for row in images["test"] if row["solution"] == word], axis=0)
+        for word in ("zero", "one")
+    }
+    assert mean["one"][14, 14] > 150 > 50 > mean["zero"][14, 14]
+
+
+def test_a_single_frame_does_not_tell_the_direction():
+    """From every start, each frame is the same collection of pictures whichever way the digit moves."""
+    picture = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
+    starts = [(row, column) for row in range(5) for column in range(5)]
+    seen = {
+        direction: [move(picture, direction, start, frames=4, size=5, step=2) for start in starts]
+        for direction in DIRECTIONS
+    }
+    for time in range(4):
+        collections = [Counter(video[time].tobytes() for video in seen[direction]) for direction in DIRECTIONS]
+        assert all(collection == collections[0] for collection in collections)
+    # but two frames do, without exception
+    pairs = [{video[:2].tobytes() for video in seen[direction]} for direction in DIRECTIONS]
+    assert sum(map(len, pairs)) == len(set.union(*pairs))
+
+
+@pytest.mark.parametrize(
+    ("direction", "corner"), [("left", (2, 0)), ("right", (2, 4)), ("up", (0, 2)), ("down", (4, 2))]
+)
+def test_moving_goes_where_it_says(direction, corner):
+    video = move(np.array([[255]], np.uint8), direction, (2, 2), frames=2, size=5, step=2)
+    assert np.argwhere(video[0]).tolist() == [[2, 2]]
+    assert np.argwhere(video[1]).tolist() == [list(corner)]
+
+
+def test_videos_move_in_the_direction_of_their_solution(videos):
+    for row in videos["test"]:
+        first, second = (np.asarray(frame) for frame in row["video"][:2])
+        shifted = {name: np.roll(first, 4 * np.array(heading), (0, 1)) for name, heading in DIRECTIONS.items()}
+        assert [name for name, frame in shifted.items() if np.array_equal(frame, second)] == [row["solution"]]
+
+
+def test_leading_answer_reward():
+    completions = ["seven", "seven eight", "eight seven", [{"role": "assistant", "content": " sevenx"}], ""]
+    assert leading_answer_reward(completions=completions, solution=["seven"] * 5) == [1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["audio", "image", "video"])
+def test_models_answer_rows_and_survive_saving(tasks, kind, tmp_path):
+    dataset, build, auto_class = tasks[kind]
+    model, processor = build()
+    assert model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded, loaded_processor = auto_class.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+
+    row = rows_to_messages([dataset["test"][0]])[0]
+    outputs = []
+    for some_model, some_processor in ((model, processor), (loaded, loaded_processor)):
+        assert some_processor.tokenizer.padding_side == "left"
+        assert some_model.generation_config.eos_token_id == some_processor.tokenizer.eos_token_id
+        assert some_model.generation_config.pad_token_id == some_processor.tokenizer.pad_token_id
+        prompt = encode_prompt(row["prompt"], some_processor, some_model)
+        assert prompt.modalities == {kind}
+        inputs = {"input_ids": prompt.input_ids[None], **prompt.media}
+        inputs |= {name: values[None] for name, values in prompt.token_fields.items()}
+        with torch.no_grad():
+            outputs.append(some_model(**inputs).logits)
+            answer = some_model.generate(**inputs, max_new_tokens=3)
+        assert answer.shape[1] <= len(prompt) + 3
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize(("kind", "media_tokens"), [("image", 4), ("video", 16)])
+def test_pictures_keep_their_resolution(tasks, kind, media_tokens):
+    """28 x 28 pixels are 2 x 2 tokens of 14 x 14 pixels, and two frames share theirs."""
+    dataset, build, _ = tasks[kind]
+    model, processor = build()
+    prompt = encode_prompt(rows_to_messages([dataset["test"][0]])[0]["prompt"], processor, model)
+    placeholder = processor.tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>")
+    assert (prompt.input_ids == placeholder).sum() == media_tokens
+
+
+@pytest.mark.parametrize(("build", "answers"), [(spoken_digit_model, DIGITS), (motion_model, tuple(DIRECTIONS))])
+def test_tokenizers_know_the_answers_and_spell_the_rest(build, answers):
+    tokenizer = build()[1].tokenizer
+    assert [len(tokenizer.encode(answer)) for answer in answers] == [1] * len(answers)
+    text = "Seventeen  dogs:\n\t<answer>7</answer> & more?"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.unk_token_id in tokenizer.encode("dépôt 狗")
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
+
+
+def test_weights_follow_the_seed():
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first, again, other = (spoken_digit_model(seed)[0].lm_head.weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(before, torch.random.get_rng_state())
