@@ -1,0 +1,48 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What generation by vLLM is handed. The engine itself is a stand-in: it needs hardware and a build of its own."""
+
+import pytest
+from PIL import Image
+from trainer_utils import audio_rows, image_rows, make_trainer
+from trl.trainer import grpo_trainer
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.media import MediaError
+from trl_multimodal_rft.media.encoding import placeholder_token_ids
+
+
+class Engine:
+    def __init__(self, generation_kwargs, **kwargs):
+        self.generation_kwargs, self.requests = generation_kwargs, []
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, images, num_generations, profiler):
+        self.requests.append((prompts, images))
+        completions = [[60 + i % 7, 70, 80] for i in range(len(prompts))]
+        return prompts, completions, [[[-1.0]] * 3 for _ in prompts], None
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
+    return {"use_vllm": True, "vllm_mode": "colocate"}
+
+
+def test_images_reach_the_engine(vllm, tmp_path):
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, **vllm)
+    trainer.train()
+    prompts, images = trainer.vllm_generation.requests[0]
+    assert len(prompts) == len(images) == 8
+    assert all(isinstance(image, Image.Image) for [image] in images)
+    assert images[0][0] is images[3][0] and images[0][0] is not images[4][0]
+    placeholders = set().union(*placeholder_token_ids(trainer.model, trainer.processing_class).values())
+    assert all(trainer.vllm_generation.generation_kwargs["logit_bias"][i] == -100 for i in placeholders)
+    assert "packed = padded" in str(trainer._self_check) and trainer._self_check.sampled is None
+
+
+def test_audio_raises(vllm, tmp_path):
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **vllm)
+    with pytest.raises(MediaError, match=r"row 0, column 'audio'.*use_vllm=False"):
+        trainer.train()
