@@ -36,6 +36,7 @@ def greedy_accuracy(trainer: MultimodalGRPOTrainer, dataset: Dataset, batch_size
         do_sample=False,
         eos_token_id=trainer.eos_token_ids,
         pad_token_id=tokenizer.pad_token_id,
+        suppress_tokens=trainer.generation_config.suppress_tokens,
     )
     was_training = model.training
     model.eval()

@@ -606,6 +606,7 @@ def test_no_placeholder_can_be_sampled(name, tmp_path):
     assert placeholders
     assert placeholders <= set(trainer.generation_config.suppress_tokens)
     assert placeholders <= set(trainer.generation_kwargs["suppress_tokens"])
+    assert placeholders <= set(trainer.model.generation_config.suppress_tokens)  # saved with the model
     trainer.save_model(tmp_path)
     after = json.loads((tmp_path / "config.json").read_text()).keys()
     assert after <= before | {"use_cache"}  # which transformers' trainer sets

@@ -101,6 +101,8 @@ class MultimodalMixin:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
             self.generation_config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
+            # Never sampled, they are never discouraged either, so the saved model must go on without them
+            self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
 
         obstacle = sharing_obstacle(self._unwrapped(self.model))
         if args.packing == "prefix" and obstacle:
