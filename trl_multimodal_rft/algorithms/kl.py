@@ -1,0 +1,114 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Estimates of the KL divergence from the reference policy, and controllers of its coefficient."""
+
+from typing import Literal
+
+import torch
+
+
+# Beyond this log-ratio, `exp` says nothing that the largest value doesn't.
+_LARGEST_LOG_RATIO = 20.0
+
+# A controller never takes more of its coefficient away at once, so that it stays above 0.
+_SMALLEST_FACTOR = 0.1
+
+
+def approx_kl(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    mask: torch.Tensor,
+    estimator: Literal["k1", "k2", "k3"],
+) -> torch.Tensor:
+    r"""
+    Estimates $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$ at each token sampled from $\pi$, with
+    $d = \log \pi - \log \pi_\mathrm{ref}$, see [Approximating KL divergence](http://joschu.net/blog/kl-approx.html).
+
+    As a reward, only k1 gives the gradient of the divergence. As a loss, k1 gives none on average, k2 that of
+    $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$, and k3 that of $\mathrm{KL}(\pi_\mathrm{ref} \| \pi)$.
+
+    Args:
+        logps (`torch.Tensor`):
+            Log-probabilities under the policy, shape `(B, T)`.
+        ref_logps (`torch.Tensor`):
+            Log-probabilities under the reference, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`. Others may hold anything, infinities too.
+        estimator (`str`):
+            `"k1"` is $d$, `"k2"` is $d^2 / 2$, `"k3"` is $e^{-d} - 1 + d$.
+
+    Returns:
+        `torch.Tensor`: The estimate, shape `(B, T)`, 0 outside the mask.
+    """
+    mask = mask.bool()
+    d = torch.where(mask, logps, 0) - torch.where(mask, ref_logps, 0)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    return (-d).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp() - 1 + d
+
+
+class FixedKLController:
+    """
+    Keeps the KL coefficient.
+
+    Args:
+        value (`float`):
+            The coefficient.
+    """
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def update(self, kl: float, n_samples: int) -> None:
+        """Changes nothing."""
+
+    def state_dict(self) -> dict:
+        """What a checkpoint holds."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes back what [`state_dict`] gave."""
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    r"""
+    Raises the KL coefficient while the divergence is above its target and lowers it below, see
+    [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593).
+
+    $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / \mathrm{horizon})$,
+    where the factor stays positive.
+
+    Args:
+        value (`float`):
+            Initial coefficient, above 0.
+        target (`float`):
+            Divergence to hold, in nats per token, above 0.
+        horizon (`int`):
+            Samples over which the coefficient adapts.
+
+    Raises:
+        `ValueError`: If one of them isn't above 0.
+    """
+
+    def __init__(self, value: float, target: float, horizon: int):
+        for name, number in (("value", value), ("target", target), ("horizon", horizon)):
+            if number <= 0:
+                raise ValueError(f"`{name}` must be above 0, got {number}.")
+        super().__init__(value)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, n_samples: int) -> None:
+        """
+        Adapts the coefficient after an optimizer step.
+
+        Args:
+            kl (`float`):
+                Mean divergence over all tokens of all ranks, in nats.
+            n_samples (`int`):
+                Samples since the last update, over all ranks.
+        """
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= max(1 + error * n_samples / self.horizon, _SMALLEST_FACTOR)

@@ -1,0 +1,48 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What may happen to rewards between the reward functions and the advantage estimator."""
+
+import torch
+
+
+class RunningScale:
+    """
+    Divides rewards by their standard deviation over the run so far.
+
+    Moments are those of all rewards at once, however they are split into updates.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.mean = 0.0
+        self.squares = 0.0  # sum of squared deviations from the mean
+
+    def update(self, rewards: torch.Tensor) -> None:
+        """
+        Takes rewards into the moments.
+
+        Args:
+            rewards (`torch.Tensor`):
+                Rewards of all ranks, `NaN` where unscorable, shape `(N,)`.
+        """
+        rewards = rewards[~rewards.isnan()].double()
+        if len(rewards) == 0:
+            return
+        mean, total = rewards.mean().item(), self.count + len(rewards)
+        shift = mean - self.mean
+        self.squares += (rewards - mean).square().sum().item() + shift**2 * self.count * len(rewards) / total
+        self.mean += shift * len(rewards) / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 1 as long as rewards have been equal."""
+        variance = self.squares / max(self.count - 1, 1)
+        return variance**0.5 if variance > 0 else 1.0
+
+    def state_dict(self) -> dict:
+        """What a checkpoint holds."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes back what [`state_dict`] gave."""
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
