@@ -42,47 +42,50 @@ def dual_clip_loss(
 
 
 def cpgd_loss(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-    drift_coef: float,
-    drift_clamp: float,
+    log_ratio: torch.Tensor, advantages: torch.Tensor, *, epsilon_low: float, epsilon_high: float
 ) -> torch.Tensor:
     r"""
-    CPGD: a policy gradient clipped in the *log*-ratio, plus the policy drift, see
-    [CPGD](https://huggingface.co/papers/2505.12504).
+    CPGD's policy gradient, clipped in the *log*-ratio, see [CPGD](https://huggingface.co/papers/2505.12504).
 
     The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage. The
-    drift pulls back towards the old policy: its gradient is that of the k3 estimate of their KL divergence, whose weight
-    $r - 1$ is clamped.
+    paper adds the [`policy_drift`].
 
     Args:
-        logps (`torch.Tensor`):
-            Current log-probabilities, shape `(B, T)`.
-        old_logps (`torch.Tensor`):
-            Log-probabilities under the policy that sampled, shape `(B, T)`.
+        log_ratio (`torch.Tensor`):
+            Log-ratios, shape `(B, T)`.
         advantages (`torch.Tensor`):
             Advantages, shape `(B, 1)` or `(B, T)`.
         epsilon_low (`float`):
             The log-ratio is clipped at `log(1 - epsilon_low)`.
         epsilon_high (`float`):
             The log-ratio is clipped at `log(1 + epsilon_high)`.
-        drift_coef (`float`):
-            Coefficient of the drift.
-        drift_clamp (`float`):
-            Largest weight $r - 1$ of the drift.
 
     Returns:
         `torch.Tensor`: Loss of each token, shape `(B, T)`.
     """
-    log_ratio = logps - old_logps
     clipped = log_ratio.clamp(math.log(1 - epsilon_low), math.log(1 + epsilon_high))
-    loss = -torch.min(log_ratio * advantages, clipped * advantages)
-    drift = (log_ratio.detach().exp() - 1).clamp(max=drift_clamp) * logps
-    return loss + drift_coef * drift
+    return -torch.min(log_ratio * advantages, clipped * advantages)
+
+
+def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> torch.Tensor:
+    r"""
+    CPGD's pull back towards the policy that sampled, see [CPGD](https://huggingface.co/papers/2505.12504).
+
+    Its gradient is that of the k3 estimate of $\mathrm{KL}(\pi_\mathrm{old} \| \pi)$, $(r - 1) \nabla \log \pi$, whose
+    weight is clamped so that no token dominates; its value means nothing.
+
+    Args:
+        logps (`torch.Tensor`):
+            Current log-probabilities, shape `(B, T)`.
+        old_logps (`torch.Tensor`):
+            Log-probabilities under the policy that sampled, shape `(B, T)`.
+        clamp (`float`):
+            Largest weight $r - 1$.
+
+    Returns:
+        `torch.Tensor`: Drift of each token, shape `(B, T)`.
+    """
+    return ((logps.detach() - old_logps).exp() - 1).clamp(max=clamp) * logps
 
 
 def gmpo_loss(

@@ -97,6 +97,10 @@ class EncodedPrompt:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def __getstate__(self) -> dict:
+        # What is saved is for the update, which needs no images and can build the masks again
+        return {**self.__dict__, "images": [], "mask_cache": {}}
+
 
 def placeholder_token_ids(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase

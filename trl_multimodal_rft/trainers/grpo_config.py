@@ -1,74 +1,366 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the GRPO trainer."""
 
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
+from ..algorithms.advantages import ALIASES, ESTIMATORS
+from .multimodal_config import MultimodalArguments, check_choice
+
+
+# Values of `loss_type` that TRL doesn't have
+OWN_LOSS_TYPES = ("cpgd", "gmpo", "dual_clip")
+
+# Bound of the ratio in dual-clip PPO, as in its paper
+_DUAL_CLIP_DELTA = 3.0
+
 
 @dataclass
-class MultimodalGRPOConfig(GRPOConfig):
+class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     r"""
     Configuration class for the [`MultimodalGRPOTrainer`].
 
-    Holds every argument of [`~trl.GRPOConfig`], and those below.
+    Holds every argument of [`~trl.GRPOConfig`], and those below. `docs/algorithms.md` says when to use which.
 
     Parameters:
-        > Parameters that control the packing
+        > Parameters that control the advantages
 
-        packing (`str`, *optional*, defaults to `"prefix"`):
-            How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
-            completions, exactly; it falls back to padded rows, with a message, where a model can't share its prompt,
-            and silently where a generation batch has nothing to gain from it. `"padded"` uses one padded row per
-            completion, as TRL does.
-        keep_groups_together (`bool`, *optional*, defaults to `True`):
-            Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
-            completions as TRL does, which leaves less of the prompts to share.
+        advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
+            How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
+            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`. Or a function, which is called
+            on every process with the tensors of the whole batch as keyword arguments, `rewards` of shape `(N,)`,
+            `rewards_per_func` `(N, F)`, `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if
+            `beta` is 0), where `NaN` marks what can't be scored, and returns advantages of shape `(N,)` or `(N, T)`.
+            A function can't be set on the command line; a checkpoint holds its name only.
+        norm_level (`str`, *optional*, defaults to `"token"`):
+            For `"reinforce_baseline"`, whether each `"token"` or each `"sequence"` counts once in the whitening.
+        cpgd_weight (`str`, *optional*, defaults to `"clip_filter_like"`):
+            For `"cpgd"`, the weight of a group: `"none"`, `"std"` or `"clip_filter_like"`.
 
-        > Parameters that control the media
+        > Parameters that control the rewards
 
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
+        soft_overlong_cache (`int`, *optional*):
+            Number of tokens below `max_completion_length` from which on a completion is penalized for its length, up to
+            -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a reward function of its own.
+        reward_running_scale (`bool`, *optional*, defaults to `False`):
+            Whether to divide rewards by their standard deviation over the run so far.
+        reward_clip_range (`tuple[float, float]`, *optional*):
+            Range (min, max) to clip rewards to, after scaling.
 
-        > Parameters that control the checks
+        > Parameters that control the KL divergence from the reference, whose coefficient is `beta`
 
-        self_check (`bool`, *optional*, defaults to `True`):
-            Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
-            that the media change the log-probabilities, that prompts in one row don't see each other, and that
-            recomputed log-probabilities are those of sampling.
+        kl_estimator (`str`, *optional*):
+            `"k1"`, `"k2"` or `"k3"`. Defaults to `"k1"` in the reward, to `"k2"` in the loss for
+            `"reinforce_baseline"`, and to `"k3"` in the loss otherwise, in TRL's form (see `use_bias_correction_kl`).
+        kl_in_reward (`bool`, *optional*):
+            Whether the divergence is subtracted from the rewards instead of added to the loss. Defaults to `True` for
+            `"reinforce"` and `"rloo"`, and to `False` otherwise.
+        kl_target (`float`, *optional*):
+            Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts at
+            `beta`. `None` keeps the coefficient.
+        kl_horizon (`int`, *optional*, defaults to `10000`):
+            Number of completions over which the adaptive controller adapts.
+
+        > Parameters that control the loss
+
+        loss_type (`str`, *optional*, defaults to `"dapo"`):
+            One of TRL's, or `"cpgd"`, `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or `"dual_clip"`, whose
+            bound is `delta` (3 by default).
+        cpgd_drift_coef (`float`, *optional*, defaults to `0.01`):
+            For `loss_type="cpgd"`, coefficient of the policy drift.
+        cpgd_drift_clamp (`float`, *optional*, defaults to `2.0`):
+            For `loss_type="cpgd"`, largest weight of a token in the drift.
+
+        > Parameters that control which tokens are trained on, with `top_entropy_quantile` below 1
+
+        entropy_scope (`str`, *optional*, defaults to `"batch"`):
+            Where tokens compete for the quantile: in the `"batch"` of an optimizer step over all processes, in their
+            `"sequence"`, or in the `"micro_batch"` over all processes, which with the current entropies is TRL's.
+        entropy_source (`str`, *optional*, defaults to `"rollout"`):
+            Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a generation
+            batch once more, unless TRL does already; `"current"` with the scope `"batch"` forwards everything twice. The
+            metric `extra_scoring_time` has the seconds.
+        entropy_renormalize (`bool`, *optional*, defaults to `False`):
+            Whether to average the policy loss over the tokens that are trained on instead of all.
+
+        > Parameters that control what is trained on when a prompt's completions all get the same reward
+
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether to draw more prompts until the batch is full of groups with different rewards, see
+            [DAPO](https://huggingface.co/papers/2503.14476).
+        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `4`):
+            How often to sample for one batch at most.
+        replay_buffer_size (`int`, *optional*, defaults to `0`):
+            Number of past groups with different rewards that each process keeps, in CPU memory, to stand in for groups
+            without.
+        replay_max_age (`int`, *optional*, defaults to `8`):
+            Number of optimizer steps after which a kept group is dropped.
     """
 
-    packing: str = field(
-        default="prefix",
+    advantage_estimator: str = field(
+        default="group_norm",
         metadata={
-            "help": "How completions are scored and trained on: 'prefix' forwards each prompt and its media once for "
-            "all its completions, 'padded' uses one padded row per completion.",
-            "choices": ["prefix", "padded"],
+            "help": "How rewards become advantages: 'group_norm' (or 'grpo'), 'rloo', 'reinforce' (or 'reinforce++'), "
+            "'reinforce_baseline' (or 'reinforce++_baseline'), 'cpgd', 'dr_grpo', or in Python a function."
         },
     )
-    keep_groups_together: bool = field(
-        default=True,
-        metadata={"help": "Whether to put whole groups in a micro-batch and to balance its packed lengths."},
-    )
-    audio_overlong: str = field(
-        default="raise",
+    norm_level: str = field(
+        default="token",
         metadata={
-            "help": "What happens to audio that is longer than the model's window: 'raise' or 'truncate'.",
-            "choices": ["raise", "truncate"],
+            "help": "For 'reinforce_baseline', whether each 'token' or each 'sequence' counts once in the whitening.",
+            "choices": ["token", "sequence"],
         },
     )
-    self_check: bool = field(
-        default=True,
+    cpgd_weight: str = field(
+        default="clip_filter_like",
         metadata={
-            "help": "Whether to measure on the first batch that packed and padded forwards agree, that the media change "
-            "the log-probabilities, that prompts in one row don't see each other, and that recomputed log-probabilities "
-            "are those of sampling."
+            "help": "For 'cpgd', the weight of a group: 'none', 'std' or 'clip_filter_like'.",
+            "choices": ["none", "std", "clip_filter_like"],
         },
+    )
+    soft_overlong_cache: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of tokens below `max_completion_length` from which on a completion is penalized for its "
+            "length, up to -1."
+        },
+    )
+    reward_running_scale: bool = field(
+        default=False,
+        metadata={"help": "Whether to divide rewards by their standard deviation over the run so far."},
+    )
+    reward_clip_range: tuple[float, float] | None = field(
+        default=None, metadata={"help": "Range (min, max) to clip rewards to, after scaling."}
+    )
+    kl_estimator: str | None = field(
+        default=None,
+        metadata={
+            "help": "Estimator of the KL divergence: 'k1', 'k2' or 'k3'. Defaults to 'k1' in the reward, to 'k2' in the "
+            "loss for 'reinforce_baseline', and to 'k3' in the loss otherwise.",
+            "choices": ["k1", "k2", "k3"],
+        },
+    )
+    kl_in_reward: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the KL divergence is subtracted from the rewards instead of added to the loss. Defaults to "
+            "True for 'reinforce' and 'rloo'."
+        },
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={"help": "KL divergence per token, in nats, that an adaptive controller of `beta` holds."},
+    )
+    kl_horizon: int = field(
+        default=10000,
+        metadata={"help": "Number of completions over which the adaptive controller adapts."},
+    )
+    cpgd_drift_coef: float = field(
+        default=0.01, metadata={"help": "For `loss_type='cpgd'`, coefficient of the policy drift."}
+    )
+    cpgd_drift_clamp: float = field(
+        default=2.0, metadata={"help": "For `loss_type='cpgd'`, largest weight of a token in the drift."}
+    )
+    entropy_scope: str = field(
+        default="batch",
+        metadata={
+            "help": "Where tokens compete for `top_entropy_quantile`: in the 'batch' of an optimizer step, in their "
+            "'sequence' or in the 'micro_batch'.",
+            "choices": ["batch", "sequence", "micro_batch"],
+        },
+    )
+    entropy_source: str = field(
+        default="rollout",
+        metadata={
+            "help": "Entropies of the policy that sampled ('rollout') or of the 'current' one.",
+            "choices": ["rollout", "current"],
+        },
+    )
+    entropy_renormalize: bool = field(
+        default=False,
+        metadata={"help": "Whether to average the policy loss over the tokens that are trained on instead of all."},
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Whether to draw more prompts until the batch is full of groups with different rewards."},
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=4, metadata={"help": "How often to sample for one batch at most."}
+    )
+    replay_buffer_size: int = field(
+        default=0,
+        metadata={
+            "help": "Number of past groups with different rewards that each process keeps to stand in for groups "
+            "without."
+        },
+    )
+    replay_max_age: int = field(
+        default=8, metadata={"help": "Number of optimizer steps after which a kept group is dropped."}
     )
 
     def __post_init__(self):
+        if not callable(self.advantage_estimator):
+            self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
+            check_choice(self, "advantage_estimator", (*ESTIMATORS, *ALIASES))
+        need = None if callable(self.advantage_estimator) else ESTIMATORS[self.advantage_estimator]
+        if need == "critic":
+            raise ValueError(
+                "`advantage_estimator='gae'` needs the values of a critic, and this trainer has none. Choose one of "
+                f"{', '.join(repr(name) for name, need in ESTIMATORS.items() if need != 'critic')}."
+            )
+        self._post_init_trl(need)
+
+        check_choice(self, "norm_level", ("token", "sequence"))
+        check_choice(self, "cpgd_weight", ("none", "std", "clip_filter_like"))
+        check_choice(self, "entropy_scope", ("batch", "sequence", "micro_batch"))
+        check_choice(self, "entropy_source", ("rollout", "current"))
+        self._check_rewards()
+        self._check_kl()
+        self._check_loss()
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(
+                f"`top_entropy_quantile` must be above 0 and at most 1 (all tokens), got {self.top_entropy_quantile}."
+            )
+        whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
+        if self.top_entropy_quantile < 1 and self.entropy_scope == "batch" and not whole_steps:
+            raise ValueError(
+                f"`entropy_scope='batch'` needs the whole batch of an optimizer step at once, so `steps_per_generation` "
+                f"({self.steps_per_generation}) must be a multiple of `gradient_accumulation_steps` "
+                f"({self.gradient_accumulation_steps}). Change one of them, or use `entropy_scope='micro_batch'`."
+            )
+        self._check_sampling()
+
+    def _post_init_trl(self, need: str | None) -> None:
+        if self.num_generations > 1:
+            super().__post_init__()
+            return
+        if need == "group":
+            raise ValueError(
+                f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
+                f"`num_generations` must be at least 2, got {self.num_generations}. Raise it, or use 'reinforce'."
+            )
+        # TRL asks every estimator for two. All its checks but that hold for one completion per prompt if they hold for
+        # as many as a process samples, and in evaluation for one.
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
+        self.num_generations_eval = self.num_generations_eval or 1
         super().__post_init__()
-        for name, choices in (("packing", ("prefix", "padded")), ("audio_overlong", ("raise", "truncate"))):
-            if getattr(self, name) not in choices:
+        self.num_generations = 1
+
+    def _check_rewards(self) -> None:
+        if self.soft_overlong_cache is not None and not 0 < self.soft_overlong_cache <= self.max_completion_length:
+            raise ValueError(
+                f"`soft_overlong_cache` ({self.soft_overlong_cache}) must be above 0 and at most "
+                f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
+            )
+        if self.reward_clip_range is not None:
+            low, high = self.reward_clip_range
+            if low >= high:
+                raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {(low, high)}.")
+        if self.scale_rewards != "group" and self.advantage_estimator != "group_norm":
+            raise ValueError(
+                f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove it."
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            shaped = self.reward_running_scale or self.reward_clip_range is not None
+            if self.advantage_estimator != "group_norm" or shaped or self.kl_in_reward:
                 raise ValueError(
-                    f"`{name}` must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}."
+                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function by itself, so it "
+                    "goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
+                    "`reward_clip_range` and `kl_in_reward`."
                 )
+
+    def _check_kl(self) -> None:
+        if self.beta == 0:
+            for name in ("kl_estimator", "kl_in_reward", "kl_target"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` has no effect with `beta=0`; set `beta` or remove it.")
+            return
+        if self.kl_in_reward and callable(self.advantage_estimator):
+            raise ValueError(
+                "A function as `advantage_estimator` gets `old_logps` and `ref_logps` to subtract the KL divergence "
+                "itself; remove `kl_in_reward`."
+            )
+        if self.kl_in_reward is None:
+            self.kl_in_reward = self.advantage_estimator in ("reinforce", "rloo")
+        if self.kl_estimator is None:
+            in_loss = "k2" if self.advantage_estimator == "reinforce_baseline" else "k3"
+            self.kl_estimator = "k1" if self.kl_in_reward else in_loss
+        check_choice(self, "kl_estimator", ("k1", "k2", "k3"))
+        if self.kl_in_reward and self.kl_estimator != "k1":
+            raise ValueError(
+                f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of the "
+                "KL divergence. Use 'k1', or `kl_in_reward=False`."
+            )
+        if not self.kl_in_reward and self.kl_estimator == "k1":
+            raise ValueError(
+                "`kl_estimator='k1'` in the loss has a gradient of 0 on average, so it would regularize nothing. Use 'k2' "
+                "or 'k3', or `kl_in_reward=True`."
+            )
+        if self.kl_target is not None and self.kl_target <= 0:
+            raise ValueError(f"`kl_target` must be above 0, got {self.kl_target}; `None` keeps the coefficient.")
+        if self.kl_horizon <= 0:
+            raise ValueError(f"`kl_horizon` must be above 0, got {self.kl_horizon}.")
+
+    def _check_loss(self) -> None:
+        token_level = self.advantage_estimator == "reinforce" and self.kl_in_reward
+        sequence_level = self.importance_sampling_level == "sequence"
+        if token_level and (sequence_level or self.loss_type == "gmpo"):
+            option = "importance_sampling_level='sequence'" if sequence_level else "loss_type='gmpo'"
+            raise ValueError(
+                f"`{option}` takes one advantage per completion, but `advantage_estimator='reinforce'` with the KL "
+                "divergence in the reward gives one per token. Use `kl_in_reward=False` or another estimator."
+            )
+        if self.loss_type not in OWN_LOSS_TYPES:
+            return
+        if sequence_level:
+            raise ValueError(
+                f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
+            )
+        if self.loss_type == "dual_clip":
+            self.delta = _DUAL_CLIP_DELTA if self.delta is None else self.delta
+            upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+            if self.delta <= upper:
+                raise ValueError(
+                    f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {upper}."
+                )
+        elif self.delta is not None:
+            raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
+        token_correction = self.vllm_importance_sampling_mode.startswith("token")
+        if self.loss_type == "gmpo" and self.use_vllm and token_correction:
+            raise ValueError(
+                "`loss_type='gmpo'` weighs whole completions; set `vllm_importance_sampling_mode` to 'sequence_mask' or "
+                "'sequence_truncate'."
+            )
+
+    def _check_sampling(self) -> None:
+        for name, least in (("dynamic_sampling_max_rounds", 1), ("replay_buffer_size", 0), ("replay_max_age", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        for name in ("dynamic_sampling", "replay_buffer_size"):
+            if not getattr(self, name):
+                continue
+            if self.num_generations < 2:
+                raise ValueError(
+                    f"`{name}` tells prompts by whether their completions differ in reward, so `num_generations` must be "
+                    "at least 2."
+                )
+            completions = self.per_device_train_batch_size * self.steps_per_generation
+            if completions % self.num_generations != 0:
+                raise ValueError(
+                    f"`{name}` exchanges whole groups on each process, so `per_device_train_batch_size` times "
+                    f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
+                    f"({self.num_generations})."
+                )
+
+    def to_dict(self):
+        return {**super().to_dict(), "advantage_estimator": self._estimator_name()}
+
+    def __getstate__(self):
+        # A function may not be picklable, and what isn't loaded can't be run
+        return {**self.__dict__, "advantage_estimator": self._estimator_name()}
+
+    def _estimator_name(self) -> str:
+        estimator = self.advantage_estimator
+        return getattr(estimator, "__name__", type(estimator).__name__) if callable(estimator) else estimator

@@ -1,21 +1,34 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 
-from typing import TYPE_CHECKING
+"""GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay."""
 
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_config_model_id, nanmax, nanmin, use_adapter
 
-from .grpo_config import MultimodalGRPOConfig
+from ..algorithms.advantages import estimate_advantages, group_statistics
+from ..algorithms.entropy import high_entropy_mask
+from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
+from ..algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
+from ..algorithms.rewards import RunningScale
+from ..replay import Group, ReplayBuffer, join_groups, split_groups
+from .fetch import FetchOnce
+from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
@@ -25,8 +38,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear, see
     [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
-    [`~trl.GRPOTrainer`] with audio and video beside images: losses, metrics and options are TRL's own. Each prompt's
-    media is decoded, encoded, prefilled and forwarded once for all its completions.
+    [`~trl.GRPOTrainer`] with audio and video beside images: losses, metrics and options are TRL's own, and the config
+    adds some. Each prompt's media is decoded, encoded, prefilled and forwarded once for all its completions.
 
     Example:
 
@@ -79,7 +92,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             Environments for text rows, as for [`~trl.GRPOTrainer`]. Rows with media raise.
 
     Raises:
-        `ValueError`: If the processing class pads on the right.
+        `ValueError`: If the processing class pads on the right, or if groups are to be exchanged that can't be.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -99,7 +112,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: "tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]" = (None, None),
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: "PeftConfig | None" = None,
         tools: "list[Callable] | None" = None,
@@ -125,3 +138,436 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+
+        if args.soft_overlong_cache is not None:
+            self.reward_funcs.append(
+                get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
+            )
+            self.reward_processing_classes.append(None)
+            self.reward_func_names.append("soft_overlong_punishment")
+            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+        self._reward_scale = RunningScale()
+        if args.kl_target is None:
+            self._kl_controller = FixedKLController(args.beta)
+        else:
+            self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
+        self._kl_window = []  # what the controller gets at the end of the optimizer step
+        self._exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
+        if self._exchanges_groups and (rollout_func is not None or environment_factory is not None):
+            raise ValueError(
+                "`dynamic_sampling` and `replay_buffer_size` exchange groups of prompts from the dataset, which "
+                "`rollout_func` and `environment_factory` make themselves; use one or the other."
+            )
+        if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
+            raise ValueError(
+                "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; pass a "
+                "`Dataset`."
+            )
+        self._replay = ReplayBuffer(
+            args.replay_buffer_size, args.replay_max_age, args.seed + self.accelerator.process_index
+        )
+        self._surplus: list[Group] = []  # groups with signal that the last batch had no room for
+        self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
+        self._extra_rows = None
+
+    # Rollout
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = self._draw(inputs)
+        if self.model.training and self._exchanges_groups:
+            output = self._exchange_groups(output)
+        return output
+
+    def _draw(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Samples, scores and rewards completions, with the advantages that the config asks for."""
+        output = super()._generate_and_score_completions(inputs)
+        args, training = self.args, self.model.training
+        own_estimator = callable(args.advantage_estimator)
+        need_old = own_estimator or args.kl_in_reward or (training and self._exchanges_groups)
+        need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
+        old_logps = output.get("old_per_token_logps")
+        entropies = next((e for logps, e in self._scores if logps is old_logps), None)
+        if (need_old and old_logps is None) or (need_entropies and entropies is None):
+            logps, entropies = self._score_again(self.model, output)
+            old_logps = logps if old_logps is None else old_logps
+        if need_old:
+            output["old_per_token_logps"] = old_logps
+        if need_entropies:
+            output["rollout_entropies"] = entropies
+        self._scores.clear()
+        self._set_advantages(output)
+        return output
+
+    def _score_again(self, model, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies that TRL doesn't compute, both of shape `(B, C)`."""
+        start = time.perf_counter()
+        args, training = self.args, self.model.training
+        completion_ids = batch["completion_ids"]
+        with (
+            torch.no_grad(),
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+            self._rows_at_hand(batch),
+        ):
+            logps, entropies, _ = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([batch["prompt_ids"], completion_ids], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                completion_ids.size(1),
+                batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+                compute_entropy=True,
+            )
+        self._metrics["train" if training else "eval"]["extra_scoring_time"].append(time.perf_counter() - start)
+        return logps, entropies
+
+    def _set_advantages(self, output: dict[str, Any]) -> None:
+        """Replaces TRL's advantages, and marks groups with signal where they are exchanged."""
+        args, mode = self.args, "train" if self.model.training else "eval"
+        per_func = self._rewards_per_func
+        rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
+        rewards[per_func.isnan().all(dim=1)] = torch.nan
+        if args.reward_running_scale:
+            if self.model.training:
+                self._reward_scale.update(rewards)
+            rewards = rewards / self._reward_scale.std
+        if args.reward_clip_range is not None:
+            rewards = rewards.clamp(*args.reward_clip_range)
+        if args.reward_running_scale or args.reward_clip_range is not None:
+            self._metrics[mode]["shaped_reward"].append(rewards.nanmean().item())
+        group_size = self.num_generations if self.model.training else self.num_generations_eval
+        group_ids = torch.arange(len(rewards), device=rewards.device) // group_size
+
+        local = len(output["completion_ids"])
+        rows = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            # TRL's own, but where no reward function tells the completions of a group apart
+            statistics = [group_statistics(column, group_ids) for column in per_func.T]
+            live = torch.stack([each.live[each.index] for each in statistics]).any(0)
+            output["advantages"] = torch.where(live[rows], output["advantages"], 0)
+        else:
+            mask = self._loss_mask(output)
+            n_tokens = mask.size(1)
+            old_logps, ref_logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
+            need_logps = callable(args.advantage_estimator) or args.kl_in_reward
+            advantages = estimate_advantages(
+                args.advantage_estimator,
+                rewards=rewards,
+                rewards_per_func=per_func,
+                group_ids=group_ids,
+                mask=self._gather_rows(mask),
+                old_logps=self._gather_rows(old_logps) if need_logps else None,
+                ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
+                kl_coef=self.beta if args.kl_in_reward else 0.0,
+                scale=args.scale_rewards,
+                norm_level=args.norm_level,
+                weight=args.cpgd_weight,
+            )
+            output["advantages"] = advantages[rows] if advantages.dim() == 1 else advantages[rows, :n_tokens]
+            self._log_advantages(advantages)
+            live = group_statistics(rewards, group_ids)
+            live = live.live[live.index]
+            if args.kl_in_reward:
+                kl = approx_kl(old_logps, ref_logps, mask, "k1")
+                self._metrics[mode]["kl"].append(self._token_mean(kl, mask))
+        if self.model.training and self._exchanges_groups:
+            output["live"] = live[rows]
+
+    def _log_advantages(self, advantages: torch.Tensor) -> None:
+        """Puts what is trained on into the table of completions, per token as their mean."""
+        logged = self._logs["advantages"]
+        values = advantages if advantages.dim() == 1 else advantages.mean(dim=1)
+        for _ in range(min(len(values), len(logged))):
+            logged.pop()
+        logged.extend(values.tolist())
+
+    def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows of all processes, padded on the right."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
+
+    def _any_process(self, condition: bool) -> bool:
+        return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
+
+    # Groups without signal
+
+    def _exchange_groups(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Puts groups with signal in the place of groups whose completions all have the same reward."""
+        args, step = self.args, self.state.global_step
+        drawn = split_groups(batch, self.num_generations, step)
+        size, rounds = len(drawn), 1
+        chosen = self._surplus + [group for group in drawn if group.rows["live"].all()]
+        while (
+            args.dynamic_sampling
+            and rounds < args.dynamic_sampling_max_rounds
+            and self._any_process(len(chosen) < size)
+        ):
+            drawn += split_groups(self._draw(self._draw_prompts(size)), self.num_generations, step)
+            chosen = self._surplus + [group for group in drawn if group.rows["live"].all()]
+            rounds += 1
+        live = [group for group in drawn if group.rows["live"].all()]
+        self._surplus = [group.to("cpu") for group in chosen[size:]] if args.dynamic_sampling else []
+        chosen = chosen[:size]
+        replayed = self._replay.sample(size - len(chosen), step)
+        if args.replay_buffer_size > 0:
+            self._replay.append(live)
+        dead = [group for group in drawn if not group.rows["live"].all()]
+        joined = chosen + replayed + dead[: size - len(chosen) - len(replayed)]
+
+        result = join_groups(joined, self._tokenizer.pad_token_id, self.accelerator.device)
+        del result["live"]
+        result["packed"] = batch["packed"]
+        if self._any_process(any(group.step != step for group in joined)) and "ref_per_token_logps" in result:
+            # The reference may have moved since
+            result["ref_per_token_logps"] = self._score_reference(result)
+        result["num_items_in_batch"] = self.accelerator.gather(self._loss_mask(result).sum()).sum()
+
+        counts = torch.tensor([[len(drawn), len(live), size, len(replayed)]], device=self.accelerator.device)
+        n_drawn, n_live, n_used, n_replayed = self.accelerator.gather(counts).sum(0).tolist()
+        metrics = self._metrics["train"]
+        metrics["sampling/kept_frac"].append(n_live / n_drawn)
+        if args.dynamic_sampling:
+            metrics["sampling/rounds"].append(rounds)
+        if args.replay_buffer_size > 0:
+            metrics["replay/frac"].append(n_replayed / n_used)
+            age = sum(step - group.step for group in replayed)
+            ages = self.accelerator.gather(torch.tensor([age], device=self.accelerator.device)).sum().item()
+            metrics["replay/age"].append(ages / n_replayed if n_replayed else 0.0)
+        return result
+
+    def _draw_prompts(self, n: int) -> list[dict[str, Any]]:
+        """This process's next rows of dynamic sampling, each as often as it has completions."""
+        if self._extra_rows is None:
+            self._extra_rows = FetchOnce(self._remove_unused_columns(self.train_dataset, description="Training"))
+        start = self._n_extra_prompts + self.accelerator.process_index * n
+        self._n_extra_prompts += self.accelerator.num_processes * n
+        size, orders = len(self.train_dataset), {}
+        for epoch in range(start // size, (start + n - 1) // size + 1):
+            generator = torch.Generator().manual_seed(self.args.seed + 1 + epoch)
+            orders[epoch] = torch.randperm(size, generator=generator).tolist()
+        indices = [orders[position // size][position % size] for position in range(start, start + n)]
+        rows = self._extra_rows.__getitems__(indices)
+        return [row for row in rows for _ in range(self.num_generations)]
+
+    def _score_reference(self, batch: dict[str, Any]) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._score_again(self.ref_model, batch)[0]
+        model = self.accelerator.unwrap_model(self.model)
+        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return self._score_again(self.model, batch)[0]
+
+    # High-entropy tokens
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        args = self.args
+        if not self.model.training or args.top_entropy_quantile == 1:
+            return inputs
+        window = {"batch": args.gradient_accumulation_steps, "micro_batch": 1}.get(args.entropy_scope)
+        if args.entropy_source == "rollout" and self._buffered_inputs is not before:
+            window = window or len(self._buffered_inputs)  # sequences don't compete, so any will do
+            for start in range(0, len(self._buffered_inputs), window):
+                batches = self._buffered_inputs[start : start + window]
+                self._mark_tokens(batches, [batch.pop("rollout_entropies") for batch in batches])
+        elif args.entropy_source == "current" and args.entropy_scope == "batch" and self._step % window == 0:
+            start = self._step % args.steps_per_generation
+            batches = self._buffered_inputs[start : start + window]
+            self._mark_tokens(batches, [self._score_again(self.model, batch)[1] for batch in batches])
+        return inputs
+
+    def _mark_tokens(self, batches: list[dict[str, Any]], entropies: list[torch.Tensor]) -> None:
+        """Chooses tokens among micro-batches of all processes."""
+        mask = torch.cat([self._loss_mask(batch) for batch in batches])
+        weights = self._high_entropy_weights(torch.cat(entropies), mask)
+        for batch, part in zip(batches, weights.chunk(len(batches)), strict=True):
+            batch["high_entropy_weights"] = part
+
+    def _high_entropy_weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        args = self.args
+        options = {"ratio": args.top_entropy_quantile, "renormalize": args.entropy_renormalize}
+        if args.entropy_scope == "sequence":
+            return high_entropy_mask(entropies, mask, scope="sequence", **options)
+        weights = high_entropy_mask(self._gather_rows(entropies.detach()), self._gather_rows(mask), **options)
+        start = self.accelerator.process_index * len(mask)
+        return weights[start : start + len(mask), : mask.size(1)]
+
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        """
+        Weights of the tokens in the policy loss, as the arguments `entropy_*` say.
+
+        Args:
+            entropies (`torch.Tensor`):
+                Entropy at each token of the micro-batch, shape `(B, C)`.
+            mask (`torch.Tensor`):
+                1 on the tokens that count, shape `(B, C)`.
+            threshold (`float`):
+                1 minus `top_entropy_quantile`.
+
+        Returns:
+            `torch.Tensor`: The weights, 0 on tokens that aren't trained on, shape `(B, C)`.
+        """
+        args = self.args
+        if "high_entropy_weights" in self._inputs:
+            weights = self._inputs["high_entropy_weights"]
+        elif args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
+            weights = super().get_high_entropy_mask(entropies, mask, threshold)
+        else:
+            weights = self._high_entropy_weights(entropies, mask)
+        self._entropy_weights = weights
+        return weights
+
+    # Loss
+
+    def _compute_loss(self, model, inputs):
+        self._inputs, self._entropy_weights = inputs, 1.0
+        args = self.args
+        own_policy = args.loss_type in OWN_LOSS_TYPES
+        own_kl = self.beta != 0 and not args.kl_in_reward and (own_policy or args.kl_estimator != "k3")
+        overrides = {}
+        trl_inputs = inputs
+        if own_kl or args.kl_in_reward:
+            overrides["beta"] = 0.0
+        if own_policy:
+            # TRL's part is then the entropy bonus, the auxiliary loss and their metrics
+            overrides |= {"loss_type": "sapo", "beta": 0.0}
+            trl_inputs = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+            trl_inputs.pop("old_per_token_logps", None)
+        with self._overridden(**overrides):
+            loss = super()._compute_loss(model, trl_inputs)
+        logps = self._scores.pop()[0]
+        mask = self._loss_mask(inputs)
+        old_logps = inputs.get("old_per_token_logps")
+        old_logps = logps.detach() if old_logps is None else old_logps
+        if own_policy:
+            loss = loss + self._policy_loss(logps, old_logps, mask, inputs)
+        if own_kl:
+            loss = loss + self.beta * self._kl_loss(logps, old_logps, mask, inputs)
+        if args.kl_target is not None and self.model.training:
+            self._adapt_kl(logps, mask, inputs)
+        return loss
+
+    @contextmanager
+    def _overridden(self, **attributes):
+        saved = {name: getattr(self, name) for name in attributes}
+        self.__dict__.update(attributes)
+        try:
+            yield
+        finally:
+            self.__dict__.update(saved)
+
+    def _policy_loss(self, logps, old_logps, mask, inputs) -> torch.Tensor:
+        """A policy loss that TRL doesn't have, and its metrics."""
+        args = self.args
+        advantages = inputs["advantages"]
+        token_advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+        log_ratio = torch.where(mask.bool(), logps - old_logps, 0)
+        correction = inputs.get("importance_sampling_ratio", 1.0)
+        if self.off_policy_mask_threshold is not None:
+            correction = correction * self.get_off_policy_mask(
+                advantages=token_advantages,
+                per_token_logps=logps,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old_logps),
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        if args.loss_type == "gmpo":
+            if advantages.dim() == 2:
+                raise ValueError(
+                    "`loss_type='gmpo'` takes one advantage per completion; let the advantage estimator return (N,)."
+                )
+            low, high = -self.epsilon_low, self.epsilon_high
+            per_sequence = gmpo_loss(log_ratio, advantages, mask * self._entropy_weights, **clip)[:, None] * correction
+            loss = per_sequence.sum() / (len(mask) * self._accumulation())
+        else:
+            low, high = torch.log1p(torch.tensor([-self.epsilon_low, self.epsilon_high])).tolist()
+            if args.loss_type == "cpgd":
+                per_token = cpgd_loss(log_ratio, token_advantages, **clip)
+            else:
+                per_token = dual_clip_loss(log_ratio, token_advantages, **clip, delta=args.delta)
+            per_token = per_token * self._entropy_weights * correction
+            if args.loss_type == "cpgd":
+                # Like the KL divergence, the drift counts on all tokens
+                per_token = per_token + args.cpgd_drift_coef * policy_drift(logps, old_logps, args.cpgd_drift_clamp)
+            loss = self._aggregate(per_token, mask, inputs)
+
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if "policy_loss" in metrics:  # with an entropy bonus; TRL logged the loss of no advantages
+            metrics["policy_loss"][-1] = self.accelerator.gather(loss.detach()).mean().item()
+        low_clipped = (log_ratio < low) & (token_advantages < 0)
+        high_clipped = (log_ratio > high) & (token_advantages > 0)
+        for name, clipped in (("low", low_clipped), ("high", high_clipped), ("region", low_clipped | high_clipped)):
+            metrics[f"clip_ratio/{name}_mean"].append(self._token_mean(clipped.float(), mask))
+        for name, clipped, extreme in (("low_min", low_clipped, nanmin), ("high_max", high_clipped, nanmax)):
+            per_completion = (clipped * mask).sum(1) / mask.sum(1)
+            metrics[f"clip_ratio/{name}"].append(extreme(self.accelerator.gather(per_completion)).item())
+        return loss
+
+    def _kl_loss(self, logps, old_logps, mask, inputs) -> torch.Tensor:
+        """The KL term, without its coefficient, where it isn't TRL's own."""
+        args = self.args
+        kl = approx_kl(logps, inputs["ref_per_token_logps"], mask, args.kl_estimator)
+        # GMPO's is plain, as TRL's trainer for it has it
+        if args.kl_estimator == "k3" and args.use_bias_correction_kl and args.loss_type != "gmpo":
+            kl = kl * torch.where(mask.bool(), logps - old_logps, 0).exp()
+        self._metrics["train" if self.model.training else "eval"]["kl"].append(self._token_mean(kl, mask))
+        return self._aggregate(kl, mask, inputs)
+
+    def _aggregate(self, values, mask, inputs) -> torch.Tensor:
+        """Averages over tokens and completions with the denominators that TRL gives the loss type."""
+        loss_type, completions = self.args.loss_type, len(mask) * self._accumulation()
+        if loss_type in ("grpo", "sapo", "gmpo"):
+            return aggregate(values, mask, "seq-mean-token-mean", completions)
+        if loss_type == "luspo":
+            return aggregate(values, mask, "seq-mean-token-sum", completions)
+        if loss_type == "bnpo":
+            return aggregate(values, mask, "token-sum", mask.sum().clamp(min=1) * self._accumulation())
+        if loss_type == "dr_grpo":
+            return aggregate(values, mask, "token-sum", completions * self.max_completion_length)
+        tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        if self.model.training:  # of the generation batch, where it holds several optimizer steps
+            tokens = tokens * self._accumulation() / self.args.steps_per_generation
+        return aggregate(values, mask, "token-sum", tokens)
+
+    def _accumulation(self) -> int:
+        return self.current_gradient_accumulation_steps if self.model.training else 1
+
+    def _adapt_kl(self, logps, mask, inputs) -> None:
+        kl = approx_kl(logps.detach(), inputs["ref_per_token_logps"], mask, self.args.kl_estimator)
+        self._kl_window.append(torch.stack([kl.sum(), mask.sum().float(), mask.new_tensor(len(mask)).float()]))
+        if self.accelerator.sync_gradients:
+            window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
+            total, n_tokens, n_samples = window.tolist()
+            self._kl_controller.update(total / max(n_tokens, 1.0), int(n_samples))
+            self.beta = self._kl_controller.value
+            self._kl_window.clear()
+            self._metrics["train"]["kl_coef"].append(self.beta)
+
+    @staticmethod
+    def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
+        return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+
+    def _token_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
+        """Mean over the valid tokens of all processes."""
+        total = torch.stack([torch.where(mask.bool(), values.detach(), 0).sum(), mask.sum().float()])
+        total, count = self.accelerator.reduce(total, reduction="sum").tolist()
+        return total / max(count, 1.0)
+
+    # Checkpoints
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {
+            **super()._rollout_state(),
+            "kl_controller": self._kl_controller.state_dict(),
+            "reward_scale": self._reward_scale.state_dict(),
+            "replay": self._replay.state_dict(),
+            "surplus": self._surplus,
+            "n_extra_prompts": self._n_extra_prompts,
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        self._kl_controller.load_state_dict(state["kl_controller"])
+        self.beta = self._kl_controller.value
+        self._reward_scale.load_state_dict(state["reward_scale"])
+        self._replay.load_state_dict(state["replay"])
+        self._surplus = state["surplus"]
+        self._n_extra_prompts = state["n_extra_prompts"]

@@ -3,6 +3,7 @@
 
 import logging
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
@@ -24,6 +26,7 @@ from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_samples
 from ..rollout import generate_completions, trim_after_eos
+from .checkpoint import load_rollout_state, save_rollout_state
 from .fetch import FetchOnce
 from .reward_checks import checked_reward
 from .self_check import SelfCheck, run_self_check
@@ -43,6 +46,8 @@ class MultimodalMixin:
     Losses, metrics and the training loop stay TRL's: media are moved into the messages before TRL sees a row, and the
     packed forward hides behind TRL's function for log-probabilities, with the shapes TRL expects.
     """
+
+    _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
 
     def __init__(self, model, reward_funcs, args, processing_class=None, quantization_config=None, **kwargs):
         set_seed(args.seed)  # as TRL does before it loads a model
@@ -80,6 +85,8 @@ class MultimodalMixin:
 
         self._samples: list[EncodedPrompt] | None = None  # the prompts of the rows at hand
         self._packed: bool | None = None  # how the rows at hand are scored
+        self._scores: list[tuple] = []  # log-probabilities and entropies of the rows at hand, in the order of scoring
+        self._train_sampler = None
         self._apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
         self._share_prefill = True
         self._self_check: SelfCheck | None = None
@@ -148,6 +155,7 @@ class MultimodalMixin:
             self._refuse_media_where_unsupported(refs[0], {ref.kind for ref in refs})
         self._rows = inputs
         self._packed = None
+        self._scores.clear()
         try:
             output = super()._generate_and_score_completions(rows)
             # Prompts are logged as text: TRL's table can't hold media
@@ -201,21 +209,20 @@ class MultimodalMixin:
             self._run_self_check()
         return [sample.input_ids.tolist() for sample in samples], None, {}
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        if has_tool_images:
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
+        if kwargs.get("has_tool_images"):
             raise ValueError(
                 "A tool returned an image, which would be missing when its completion is scored; return text only."
             )
         samples = self._samples
-        if self.use_vllm:
-            if any(sample.images for sample in samples):
-                images = [sample.images or None for sample in samples]
-            return super()._generate_single_turn(prompt_ids, images, {}, num_generations, has_tool_images)
+        if self.use_vllm and any(sample.images for sample in samples):
+            images = [sample.images or None for sample in samples]
         # A tool loop asks for the continuation of longer ids, which no record knows; only text rows get there
-        if self.use_transformers_continuous_batching or prompt_ids != [s.input_ids.tolist() for s in samples]:
-            return super()._generate_single_turn(prompt_ids, images, {}, num_generations, has_tool_images)
-        completion_ids = self._sample_completions(samples, self.generation_config)
-        return trim_after_eos(completion_ids, self.eos_token_ids), None
+        unknown = prompt_ids != [sample.input_ids.tolist() for sample in samples]
+        if self.use_vllm or self.use_transformers_continuous_batching or unknown:
+            return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
+        completion_ids = trim_after_eos(self._sample_completions(samples, self.generation_config), self.eos_token_ids)
+        return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
     def _sample_completions(self, samples, generation_config):
         parts = split_samples(samples, self._apart)
@@ -262,7 +269,9 @@ class MultimodalMixin:
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Reward functions get the dataset's rows as they are, and what `rollout_func` added
         inputs = [{**original, **row} for row, original in zip(inputs, self._rows, strict=True)]
-        return super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)
+        rewards = super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)
+        self._rewards_per_func = rewards  # of all processes
+        return rewards
 
     # Update
 
@@ -306,18 +315,24 @@ class MultimodalMixin:
             packed = sum(packed_length(self._samples[part], lengths[part]) for part in slices)
             self._packed = self._can_pack and packed <= _WORTH_PACKING * padded
 
-    def _compute_loss(self, model, inputs):
+    @contextmanager
+    def _rows_at_hand(self, inputs):
         self._samples = inputs.get("encoded_prompts")
         self._packed = inputs["packed"][0] if self._samples is not None else None
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def _compute_loss(self, model, inputs):
+        self._scores.clear()
         head = self._unwrapped(model).get_output_embeddings()
         if isinstance(head, FSDPModule) and torch.is_grad_enabled():
             # TRL's fused head reads the weight of a module that never runs. What it gathers itself gets a gradient that
             # isn't reduced: each rank would train its rows of the head on its own samples alone.
             head.unshard()
-        try:
+        with self._rows_at_hand(inputs):
             return super()._compute_loss(model, inputs)
-        finally:
-            self._samples = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -331,7 +346,7 @@ class MultimodalMixin:
         **kwargs,
     ):
         if self._samples is None:  # `rollout_func` makes its own prompts
-            return super()._get_per_token_logps_and_entropies(
+            scores = super()._get_per_token_logps_and_entropies(
                 model,
                 input_ids,
                 attention_mask,
@@ -341,6 +356,8 @@ class MultimodalMixin:
                 compute_aux_loss=compute_aux_loss,
                 **kwargs,
             )
+            self._scores.append(scores[:2])
+            return scores
         completion_ids, completion_mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         self._choose_packing(completion_mask)
         parts = []
@@ -350,9 +367,12 @@ class MultimodalMixin:
                 self._score(model, self._samples[part], completion_ids[part], completion_mask[part], compute_aux_loss)
             )
         logps, entropies, aux_losses = zip(*parts, strict=True)
+        logps = torch.cat(logps)
+        entropies = None if entropies[0] is None else torch.cat(entropies)
+        self._scores.append((logps, entropies))
         return (
-            torch.cat(logps),
-            torch.cat(entropies) if compute_entropy else None,
+            logps,
+            entropies if compute_entropy else None,
             torch.stack(aux_losses).mean() if compute_aux_loss else None,
         )
 
@@ -408,6 +428,61 @@ class MultimodalMixin:
             card = Path(self.args.output_dir) / "README.md"
             card.write_text(f"{card.read_text()}\n\n## Self-check\n\n`{self._self_check}`\n")
 
+    def _get_train_sampler(self, dataset=None):
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _init_training_state(self, *args, **kwargs):
+        epochs_trained, steps_trained = super()._init_training_state(*args, **kwargs)
+        # TRL's sampler draws one order after the other, and `Trainer` skips steps within an epoch only
+        if self._train_sampler is not None and self.shuffle_dataset:
+            for _ in range(epochs_trained):
+                torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
+        return epochs_trained, steps_trained
+
+    def _rollout_state(self) -> dict[str, Any]:
+        """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
+        reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        return {
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs if reused else None,
+            "metrics": dict(self._metrics["train"]),
+            "self_check": None if self._self_check is None else asdict(self._self_check),
+            "apart": self._apart,
+            "can_pack": self._can_pack,
+            "share_prefill": self._share_prefill,
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        if state["buffered_inputs"] is not None:
+            self._buffered_inputs = [
+                {name: _to_device(value, self.accelerator.device) for name, value in batch.items()}
+                for batch in state["buffered_inputs"]
+            ]
+        self._metrics["train"].update(state["metrics"])
+        self._self_check = None if state["self_check"] is None else SelfCheck(**state["self_check"])
+        self._apart, self._can_pack = state["apart"], state["can_pack"]
+        self._share_prefill = state["share_prefill"]
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        state = load_rollout_state(checkpoint, self.accelerator.process_index)
+        if state is None:
+            logger.warning(
+                f"{checkpoint} has no state of the rollouts of process {self.accelerator.process_index}; the run goes on "
+                "with new completions."
+            )
+        else:
+            self._load_rollout_state(state)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._reload_weights(resume_from_checkpoint)
@@ -424,6 +499,11 @@ class MultimodalMixin:
             return
         saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
         model.load_state_dict(saved.state_dict())
+
+
+def _to_device(value, device):
+    """Moves tensors; lists of prompts stay where they are."""
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _reorder(value, order: list[int]):
@@ -452,9 +532,11 @@ def _no_warning_about_init_kwargs(active: bool):
     def keep(record):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
-    trl_logger.addFilter(keep)
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo")]
+    for trl_logger in loggers:
+        trl_logger.addFilter(keep)
     try:
         yield
     finally:
-        trl_logger.removeFilter(keep)
+        for trl_logger in loggers:
+            trl_logger.removeFilter(keep)

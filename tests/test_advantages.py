@@ -1,0 +1,499 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Advantages and rewards: numbers worked out by hand, slow loops, TRL's formulas, and what must not matter."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.utils import nanstd
+
+from trl_multimodal_rft.algorithms.advantages import (
+    clip_filter_like_weights,
+    cpgd,
+    cumulative_returns,
+    dr_grpo,
+    estimate_advantages,
+    gae,
+    group_norm,
+    place_rewards,
+    reinforce,
+    reinforce_baseline,
+    rloo,
+    whiten,
+)
+from trl_multimodal_rft.algorithms.rewards import RunningScale
+
+
+NAN, INF = math.nan, math.inf
+properties = settings(max_examples=50, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def tensor(values, **options):
+    return torch.tensor(values, **{"dtype": torch.float64, **options})
+
+
+# Estimators of one advantage per sample. The references take lists: rewards, groups, lengths.
+
+
+def slow_groups(rewards, ids):
+    """For each sample the scorable rewards of its group, or nothing where there is no signal."""
+    result = []
+    for reward, own in zip(rewards, ids, strict=True):
+        group = [r for r, g in zip(rewards, ids, strict=True) if g == own and not math.isnan(r)]
+        signal = len(group) > 1 and max(group) > min(group) and not math.isnan(reward)
+        result.append(group if signal else [])
+    return result
+
+
+def slow(formula):
+    """Of a formula of the reward, the rewards of its group, all rewards, and the groups per group with signal."""
+
+    def advantages(rewards, ids, lengths):
+        groups = slow_groups(rewards, ids)
+        scorable = [r for r in rewards if not math.isnan(r)]
+        live = {g for g, group in zip(ids, groups, strict=True) if group}
+        share = len(set(ids)) / max(len(live), 1)
+        return [formula(r, g, scorable, share) if g else 0.0 for r, g in zip(rewards, groups, strict=True)]
+
+    return advantages
+
+
+def leave_one_out(reward, group, *_):
+    others = list(group)
+    others.remove(reward)
+    return reward - statistics.mean(others)
+
+
+def centred(reward, group, *_):
+    return reward - statistics.mean(group)
+
+
+def slow_whiten(values, weights):
+    total = sum(weights) or 1
+    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / total
+    std = math.sqrt(sum(w * (v - mean) ** 2 for v, w in zip(values, weights, strict=True)) / total)
+    return [(v - mean) / std if std > 1e-6 else 0.0 for v in values]
+
+
+def slow_reinforce_baseline(level):
+    def advantages(rewards, ids, lengths):
+        groups = slow_groups(rewards, ids)
+        values = [centred(r, g) if g else 0.0 for r, g in zip(rewards, groups, strict=True)]
+        weights = [
+            0 if math.isnan(r) else (n if level == "token" else 1) for r, n in zip(rewards, lengths, strict=True)
+        ]
+        return [w if g else 0.0 for w, g in zip(slow_whiten(values, weights), groups, strict=True)]
+
+    return advantages
+
+
+GROUP_CASES = {
+    "group_norm": (
+        lambda r, g, m: group_norm(r, g),
+        slow(lambda r, group, *_: centred(r, group) / (statistics.stdev(group) + 1e-4)),
+    ),
+    "group_norm batch": (
+        lambda r, g, m: group_norm(r, g, scale="batch"),
+        slow(lambda r, group, scorable, _: centred(r, group) / (statistics.stdev(scorable) + 1e-4)),
+    ),
+    "dr_grpo": (lambda r, g, m: dr_grpo(r, g), slow(centred)),
+    "rloo": (lambda r, g, m: rloo(r, g), slow(leave_one_out)),
+    "cpgd none": (lambda r, g, m: cpgd(r, g, weight="none"), slow(centred)),
+    "cpgd std": (
+        lambda r, g, m: cpgd(r, g, weight="std"),
+        slow(lambda r, group, *_: centred(r, group) / (statistics.pstdev(group) + 1e-6)),
+    ),
+    "cpgd clip_filter_like": (
+        lambda r, g, m: cpgd(r, g),
+        slow(lambda r, group, _, share: centred(r, group) * min(share, 3)),
+    ),
+    "reinforce_baseline token": (reinforce_baseline, slow_reinforce_baseline("token")),
+    "reinforce_baseline sequence": (
+        lambda r, g, m: reinforce_baseline(r, g, m, norm_level="sequence"),
+        slow_reinforce_baseline("sequence"),
+    ),
+}
+every_group_estimator = pytest.mark.parametrize("name", GROUP_CASES)
+
+on_grid = st.integers(-20, 20).map(lambda x: x / 10)
+batches = st.lists(st.tuples(on_grid | st.just(NAN), st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=14)
+
+
+def unpack(samples):
+    rewards, ids, lengths = zip(*samples, strict=True)
+    return tensor(rewards), torch.tensor(ids), torch.arange(5) < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize(
+    "name, live, other",
+    [
+        ("group_norm", 0.865875, [1.224595, -1.224595, 0, 0]),
+        ("rloo", 0.666667, [1.333333, -1.333333, 0, 0]),
+        ("dr_grpo", 0.5, [1, -1, 0, 0]),
+        ("reinforce_baseline sequence", 1, [2, -2, 0, 0]),
+        ("cpgd none", 0.5, [1, -1, 0, 0]),
+        ("cpgd std", 0.999998, [1.414212, -1.414212, 0, 0]),
+        ("cpgd clip_filter_like", 0.75, [1.5, -1.5, 0, 0]),
+    ],
+)
+def test_group_estimator_golden(name, live, other):
+    rewards = tensor([1, 0, 0, 1, *[0.1] * 4, 2, 0, 1, 1], dtype=torch.float32)
+    result = GROUP_CASES[name][0](rewards, torch.arange(12) // 4, torch.ones(12, 3))
+    assert result.dtype == torch.float32
+    assert_close(result, tensor([live, -live, -live, live, 0, 0, 0, 0, *other]).float(), rtol=0, atol=1e-6)
+
+
+@every_group_estimator
+@properties
+@given(samples=batches)
+def test_group_estimator_equals_loop(name, samples):
+    fast, reference = GROUP_CASES[name]
+    assert_close(fast(*unpack(samples)), tensor(reference(*zip(*samples, strict=True))), rtol=1e-9, atol=1e-9)
+
+
+@every_group_estimator
+@properties
+@given(samples=batches, data=st.data())
+def test_neither_order_nor_group_names_matter(name, samples, data):
+    """What ranks contribute when they gather is a permutation, in which groups may straddle ranks."""
+    rewards, ids, mask = unpack(samples)
+    order = torch.tensor(data.draw(st.permutations(range(len(samples)))))
+    names = torch.tensor(data.draw(st.lists(st.integers(-(2**60), 2**60), min_size=4, max_size=4, unique=True)))
+    estimate = GROUP_CASES[name][0]
+    expected = estimate(rewards, ids, mask)[order]
+    assert_close(estimate(rewards[order], names[ids[order]], mask[order]), expected, rtol=1e-9, atol=1e-9)
+
+
+@every_group_estimator
+@properties
+@given(samples=batches, data=st.data())
+def test_unscorable_sample_counts_as_absent(name, samples, data):
+    rewards, ids, mask = unpack(samples)
+    unscorable = torch.tensor(data.draw(st.lists(st.sampled_from(ids.tolist()), min_size=1, max_size=4)))
+    n, estimate = len(unscorable), GROUP_CASES[name][0]
+    more = (tensor([NAN] * n), unscorable, torch.ones(n, 5, dtype=torch.bool))
+    result = estimate(*(torch.cat(pair) for pair in zip(more, (rewards, ids, mask), strict=True)))
+    assert (result[:n] == 0).all()
+    assert_close(result[n:], estimate(rewards, ids, mask), rtol=1e-9, atol=1e-9)
+
+
+@every_group_estimator
+@pytest.mark.parametrize("constant", [0.1, 0.3, 0.7, 0.9, 1 / 3])
+def test_constant_group_gets_exactly_0(name, constant):
+    """Beside a group with signal, with unequal lengths, and as the same reward comes from sums in other orders."""
+    for n in range(2, 17):
+        rewards = tensor([1, 0, *[constant] * n], dtype=torch.float32)
+        rewards[-1] = rewards[-1] + 0.6 - 0.6
+        ids = torch.tensor([0, 0, *[1] * n])
+        mask = torch.arange(20) < torch.arange(1, n + 3)[:, None]
+        result = GROUP_CASES[name][0](rewards, ids, mask)
+        assert (result[2:] == 0).all()
+        assert result[0] > 0 > result[1]
+
+
+@every_group_estimator
+def test_group_of_one_gets_0(name):
+    rewards = tensor([5, 5, NAN, 1, 0])
+    result = GROUP_CASES[name][0](rewards, torch.tensor([0, 1, 1, 2, 2]), torch.ones(5, 2))
+    assert (result[:3] == 0).all() and (result[3:] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "live, options, expected",
+    [
+        ([1, 0, 0, 1], {}, [2, 1, 1, 2]),
+        ([0, 0, 0, 0], {}, [1, 1, 1, 1]),
+        ([1, 0, 0, 1], {"clip": 1.5}, [1.5, 1, 1, 1.5]),
+        ([1, 0, 0, 0], {}, [3, 1, 1, 1]),
+        ([1, 0, 0, 1], {"dead_weight": 0.0}, [2, 0, 0, 2]),
+        ([1, 1], {}, [1, 1]),
+    ],
+)
+def test_clip_filter_like_weights_golden(live, options, expected):
+    assert clip_filter_like_weights(torch.tensor(live).bool(), **options).tolist() == expected
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("unscorable", [0.0, 0.4])
+def test_group_norm_equals_trl(scale, unscorable):
+    torch.manual_seed(0)
+    n, rewards = 4, torch.randn(32)
+    rewards[torch.rand(32) < unscorable] = NAN
+    groups = rewards.view(-1, n)
+    advantages = rewards - groups.nanmean(1).repeat_interleave(n)
+    if scale != "none":
+        std = nanstd(rewards) if scale == "batch" else nanstd(groups, dim=1).repeat_interleave(n)
+        advantages = advantages / (std + 1e-4)
+    assert_close(group_norm(rewards, torch.arange(32) // n, scale=scale), advantages.nan_to_num(0.0))
+
+
+def test_rloo_with_kl_equals_trl():
+    torch.manual_seed(0)
+    n, beta = 4, 0.05
+    rewards, old, ref, mask = torch.randn(16), torch.randn(16, 6), torch.randn(16, 6), torch.rand(16, 6) < 0.8
+    rewards[[1, 4, 5, 6]] = NAN
+    penalised = rewards - beta * ((old - ref) * mask).sum(-1)
+    groups = penalised.view(-1, n)
+    others = (~groups.isnan()).sum(1, keepdim=True) - 1
+    advantages = penalised - ((groups.nansum(1, keepdim=True) - groups) / others).view(-1)
+    result = estimate_advantages(
+        "rloo",
+        rewards=rewards,
+        rewards_per_func=rewards[:, None],
+        group_ids=torch.arange(16) // n,
+        mask=mask,
+        old_logps=old.masked_fill(~mask, -INF),
+        ref_logps=ref.masked_fill(~mask, -INF),
+        kl_coef=beta,
+    )
+    assert_close(result, advantages.nan_to_num(0.0))
+
+
+# Functions of tokens. The references take the valid tokens of each row only, as lists: wherever padding and gaps are,
+# and whatever they hold, makes no difference.
+
+
+def slow_returns(rewards, gamma):
+    return [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+
+def slow_gae(rewards, values, after, gamma=0.9, lam=0.8):
+    states = [*values, after]
+    deltas = [r + gamma * states[t + 1] - states[t] for t, r in enumerate(rewards)]
+    return slow_returns(deltas, gamma * lam)
+
+
+def slow_place(tokens, reward):
+    return [0.0] * (len(tokens) - 1) + [reward] if tokens else []
+
+
+def slow_whiten_rows(rows, absent=()):
+    flat = [x for i, row in enumerate(rows) for x in row if i not in absent]
+    whitened = iter(slow_whiten(flat, [1] * len(flat)))
+    return [[0.0 if i in absent else next(whitened) for _ in row] for i, row in enumerate(rows)]
+
+
+def slow_reinforce(kls, rewards):
+    absent = [i for i, reward in enumerate(rewards) if math.isnan(reward)]
+    placed = [slow_place(kl, reward) for kl, reward in zip(kls, rewards, strict=True)]
+    penalised = [[r - 0.1 * k for r, k in zip(*row, strict=True)] for row in zip(placed, kls, strict=True)]
+    return slow_whiten_rows([slow_returns(row, 1) for row in penalised], absent)
+
+
+TOKEN_CASES = {
+    "cumulative_returns": (
+        lambda x, y, row, m: cumulative_returns(x, m, 0.9),
+        lambda xs, ys, row: [slow_returns(x, 0.9) for x in xs],
+    ),
+    "gae": (
+        lambda x, y, row, m: gae(x, y, m, gamma=0.9, lam=0.8)[0],
+        lambda xs, ys, row: [slow_gae(x, y, 0.0) for x, y in zip(xs, ys, strict=True)],
+    ),
+    "gae returns, bootstrapped": (
+        lambda x, y, row, m: gae(x, y, m, gamma=0.9, lam=0.8, bootstrap=row)[1],
+        lambda xs, ys, row: [
+            [a + v for a, v in zip(slow_gae(x, y, b), y, strict=True)] for x, y, b in zip(xs, ys, row, strict=True)
+        ],
+    ),
+    "place_rewards": (
+        lambda x, y, row, m: place_rewards(row, m),
+        lambda xs, ys, row: [slow_place(x, r) for x, r in zip(xs, row, strict=True)],
+    ),
+    "whiten": (lambda x, y, row, m: whiten(x, m), lambda xs, ys, row: slow_whiten_rows(xs)),
+    "reinforce": (lambda x, y, row, m: reinforce(row, m, x, 0.1), lambda xs, ys, row: slow_reinforce(xs, row)),
+    "reinforce, one unscorable": (
+        lambda x, y, row, m: reinforce(torch.cat([tensor([NAN]), row[1:]]), m, x, 0.1),
+        lambda xs, ys, row: slow_reinforce(xs, [NAN, *row[1:]]),
+    ),
+}
+
+
+def random_mask(layout, generator, rows, width):
+    lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+    if layout == "gaps":
+        return torch.rand(rows, width, generator=generator) < 0.7
+    steps = torch.arange(width)
+    return steps < lengths if layout == "right" else steps >= width - lengths
+
+
+@pytest.mark.parametrize("name", TOKEN_CASES)
+@pytest.mark.parametrize("layout", ["left", "right", "gaps"])
+@properties
+@given(seed=seeds, rows=st.integers(1, 5), width=st.sampled_from([1, 2, 5, 9, 63, 64, 65, 130]))
+def test_token_function_equals_loop_wherever_tokens_stand(name, layout, seed, rows, width):
+    generator = torch.Generator().manual_seed(seed)
+    mask = random_mask(layout, generator, rows, width)
+    # On a grid, so that ties occur
+    sizes = [mask.shape, mask.shape, (rows,)]
+    x, y, row = (torch.randint(-10, 11, size, generator=generator).double() / 10 for size in sizes)
+    garbage = tensor([NAN, INF, -INF, 1e30])[torch.randint(0, 4, mask.shape, generator=generator)]
+    fast, reference = TOKEN_CASES[name]
+    result = fast(torch.where(mask, x, garbage), torch.where(mask, y, garbage.flip(1)), row, mask)
+    tokens = [[v[m].tolist() for v, m in zip(values, mask, strict=True)] for values in (x, y)]
+    assert (result[~mask] == 0).all()
+    assert_close(result[mask], tensor(sum(reference(*tokens, row.tolist()), [])), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options, advantages, returns",
+    [
+        ({"gamma": 0.9, "lam": 0.95}, [0.260568, 0.4685, 0.7], [0.760568, 0.8685, 1.0]),
+        ({"gamma": 1.0, "lam": 1.0}, [0.5, 0.6, 0.7], [1, 1, 1]),
+        ({"gamma": 0.9, "lam": 0.95, "bootstrap": tensor([0.2])}, [0.392152, 0.6224, 0.88], [0.892152, 1.0224, 1.18]),
+    ],
+)
+def test_gae_golden(options, advantages, returns):
+    result = gae(tensor([[0, 0, 1]]), tensor([[0.5, 0.4, 0.3]]), torch.ones(1, 3), **options)
+    assert_close(result, (tensor([advantages]), tensor([returns])), rtol=0, atol=1e-6)
+
+
+def test_gap_is_no_step_of_gae():
+    ones = torch.ones(1, 4)
+    advantages, returns = gae(tensor([[0, 0, 0, 1]], dtype=torch.float32), ones, tensor([[1, 0, 0, 1]]))
+    assert advantages.tolist() == [[0, 0, 0, 0]] and returns.tolist() == [[1, 0, 0, 1]]
+
+
+def test_reinforce_golden():
+    kl = tensor([[0.1, 0.2, 0.3], [0, 0.1, 0]])
+    result = reinforce(tensor([1, 0]), tensor([[1, 1, 1], [1, 1, 0]]), kl, 0.1)
+    assert_close(result, tensor([[0.788079, 0.809264, 0.851634], [-1.224488, -1.224488, 0]]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("constant", [0.1, 1 / 3])
+def test_reinforce_of_equal_rewards_is_exactly_0(constant):
+    mask = torch.arange(9) < torch.arange(1, 8)[:, None]
+    assert (reinforce(torch.full((7,), constant), mask) == 0).all()
+
+
+def test_float32_is_whitened_in_float64():
+    values, mask = 1e4 + torch.arange(200.0).view(4, 50) / 100, torch.ones(4, 50)
+    assert_close(whiten(values, mask).double(), whiten(values.double(), mask), rtol=0, atol=1e-5)
+
+
+# `estimate_advantages`
+
+
+def rollout():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "rewards": torch.rand(8, generator=generator),
+        "rewards_per_func": torch.rand(8, 3, generator=generator),
+        "group_ids": torch.tensor([0, 0, 1, 1, 1, 2, 2, 3]),  # the last group has no signal
+        "mask": torch.arange(5) < torch.arange(1, 9)[:, None],
+        "old_logps": torch.randn(8, 5, generator=generator),
+        "ref_logps": torch.randn(8, 5, generator=generator),
+    }
+
+
+OPTIONS = {
+    "group_norm": [{"scale": scale} for scale in ["group", "batch", "none"]],
+    "cpgd": [{"weight": weight} for weight in ["none", "std", "clip_filter_like"]],
+    "reinforce_baseline": [{"norm_level": level} for level in ["token", "sequence"]],
+    "rloo": [{}],
+    "dr_grpo": [{}],
+}
+
+
+@pytest.mark.parametrize("estimator, options", [(name, o) for name, choices in OPTIONS.items() for o in choices])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+def test_options_reach_the_estimator(estimator, options, kl_coef):
+    function = {f.__name__: f for f in (group_norm, cpgd, reinforce_baseline, rloo, dr_grpo)}[estimator]
+    inputs = rollout()
+    kl = torch.where(inputs["mask"], inputs["old_logps"] - inputs["ref_logps"], 0).sum(1)
+    arguments = [inputs["rewards"] - kl_coef * kl, inputs["group_ids"]]
+    if estimator == "reinforce_baseline":
+        arguments.append(inputs["mask"])
+    result = estimate_advantages(estimator, **inputs, kl_coef=kl_coef, **options)
+    assert_close(result, function(*arguments, **options))
+    for other in OPTIONS[estimator]:
+        different = estimate_advantages(estimator, **inputs, kl_coef=kl_coef, **other)
+        assert torch.equal(result, different) == (other == options)
+
+
+def test_penalty_of_reinforce_is_per_token():
+    inputs = rollout()
+    kl = inputs["old_logps"] - inputs["ref_logps"]
+    result = estimate_advantages("reinforce", **inputs, kl_coef=0.2)
+    assert_close(result, reinforce(inputs["rewards"], inputs["mask"], kl, 0.2))
+    assert not torch.allclose(result, estimate_advantages("reinforce", **inputs))
+
+
+def test_function_of_the_user_takes_the_six_tensors():
+    inputs, received = rollout(), {}
+    inputs["rewards"][1] = NAN
+
+    def estimator(**tensors):
+        received.update(tensors)
+        return torch.full((8, 5), INF).masked_fill(inputs["mask"] & ~inputs["rewards"].isnan()[:, None], 2.0)
+
+    result = estimate_advantages(estimator, **inputs, kl_coef=0.3)
+    assert received.keys() == inputs.keys() and all(received[name] is inputs[name] for name in inputs)
+    expected = 2.0 * inputs["mask"]
+    expected[1] = 0
+    assert torch.equal(result, expected)
+    assert torch.equal(estimate_advantages(lambda rewards, **_: rewards, **inputs), inputs["rewards"].nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (torch.ones(8, 4), r"'doubtful' returned \(8, 4\).*\(8,\) or \(8, 5\)"),
+        (torch.ones(7), r"'doubtful' returned \(7,\)"),
+        ([0.0] * 8, "'doubtful' returned list"),
+        (tensor([0, 0, 0, NAN, 0, 0, 0, 0]), "'doubtful' returned a value that isn't finite for sample 3"),
+        (torch.full((8, 5), INF), "'doubtful' returned a value that isn't finite for sample 0"),
+    ],
+)
+def test_function_of_the_user_is_checked(value, message):
+    def doubtful(**tensors):
+        return value
+
+    with pytest.raises(ValueError, match=message):
+        estimate_advantages(doubtful, **rollout())
+
+
+@pytest.mark.parametrize("name", ["gae", "unknown"])
+def test_unknown_estimator_raises(name):
+    with pytest.raises(ValueError, match=name):
+        estimate_advantages(name, **rollout())
+
+
+# Rewards
+
+
+def test_soft_overlong_golden():
+    punish = get_soft_overlong_punishment(1024, 128)
+    assert punish([[1] * n for n in (896, 897, 960, 1024, 1025)]) == [0, -0.0078125, -0.5, -1, -1]
+
+
+@properties
+@given(rewards=st.lists(st.lists(on_grid | st.just(NAN), max_size=6), max_size=6), resume=st.integers(0, 6))
+def test_running_scale_does_not_depend_on_updates(rewards, resume):
+    scale = RunningScale()
+    for i, update in enumerate(rewards):
+        if i == resume:
+            state, scale = scale.state_dict(), RunningScale()
+            scale.load_state_dict(state)
+        scale.update(tensor(update))
+    scorable = [r for r in sum(rewards, []) if not math.isnan(r)]
+    assert scale.count == len(scorable)
+    if len(set(scorable)) > 1:
+        assert scale.std == pytest.approx(statistics.stdev(scorable))
+        assert scale.mean == pytest.approx(statistics.mean(scorable), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("constant", [0.1, 0.3, 0.7, 0.9, 1 / 3])
+def test_running_scale_of_equal_rewards_is_1(constant, dtype):
+    for n in range(1, 17):
+        scale = RunningScale()
+        assert scale.std == 1
+        for _ in range(5):
+            scale.update(torch.full((n,), constant, dtype=dtype))
+            assert scale.std == 1

@@ -1,0 +1,375 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Losses, KL, entropy mask: numbers worked out by hand, TRL's formulas, expectations over all of a small vocabulary."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
+from trl_multimodal_rft.algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
+from trl_multimodal_rft.algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
+
+
+NAN, INF = math.nan, math.inf
+MODES = ["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+EPSILON = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+properties = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def tensor(values, **options):
+    return torch.tensor(values, **{"dtype": torch.float64, **options})
+
+
+def gradient(function, x):
+    """Value and gradient of a scalar function."""
+    x = x.detach().clone().requires_grad_()
+    value = function(x)
+    return value.detach(), torch.autograd.grad(value, x)[0]
+
+
+# Policy losses. The third token of the second completion is padding.
+
+LOG_RATIO = tensor([[1.5, 0.5, 1.1], [4, 0.9, 1]]).log()
+ADVANTAGES = tensor([1, -1])
+MASK = tensor([[1, 1, 1], [1, 1, 0]])
+
+# Functions of log-ratio and advantages
+LOSSES = {
+    "ppo": lambda x, a: dual_clip_loss(x, a[:, None], **EPSILON, delta=INF),
+    "clip-higher": lambda x, a: dual_clip_loss(x, a[:, None], epsilon_low=0.2, epsilon_high=0.28, delta=INF),
+    "dual clip": lambda x, a: dual_clip_loss(x, a[:, None], **EPSILON, delta=3.0),
+    "cpgd": lambda x, a: cpgd_loss(x, a[:, None], **EPSILON),
+    "policy drift": lambda x, a: policy_drift(x, torch.zeros_like(x), clamp=2.0),
+}
+
+
+@pytest.mark.parametrize(
+    "name, tokens, aggregated",
+    [
+        ("ppo", [-1.2, -0.5, -1.1, 4, 0.9], [0.758333, 0.42, 0.2625]),
+        ("clip-higher", [-1.28, -0.5, -1.1, 4, 0.9], [0.745, 0.404, 0.2525]),
+        ("dual clip", [-1.2, -0.5, -1.1, 3, 0.9], [0.508333, 0.22, 0.1375]),
+        ("cpgd", [-0.182322, 0.693147, -0.09531, 1.386294, -0.105361], [0.389486, 0.33929, 0.212056]),
+    ],
+)
+def test_token_loss_golden(name, tokens, aggregated):
+    loss = LOSSES[name](LOG_RATIO, ADVANTAGES)
+    assert_close(loss[MASK.bool()], tensor(tokens), rtol=0, atol=1e-6)
+    # A constant of 4 tokens for each of 2 completions
+    results = [aggregate(loss, MASK, "seq-mean-token-mean", 2)]
+    results += [aggregate(loss, MASK, "token-sum", n) for n in (MASK.sum(), 2 * 4)]
+    assert_close(torch.stack(results), tensor(aggregated), rtol=0, atol=1e-6)
+    assert_close(aggregate(loss, MASK, "seq-mean-token-sum", 2), loss[MASK.bool()].sum() / 2)
+
+
+def test_gmpo_golden():
+    loss = gmpo_loss(LOG_RATIO, ADVANTAGES, MASK, epsilon_low=0.4, epsilon_high=0.4)
+    assert_close(loss, tensor([-0.936182, 1.897367]), rtol=0, atol=1e-6)
+    assert_close(loss.mean(), tensor(0.480592), rtol=0, atol=1e-6)
+
+
+def trl_loss(log_ratio, advantages, epsilon_low, epsilon_high, delta):
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    return -torch.min(ratio.clamp(max=delta) * advantages, clipped * advantages)
+
+
+def trl_gmpo_loss(log_ratio, advantages, mask, epsilon_low, epsilon_high):
+    clamped = log_ratio.clamp(-epsilon_low, epsilon_high)
+    one_sided = torch.where(
+        advantages[:, None] > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
+    )
+    return -((one_sided * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).exp() * advantages
+
+
+@pytest.mark.parametrize("token_advantages", [False, True])
+@pytest.mark.parametrize("delta", [1.3, 3.0])
+def test_dual_clip_equals_trl_two_sided_clip(delta, token_advantages):
+    torch.manual_seed(0)
+    log_ratio = torch.linspace(-2, 3, 4000, dtype=torch.float64).view(40, 100)
+    advantages = torch.randn(40, 100 if token_advantages else 1, dtype=torch.float64)
+    advantages[0] = 0
+    options = {"epsilon_low": 0.1, "epsilon_high": 0.28, "delta": delta}
+    ours, theirs = (
+        gradient(lambda x, loss=loss: loss(x, advantages, **options).sum(), log_ratio)
+        for loss in (dual_clip_loss, trl_loss)
+    )
+    assert_close(ours, theirs)
+
+
+def test_gmpo_equals_trl():
+    torch.manual_seed(0)
+    log_ratio, advantages = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
+    mask = (torch.rand(50, 7) < 0.7).double()
+    mask[0], mask[1, :3] = 0, 2.5  # also weights, as the entropy mask gives
+    ours, theirs = (
+        gradient(lambda x, f=f: f(x, advantages, mask, epsilon_low=0.3, epsilon_high=0.4).mean(), log_ratio)
+        for f in (gmpo_loss, trl_gmpo_loss)
+    )
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_exploding_ratio_leaves_finite_gradients(advantage):
+    loss, grad = gradient(
+        lambda x: LOSSES["dual clip"](x, tensor([advantage])).sum(), tensor([[100, 1000, 0]], dtype=torch.float32)
+    )
+    assert loss.isfinite() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
+    """Beyond it there is none, but only in the direction in which the advantage pushes."""
+    low, high = math.log(0.9), math.log(1.3)
+    log_ratio = tensor([[low - 3, low - 0.01, low + 0.01, 0, high - 0.01, high + 0.01, high + 3]])
+    moves = log_ratio < high if advantage > 0 else log_ratio > low
+    grad = gradient(lambda x: cpgd_loss(x, tensor([[advantage]]), epsilon_low=0.1, epsilon_high=0.3).sum(), log_ratio)[
+        1
+    ]
+    assert torch.equal(grad, torch.where(moves, tensor(-advantage), 0))
+
+
+def test_policy_drift_gradient():
+    """The ratio minus 1, clamped above only; without the clamp that of KL(old policy, policy) on average."""
+    old_logps = tensor([[-3, -2, -1, -4]])
+    ratio = tensor([[0.1, 0.9, 1.5, 40]])
+    grad = gradient(lambda x: policy_drift(x, old_logps, clamp=2.0).sum(), old_logps + ratio.log())[1]
+    assert_close(grad, tensor([[-0.9, -0.1, 0.5, 2.0]]))
+
+    def drift(logits):
+        return (REF_LOGPS.exp() * policy_drift(logits.log_softmax(0), REF_LOGPS, clamp=INF)).sum()
+
+    assert_close(gradient(drift, LOGITS)[1], divergence_gradients()[1])
+
+
+# Averages of losses
+
+
+def random_losses(seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(9, 6, generator=generator) < 0.6).double()
+    mask[0] = 0
+    return torch.randn(9, 6, generator=generator).double(), mask
+
+
+@pytest.mark.parametrize("mode", MODES)
+@properties
+@given(seed=st.integers(0, 2**32 - 1), cuts=st.lists(st.integers(0, 9), max_size=4), data=st.data())
+def test_aggregate_does_not_depend_on_micro_batches(mode, seed, cuts, data):
+    values, mask = random_losses(seed)
+    parts = torch.tensor(data.draw(st.permutations(range(9)))).tensor_split(sorted(cuts))
+    denominator = 7.0 if mode == "token-sum" else 9
+
+    def split(x):
+        return sum(aggregate(x[part], mask[part], mode, denominator) for part in parts)
+
+    rows = [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
+    lengths = [max(len(row), 1) if mode == "seq-mean-token-mean" else 1 for row in rows]
+    value, grad = gradient(split, values)
+    assert_close(value, tensor(sum(sum(row) / n for row, n in zip(rows, lengths, strict=True)) / denominator))
+    assert_close(grad, mask / tensor(lengths)[:, None] / denominator)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_completion_without_tokens_adds_nothing(mode, name):
+    mask = tensor([[0, 0, 0], [1, 0, 1]])
+
+    def loss(x, rows=slice(None)):
+        return aggregate(LOSSES[name](x, ADVANTAGES)[rows], mask[rows], mode, 2)
+
+    assert_close(gradient(loss, LOG_RATIO), gradient(lambda x: loss(x, slice(1, 2)), LOG_RATIO))
+    value, grad = gradient(lambda x: loss(x, slice(1)), LOG_RATIO)
+    assert value == 0 and (grad == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregate_ignores_what_is_masked(mode):
+    mask = tensor([[1, 0, 0], [0, 0, 0]])
+    value, grad = gradient(lambda x: aggregate(x, mask, mode, 2), tensor([[3, NAN, INF], [-INF, NAN, 1e30]]))
+    assert value == 1.5 and torch.equal(grad, mask / 2)
+
+
+def test_gmpo_of_completion_without_tokens_has_no_gradient():
+    grad = gradient(lambda x: gmpo_loss(x, ADVANTAGES, 0 * MASK, epsilon_low=0.4, epsilon_high=0.4).sum(), LOG_RATIO)[
+        1
+    ]
+    assert (grad == 0).all()
+
+
+# KL divergence
+
+
+@pytest.mark.parametrize(
+    "estimator, expected", [("k1", [0.5, -1]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])]
+)
+def test_kl_golden_beside_padding(estimator, expected):
+    logps, ref_logps = tensor([[-INF, -1, -3, NAN, -2]]), tensor([[-INF, -1.5, -2, -1, INF]])
+    mask = tensor([[0, 1, 1, 0, 0]])
+    kl, grad = gradient(lambda x: approx_kl(x, ref_logps, mask, estimator).sum(), logps)
+    result = approx_kl(logps, ref_logps, mask, estimator)
+    assert_close(result, tensor([[0, *expected, 0, 0]]), rtol=0, atol=1e-6)
+    assert kl.isfinite() and grad.isfinite().all() and (grad[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("d", [-200.0, 200.0])
+def test_k3_is_finite(d):
+    value, grad = gradient(
+        lambda x: approx_kl(x, torch.zeros(1, 1), torch.ones(1, 1), "k3").sum(), tensor([[d]], dtype=torch.float32)
+    )
+    assert value.isfinite() and value > 100 and grad.isfinite().all()
+
+
+LOGITS, REF_LOGPS = tensor([0.3, -1.2, 0.8, 2.0, -0.4, 0.1]), tensor([1.0, 0.2, -0.5, 0.9, -2.0, 0.4]).log_softmax(0)
+
+
+def on_policy_gradient(objective):
+    """Of the expectation of an objective of (log-probability, reference's) over tokens sampled from the policy."""
+
+    def expectation(logits):
+        logps = logits.log_softmax(0)
+        return (logps.exp().detach() * objective(logps[None], REF_LOGPS[None])[0]).sum()
+
+    return gradient(expectation, LOGITS)[1]
+
+
+def estimate(estimator, logps, ref_logps):
+    return approx_kl(logps, ref_logps, torch.ones(logps.shape), estimator)
+
+
+def divergence_gradients():
+    """Of KL(policy, reference) and KL(reference, policy)."""
+    reverse = gradient(lambda z: (z.softmax(0) * (z.log_softmax(0) - REF_LOGPS)).sum(), LOGITS)[1]
+    forward = gradient(lambda z: (REF_LOGPS.exp() * (REF_LOGPS - z.log_softmax(0))).sum(), LOGITS)[1]
+    return reverse, forward
+
+
+@pytest.mark.parametrize("estimator, expected", [("k1", "none"), ("k2", "reverse"), ("k3", "forward")])
+def test_kl_loss_gradient_on_average(estimator, expected):
+    reverse, forward = divergence_gradients()
+    assert (reverse - forward).abs().max() > 0.1
+    grad = on_policy_gradient(lambda logps, ref: estimate(estimator, logps, ref))
+    assert_close(grad, {"none": torch.zeros_like(LOGITS), "reverse": reverse, "forward": forward}[expected])
+
+
+@pytest.mark.parametrize("estimator, exact", [("k1", True), ("k2", False), ("k3", False)])
+def test_kl_reward_gradient_on_average(estimator, exact):
+    grad = on_policy_gradient(lambda logps, ref: estimate(estimator, logps, ref).detach() * logps)
+    assert torch.allclose(grad, divergence_gradients()[0]) == exact
+
+
+def test_k3_with_importance_weight_has_the_reverse_gradient():
+    grad = on_policy_gradient(lambda logps, ref: (logps - logps.detach()).exp() * estimate("k3", logps, ref))
+    assert_close(grad, divergence_gradients()[0])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_estimate_is_unbiased(estimator):
+    logps = LOGITS.log_softmax(0)
+    expectation = (logps.exp() * estimate(estimator, logps[None], REF_LOGPS[None])[0]).sum()
+    assert_close(expectation, (logps.exp() * (logps - REF_LOGPS)).sum())
+
+
+# Controllers
+
+
+def test_adaptive_controller_by_hand():
+    controller = AdaptiveKLController(0.1, target=0.5, horizon=100)
+    for kl, n, expected in [
+        (0.55, 50, 0.1 * 1.05),  # 10% above
+        (0.5, 50, 0.105),  # on target
+        (9.0, 50, 0.105 * 1.1),  # clipped at 20%
+        (0.0, 50, 0.1155 * 0.9),
+        (0.0, 1000, 0.10395 * 0.1),  # would have become negative
+    ]:
+        controller.update(kl, n)
+        assert controller.value == pytest.approx(expected, rel=1e-12)
+    resumed = AdaptiveKLController(3.0, target=0.5, horizon=100)
+    resumed.load_state_dict(controller.state_dict())
+    for one in (controller, resumed):
+        one.update(0.7, 10)
+    assert resumed.value == controller.value
+
+
+@properties
+@given(updates=st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 10**6)), max_size=50))
+def test_adaptive_coefficient_stays_positive(updates):
+    controller = AdaptiveKLController(0.1, target=0.01, horizon=100)
+    for kl, n in updates:
+        controller.update(kl, n)
+        assert controller.value > 0
+
+
+@pytest.mark.parametrize("name", ["value", "target", "horizon"])
+@pytest.mark.parametrize("number", [0, -0.1])
+def test_adaptive_controller_needs_positive_numbers(name, number):
+    with pytest.raises(ValueError, match=f"`{name}`.*{number}"):
+        AdaptiveKLController(**{"value": 0.1, "target": 0.1, "horizon": 10, name: number})
+
+
+def test_fixed_controller_keeps_its_value():
+    controller = FixedKLController(0.3)
+    controller.update(100.0, 1000)
+    assert controller.value == 0.3
+    resumed = FixedKLController(1.0)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.value == 0.3
+
+
+# Entropy mask
+
+
+def slow_highest(rows, ratio):
+    """One quota for all rows together."""
+    tokens = [(-x, i, t) for i, row in enumerate(rows) for t, x in enumerate(row) if x is not None]
+    kept = set(sorted(tokens)[: math.ceil(Fraction(str(ratio)) * len(tokens))])
+    return [[x is not None and (-x, i, t) in kept for t, x in enumerate(row)] for i, row in enumerate(rows)]
+
+
+# Few values, so that there are ties; -0.001 as rounding makes it; None is padding
+entropy_rows = st.integers(1, 7).flatmap(
+    lambda width: st.lists(
+        st.lists(st.sampled_from([None, None, -0.001, 0.0, 0.5, 0.75, 2.0]), min_size=width, max_size=width),
+        min_size=1,
+        max_size=5,
+    )
+)
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+@properties
+@given(rows=entropy_rows, ratio=st.sampled_from([0.05, 0.2, 0.3, 0.7, 1.0]), garbage=st.sampled_from([NAN, INF, 1e30]))
+def test_entropy_mask_equals_sort(scope, rows, ratio, garbage):
+    mask = torch.tensor([[x is not None for x in row] for row in rows])
+    entropies = tensor([[garbage if x is None else x for x in row] for row in rows])
+    expected = slow_highest(rows, ratio) if scope == "batch" else [slow_highest([row], ratio)[0] for row in rows]
+    result = high_entropy_mask(entropies, mask, ratio, scope=scope)
+    assert result.tolist() == expected
+    weights = high_entropy_mask(entropies, mask, ratio, scope=scope, renormalize=True)
+    assert_close(weights > 0, result > 0)
+    dim = (0, 1) if scope == "batch" else 1
+    assert_close(weights.sum(dim), mask.sum(dim).float())
+
+
+@pytest.mark.parametrize(
+    "ratio, n, kept",
+    [(0.7, 10, 7), (0.2, 10, 2), (0.1, 30, 3), (0.55, 100, 55), (0.2, 11, 3), (1e-3, 10, 1), (1.0, 10, 10)],
+)
+@pytest.mark.parametrize("value", [0.0, -1e-3])
+def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
+    """Also where all entropies tie; of these the first are kept, and padding in front never."""
+    entropies, mask = torch.full((1, n + 5), value), torch.arange(n + 5)[None] >= 5
+    entropies[:, :5] = 0
+    expected = [0] * 5 + [1] * kept + [0] * (n - kept)
+    assert high_entropy_mask(entropies, mask, ratio).tolist() == [expected]
+
+
+def test_rows_compete_within_the_batch():
+    entropies, mask = tensor([[3, 2, 1], [0.1, 0.2, 0.3]]), torch.ones(2, 3)
+    assert high_entropy_mask(entropies, mask, 0.3).tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert high_entropy_mask(entropies, mask, 0.3, scope="sequence").tolist() == [[1, 0, 0], [0, 0, 1]]

@@ -1,0 +1,88 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The arguments that every trainer of this package adds to TRL's."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MultimodalArguments:
+    r"""
+    Arguments about media and packing, for a TRL config to inherit.
+
+    Parameters:
+        > Parameters that control the packing
+
+        packing (`str`, *optional*, defaults to `"prefix"`):
+            How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
+            completions, exactly; it falls back to padded rows, with a message, where a model can't share its prompt,
+            and silently where a generation batch has nothing to gain from it. `"padded"` uses one padded row per
+            completion, as TRL does.
+        keep_groups_together (`bool`, *optional*, defaults to `True`):
+            Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
+            completions as TRL does, which leaves less of the prompts to share.
+
+        > Parameters that control the media
+
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
+
+        > Parameters that control the checks
+
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
+            that the media change the log-probabilities, that prompts in one row don't see each other, and that
+            recomputed log-probabilities are those of sampling.
+    """
+
+    packing: str = field(
+        default="prefix",
+        metadata={
+            "help": "How completions are scored and trained on: 'prefix' forwards each prompt and its media once for "
+            "all its completions, 'padded' uses one padded row per completion.",
+            "choices": ["prefix", "padded"],
+        },
+    )
+    keep_groups_together: bool = field(
+        default=True,
+        metadata={"help": "Whether to put whole groups in a micro-batch and to balance its packed lengths."},
+    )
+    audio_overlong: str = field(
+        default="raise",
+        metadata={
+            "help": "What happens to audio that is longer than the model's window: 'raise' or 'truncate'.",
+            "choices": ["raise", "truncate"],
+        },
+    )
+    self_check: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to measure on the first batch that packed and padded forwards agree, that the media change "
+            "the log-probabilities, that prompts in one row don't see each other, and that recomputed log-probabilities "
+            "are those of sampling."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice(self, "packing", ("prefix", "padded"))
+        check_choice(self, "audio_overlong", ("raise", "truncate"))
+
+
+def check_choice(config, name: str, choices: tuple[str, ...]) -> None:
+    """
+    Checks an argument that takes one of a few values.
+
+    Args:
+        config (`MultimodalArguments`):
+            The config.
+        name (`str`):
+            Name of the argument.
+        choices (`tuple[str]`):
+            Its values.
+
+    Raises:
+        `ValueError`: If the argument has another value.
+    """
+    value = getattr(config, name)
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,0 +1,101 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""REINFORCE Leave-One-Out with media."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl import RLOOTrainer
+from trl.trainer.rloo_trainer import RewardFunc
+from trl.trainer.utils import get_config_model_id
+
+from .multimodal import MultimodalMixin
+from .rloo_config import MultimodalRLOOConfig
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig
+
+
+class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
+    """
+    Trainer for REINFORCE Leave-One-Out (RLOO) of models that see and hear, see
+    [Back to Basics](https://huggingface.co/papers/2402.14740).
+
+    [`~trl.RLOOTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Each prompt's media
+    is decoded, encoded, prefilled and forwarded once for all its completions.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as for [`~trl.RLOOTrainer`].
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
+            Reward functions, as for [`MultimodalGRPOTrainer`].
+        args ([`MultimodalRLOOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with the columns that [`MultimodalGRPOTrainer`] takes.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, padding on the left. If `None`, it is loaded from the model's name.
+        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or `list`, *optional*):
+            Processing classes of reward models, as for [`~trl.RLOOTrainer`].
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model.
+
+    Raises:
+        `ValueError`: If the processing class pads on the right.
+    """
+
+    _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
+    _sampling_logps_expected = False
+
+    # What TRL's RLOO doesn't have
+    chat_template = None
+    environment_factories = None
+    rollout_func = None
+    tools = None
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc],
+        args: MultimodalRLOOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: "PeftConfig | None" = None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = MultimodalRLOOConfig(f"{name.split('/')[-1]}-RLOO")
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
