@@ -45,7 +45,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a reward function of its own.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
             Whether to divide rewards by their standard deviation over the run so far.
-        reward_clip_range (`tuple[float, float]`, *optional*):
+        reward_clip_range (`list[float]`, *optional*):
             Range (min, max) to clip rewards to, after scaling.
 
         > Parameters that control the KL divergence from the reference, whose coefficient is `beta`
@@ -130,7 +130,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         default=False,
         metadata={"help": "Whether to divide rewards by their standard deviation over the run so far."},
     )
-    reward_clip_range: tuple[float, float] | None = field(
+    reward_clip_range: list[float] | None = field(
         default=None, metadata={"help": "Range (min, max) to clip rewards to, after scaling."}
     )
     kl_estimator: str | None = field(

@@ -38,6 +38,9 @@ logger = get_logger(__name__)
 # below that it is lost in the noise (measured on a CPU, see `benchmarks/`).
 _WORTH_PACKING = 0.9
 
+# Folder of a checkpoint for a reference that moves with the policy
+_REFERENCE = "ref_model"
+
 
 class MultimodalMixin:
     """
@@ -469,6 +472,8 @@ class MultimodalMixin:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
+        if self.args.sync_ref_model and self._is_whole and self.args.should_save:
+            self._unwrapped(self.ref_model).save_pretrained(folder / _REFERENCE)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -485,20 +490,26 @@ class MultimodalMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._reload_weights(resume_from_checkpoint)
+        self._reload_weights(self.model, resume_from_checkpoint)
+        if self.args.sync_ref_model:
+            self._reload_weights(self.ref_model, Path(resume_from_checkpoint, _REFERENCE))
 
     def _load_best_model(self):
         super()._load_best_model()
-        self._reload_weights(self.state.best_model_checkpoint)
+        self._reload_weights(self.model, self.state.best_model_checkpoint)
 
-    def _reload_weights(self, checkpoint: str) -> None:
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each process holds all weights."""
+        return not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+
+    def _reload_weights(self, model, folder: str | Path) -> None:
         # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and restores
         # nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
-        model = self.accelerator.unwrap_model(self.model)
-        if is_peft_model(model) or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            return
-        saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
-        model.load_state_dict(saved.state_dict())
+        model = self.accelerator.unwrap_model(model)
+        if self._is_whole and not is_peft_model(model):
+            saved = type(model).from_pretrained(folder, dtype=model.dtype)
+            model.load_state_dict(saved.state_dict())
 
 
 def _to_device(value, device):
