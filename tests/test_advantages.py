@@ -212,7 +212,7 @@ def test_group_of_one_gets_0(name):
         ([1, 0, 0, 1], {"clip": 1.5}, [1.5, 1, 1, 1.5]),
         ([1, 0, 0, 0], {}, [3, 1, 1, 1]),
         ([1, 0, 0, 1], {"dead_weight": 0.0}, [2, 0, 0, 2]),
-        ([1, 1], {}, [1, 1]),
+        ([0, 0], {"dead_weight": 0.0}, [1, 1]),
     ],
 )
 def test_clip_filter_like_weights_golden(live, options, expected):
@@ -366,9 +366,10 @@ def test_reinforce_golden():
 
 
 @pytest.mark.parametrize("constant", [0.1, 1 / 3])
-def test_reinforce_of_equal_rewards_is_exactly_0(constant):
-    mask = torch.arange(9) < torch.arange(1, 8)[:, None]
-    assert (reinforce(torch.full((7,), constant), mask) == 0).all()
+def test_whitened_equal_rewards_are_exactly_0(constant):
+    for n in range(1, 17):
+        mask = torch.arange(20) < torch.arange(1, n + 1)[:, None]
+        assert (reinforce(tensor([constant] * n), mask) == 0).all()
 
 
 def test_float32_is_whitened_in_float64():

@@ -322,9 +322,10 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _whiten(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    total = weights.sum(dtype=torch.float64).clamp(min=1)
-    mean = (values * weights).sum(dtype=torch.float64) / total
-    variance = ((values - mean).square() * weights).sum(dtype=torch.float64) / total
+    values, weights = values.double(), weights.double()
+    total = weights.sum().clamp(min=1)
+    mean = (values * weights).sum() / total
+    variance = ((values - mean).square() * weights).sum() / total
     if variance.sqrt() <= _TOLERANCE * mean.abs().clamp(min=1):
         return torch.zeros_like(values)
     return (values - mean) / variance.sqrt()
@@ -489,6 +490,7 @@ def estimate_advantages(
             ref_logps=ref_logps,
         )
         return _checked(advantages, estimator, rewards, mask)
+    estimator = ALIASES.get(estimator, estimator)
     token_kl = None
     if kl_coef:
         token_kl = torch.where(mask.bool(), old_logps - ref_logps, 0)

@@ -45,7 +45,7 @@ def high_entropy_mask(
     rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     counts = valid.sum(1).tolist()
     # `round` undoes what a float adds to a product that is whole, such as 0.7 * 10
-    kept = [min(math.ceil(round(ratio * count, 6)), count) for count in counts]
+    kept = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
     keep = valid & (rank < torch.tensor(kept, device=mask.device)[:, None])
     weight = keep.float()
     if renormalize:

@@ -6,11 +6,12 @@ from typing import Literal
 import torch
 
 
-# Beyond this log-ratio, `exp` says nothing that the largest value doesn't.
+# A token that the reference finds likelier by more than this, in nats, counts as if it were this
 _LARGEST_LOG_RATIO = 20.0
 
-# A controller never takes more of its coefficient away at once, so that it stays above 0.
+# A controller takes no more of its coefficient away at once, and leaves this much at least
 _SMALLEST_FACTOR = 0.1
+_SMALLEST_VALUE = 1e-8
 
 
 def approx_kl(
@@ -45,7 +46,8 @@ def approx_kl(
         return d
     if estimator == "k2":
         return d.square() / 2
-    return (-d).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp() - 1 + d
+    d = d.clamp(min=-_LARGEST_LOG_RATIO)
+    return (-d).exp() - 1 + d
 
 
 class FixedKLController:
@@ -94,7 +96,7 @@ class AdaptiveKLController(FixedKLController):
 
     def __init__(self, value: float, target: float, horizon: int):
         for name, number in (("value", value), ("target", target), ("horizon", horizon)):
-            if number <= 0:
+            if not number > 0:
                 raise ValueError(f"`{name}` must be above 0, got {number}.")
         super().__init__(value)
         self.target = target
@@ -111,4 +113,5 @@ class AdaptiveKLController(FixedKLController):
                 Samples since the last update, over all ranks.
         """
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= max(1 + error * n_samples / self.horizon, _SMALLEST_FACTOR)
+        factor = max(1 + error * n_samples / self.horizon, _SMALLEST_FACTOR)
+        self.value = max(self.value * factor, _SMALLEST_VALUE)

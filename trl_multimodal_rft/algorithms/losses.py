@@ -11,6 +11,10 @@ from typing import Literal
 import torch
 
 
+# Beyond this, the exponential overflows sooner or later, and its gradient becomes NaN
+_LARGEST_LOG_RATIO = 20.0
+
+
 def dual_clip_loss(
     log_ratio: torch.Tensor, advantages: torch.Tensor, *, epsilon_low: float, epsilon_high: float, delta: float
 ) -> torch.Tensor:
@@ -35,7 +39,7 @@ def dual_clip_loss(
     Returns:
         `torch.Tensor`: Loss of each token, shape `(B, T)`.
     """
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     return torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)

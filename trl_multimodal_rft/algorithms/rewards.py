@@ -4,6 +4,10 @@
 import torch
 
 
+# Rewards are equal if they spread by no more than this, relative to their mean or 1
+_TOLERANCE = 1e-6
+
+
 class RunningScale:
     """
     Divides rewards by their standard deviation over the run so far.
@@ -36,8 +40,8 @@ class RunningScale:
     @property
     def std(self) -> float:
         """Unbiased standard deviation; 1 as long as rewards have been equal."""
-        variance = self.squares / max(self.count - 1, 1)
-        return variance**0.5 if variance > 0 else 1.0
+        std = (self.squares / max(self.count - 1, 1)) ** 0.5
+        return std if std > _TOLERANCE * max(abs(self.mean), 1) else 1.0
 
     def state_dict(self) -> dict:
         """What a checkpoint holds."""
