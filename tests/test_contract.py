@@ -6,11 +6,19 @@ import inspect
 import re
 
 import pytest
+import torch
 from trainer_utils import length_and_sum, load, text_rows
 from transformers import DynamicCache, Trainer
-from trl import GRPOConfig, GRPOTrainer
-from trl.trainer import grpo_trainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer.utils import RepeatSampler
 
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
 from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
@@ -28,8 +36,9 @@ def find(path):
 
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
+RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
 
-# Methods that the mixin overrides: parameters, in order
+# Methods that the mixin overrides in both trainers: parameters, in order
 OVERRIDDEN = {
     GRPO + "_set_signature_columns_if_needed": "self",
     GRPO + "_generate_and_score_completions": "self inputs",
@@ -47,7 +56,19 @@ OVERRIDDEN = {
     "transformers:Trainer._get_dataloader": "self dataset description batch_size sampler_fn is_training dataloader_key",
     "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "transformers:Trainer._load_best_model": "self",
+    GRPO + "_get_train_sampler": "self dataset",
+    "transformers:Trainer._init_training_state": (
+        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
+    GRPO + "_load_optimizer_and_scheduler": "self checkpoint",
+    GRPO + "_save_checkpoint": "self model trial",
 }
+OVERRIDDEN_RLOO = {
+    **{path.replace(GRPO, RLOO): parameters for path, parameters in OVERRIDDEN.items()},
+    RLOO + "_generate_single_turn": "self prompt_ids images multimodal_fields",
+}
+# Methods that the GRPO trainer overrides beside those
+OVERRIDDEN_GRPO = {GRPO + "get_high_entropy_mask": "self entropies mask threshold"}
 
 # Functions and methods that are called: parameters that are given
 CALLED = {
@@ -55,7 +76,17 @@ CALLED = {
         "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
         "optimizers quantization_config peft_config tools rollout_func environment_factory"
     ),
+    RLOO + "__init__": (
+        "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+        "optimizers quantization_config peft_config"
+    ),
+    GRPO + "get_off_policy_mask": ("advantages per_token_logps sampling_per_token_logps mask off_policy_threshold"),
     "transformers:Trainer._remove_unused_columns": "dataset description",
+    "transformers:Trainer._get_output_dir": "trial",
+    "trl.rewards:get_soft_overlong_punishment": "max_completion_len soft_punish_cache",
+    "trl.trainer.utils:use_adapter": "model adapter_name",
+    "trl.trainer.utils:nanmin": "tensor",
+    "trl.trainer.utils:nanmax": "tensor",
     "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
     "trl.models:unwrap_model_for_generation": (
         "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
@@ -92,9 +123,10 @@ CALLED = {
 }
 
 
-@pytest.mark.parametrize("path", OVERRIDDEN)
+@pytest.mark.parametrize("path", {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO})
 def test_overridden_method_has_these_parameters(path):
-    assert list(inspect.signature(find(path)).parameters) == OVERRIDDEN[path].split()
+    expected = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO}[path]
+    assert list(inspect.signature(find(path)).parameters) == expected.split()
 
 
 @pytest.mark.parametrize("path", CALLED)
@@ -103,38 +135,79 @@ def test_called_function_takes_these_parameters(path):
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
 
 
-def test_every_override_is_in_the_contract():
-    overridden = {
+def names(paths) -> set[str]:
+    return {path.split(".")[-1] for path in paths}
+
+
+def methods(owner, trl) -> set[str]:
+    return {
         name
-        for name, value in vars(MultimodalMixin).items()
-        if inspect.isfunction(value) and name != "__init__" and hasattr(GRPOTrainer, name)
+        for name, value in vars(owner).items()
+        if inspect.isfunction(value) and name != "__init__" and hasattr(trl, name)
     }
-    assert overridden == {path.split(".")[-1] for path in OVERRIDDEN}
 
 
-def test_trainer_has_the_attributes_that_the_mixin_reads(tmp_path):
-    """What `self.<name>` reads without setting it, on TRL's own trainer."""
-    source = inspect.getsource(MultimodalMixin)
+@pytest.mark.parametrize(("trl", "contract"), [(GRPOTrainer, OVERRIDDEN), (RLOOTrainer, OVERRIDDEN_RLOO)])
+def test_every_override_is_in_the_contract(trl, contract):
+    assert methods(MultimodalMixin, trl) == names(contract)
+
+
+def test_overrides_of_the_trainers_are_in_the_contract():
+    assert methods(MultimodalGRPOTrainer, GRPOTrainer) - names(OVERRIDDEN) == names(OVERRIDDEN_GRPO)
+    assert methods(MultimodalRLOOTrainer, RLOOTrainer) == set()
+
+
+TRAINERS = [
+    (MultimodalGRPOTrainer, GRPOTrainer, GRPOConfig, MultimodalGRPOConfig),
+    (MultimodalRLOOTrainer, RLOOTrainer, RLOOConfig, MultimodalRLOOConfig),
+]
+
+
+@pytest.mark.parametrize(("ours", "trl", "config", "our_config"), TRAINERS, ids=["grpo", "rloo"])
+def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config, tmp_path):
+    """What `self.<name>` and `self.args.<name>` read without setting it, on TRL's own trainer and on the config."""
+    source = inspect.getsource(MultimodalMixin) + inspect.getsource(ours)
     read = set(re.findall(r"\bself\.(\w+)", source))
     for function in (self_check.run_self_check, self_check._sample):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
-    own = (
-        set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", source)) - {"_buffered_inputs"} | vars(MultimodalMixin).keys()
-    )
+    own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
+    own |= vars(MultimodalMixin).keys() | vars(ours).keys()
     model, processor = load("qwen2_5_vl")
-    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-    trainer = GRPOTrainer(model, length_and_sum, args, text_rows(), processing_class=processor)
-    later = {"_env_tools", "_batch_environments"}  # set with an environment only
+    args = config(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)
+    # Set with an environment only, and when training starts
+    later = {"_env_tools", "_batch_environments", "current_gradient_accumulation_steps"}
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
+    assert not missing
+    arguments = set(re.findall(r"\bargs\.(\w+)", source))
+    assert {"steps_per_generation", "packing"} <= arguments
+    missing = {name for name in arguments if not hasattr(our_config(str(tmp_path), use_cpu=True, bf16=False), name)}
     assert not missing
 
 
-def test_trl_builds_on_the_methods_that_the_mixin_overrides():
+def test_accumulation_steps_are_set_when_training_starts():
+    assert "self.current_gradient_accumulation_steps = " in inspect.getsource(Trainer._run_epoch)
+
+
+@pytest.mark.parametrize(
+    ("module", "contract"),
+    [(grpo_trainer, {**OVERRIDDEN, **OVERRIDDEN_GRPO}), (rloo_trainer, OVERRIDDEN_RLOO)],
+    ids=["grpo", "rloo"],
+)
+def test_trl_builds_on_the_methods_that_are_overridden(module, contract):
     """An override that TRL no longer calls would do nothing."""
-    source = inspect.getsource(grpo_trainer) + inspect.getsource(Trainer)
-    for path in OVERRIDDEN:
-        name = path.split(".")[-1]
-        assert re.search(rf"self\.{name}\(", source), f"nothing calls {name}"
+    source = inspect.getsource(module) + inspect.getsource(Trainer)
+    for name in names(contract):
+        assert re.search(rf"self\.{name}\b(?! =)", source), f"nothing calls {name}"
+
+
+def test_sampler_draws_one_order_an_epoch():
+    """Which is what a resumed run draws again for the epochs before."""
+    one, other = (RepeatSampler(range(7), 2, batch_size=3, repeat_count=2, seed=3) for _ in range(2))
+    orders = [list(one) for _ in range(3)]
+    for _ in range(2):
+        torch.randperm(other.num_samples, generator=other.generator)
+    assert list(other) == orders[2] != orders[0]
 
 
 def test_cache_can_remember_what_a_sliding_window_forgets():

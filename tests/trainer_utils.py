@@ -2,21 +2,29 @@
 """What the tests of the trainers share: datasets, runs of a few steps, and comparisons of their results."""
 
 import functools
+import gc
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from datasets import Dataset
 from families import FAMILIES, RATE, audio, image, save, video
 from transformers import AutoProcessor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
+gc.freeze()  # every run starts with a collection, half of whose time would go to what is imported so far
 
 _MODELS = tempfile.TemporaryDirectory()  # TRL loads a reference model from the policy's path
 
@@ -126,7 +134,98 @@ class InjectedOurs(Injected, MultimodalGRPOTrainer):
         return scores
 
 
+class Recording:
+    """
+    Remembers every draw of completions and every micro-batch.
+
+    `draws` hold the rows, the `batch` before it is split, what the reward functions returned, and the optimizer step;
+    `micro_batches` hold the `batch`, the log-probabilities and entropies of its one forward, the loss, its gradient by
+    the log-probabilities, and the step and KL coefficient.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.draws, self.micro_batches = [], []
+        super().__init__(*args, **kwargs)
+
+    def _draw(self, inputs):
+        batch = super()._draw(inputs)
+        rewards = self._rewards_per_func.clone()
+        self.draws.append(self._moment(rows=inputs, batch=_cloned(batch), rewards=rewards))
+        return batch
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._forwards = [*getattr(self, "_forwards", []), scores]
+        return scores
+
+    def _compute_loss(self, model, inputs):
+        self._forwards, beta = [], self.beta
+        loss = super()._compute_loss(model, inputs)
+        ((logps, entropies, _),) = self._forwards
+        gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
+        self.micro_batches.append(
+            self._moment(
+                batch=_cloned(inputs),
+                logps=logps.detach(),
+                entropies=entropies.detach(),
+                loss=loss.detach(),
+                gradient=gradient,
+                beta=beta,
+            )
+        )
+        return loss
+
+    def _moment(self, **values):
+        return SimpleNamespace(step=self.state.global_step, training=self.model.training, **values)
+
+
+def _cloned(batch):
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+class Recorded(Recording, InjectedOurs):
+    pass
+
+
+def keys(batch: dict) -> list[tuple]:
+    """What tells the completions of a batch apart: the ids of prompt and completion."""
+    completions = [
+        ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)
+    ]
+    prompts = [prompt.input_ids for prompt in batch["encoded_prompts"]]
+    return [(tuple(p.tolist()), tuple(c.tolist())) for p, c in zip(prompts, completions, strict=True)]
+
+
+def by_key(moments, name: str) -> dict[tuple, torch.Tensor]:
+    """For each completion of what [`Recording`] remembers a value of the batch, per token."""
+    values = {}
+    for batch in (moment.batch for moment in moments):
+        for key, value, mask in zip(keys(batch), batch[name], batch["completion_mask"].bool(), strict=True):
+            values[key] = (value if value.dim() else value.expand(len(mask)))[mask]
+    return values
+
+
+def moved(family: str, distance: float = 0.02) -> dict:
+    """
+    The arguments `model` and `processing_class` of a policy that is no longer the reference, which TRL loads from the
+    folder of the family.
+    """
+    model, processor = load(family)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += distance * torch.randn(parameter.shape, generator=generator)
+    return {"model": model, "processing_class": processor}
+
+
 # Runs
+
+CONFIGS = {
+    MultimodalGRPOTrainer: MultimodalGRPOConfig,
+    MultimodalRLOOTrainer: MultimodalRLOOConfig,
+    GRPOTrainer: GRPOConfig,
+    RLOOTrainer: RLOOConfig,
+}
 
 
 @dataclass
@@ -154,7 +253,7 @@ def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=leng
 
     `objects` are further arguments of the trainer, `options` arguments of its config.
     """
-    config_class = MultimodalGRPOConfig if issubclass(trainer_class, MultimodalGRPOTrainer) else GRPOConfig
+    config_class = next(CONFIGS[base] for base in trainer_class.__mro__ if base in CONFIGS)
     arguments = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -203,6 +302,11 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     """Euclidean distance of two updates over the length of the first."""
     assert a.keys() == b.keys()
     return norm({name: a[name] - b[name] for name in a}) / norm(a)
+
+
+def logged(result: Run, name: str) -> list[float]:
+    """The values of a metric, in the order of the steps."""
+    return [entry[name] for entry in result.history if name in entry]
 
 
 def metrics(history: list[dict]) -> list[dict[str, float]]:

@@ -15,13 +15,26 @@ DDP = [
     "mixed_rows",
     "apart",
 ]
+ALGORITHMS = [
+    "reinforce",
+    "reinforce_baseline",
+    "cpgd",
+    "gmpo",
+    "dual_clip",
+    "adaptive_kl",
+    "entropies_of_rollout",
+    "current_entropies",
+    "own_estimator",
+]
+ACCUMULATED = ["adaptive_kl", "entropies_of_rollout", "current_entropies"]  # some metrics average their micro-batches
 GREEDY = ["greedy_images", "greedy_audio"]
 FSDP2 = [*GREEDY, "greedy_apart", "straddling_groups", "whole_groups_checkpointed"]
+FSDP2_ALGORITHMS = ["reinforce", "gmpo", "current_entropies"]
 
 
-def run(engine, scenarios, folder):
-    """Results of `scenarios` and of `sampled`, by two processes and by one."""
-    runs = [Run(engine, 2, [*scenarios, "sampled"], folder / "two"), Run(engine, 1, scenarios, folder / "one")]
+def run(engine, scenarios, folder, only_two):
+    """Results of `scenarios` by two processes and by one, and of `only_two` by two."""
+    runs = [Run(engine, 2, [*scenarios, *only_two], folder / "two"), Run(engine, 1, scenarios, folder / "one")]
     try:
         return [run.results(TIMEOUT) for run in runs]
     finally:
@@ -31,28 +44,29 @@ def run(engine, scenarios, folder):
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    return run("ddp", DDP, tmp_path_factory.mktemp("ddp"))
+    only_two = ["sampled", "exchanged", "resumed", "refused"]
+    return run("ddp", [*DDP, *ALGORITHMS], tmp_path_factory.mktemp("ddp"), only_two)
 
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory):
-    return run("fsdp2", FSDP2, tmp_path_factory.mktemp("fsdp2"))
+    return run("fsdp2", [*FSDP2, *FSDP2_ALGORITHMS], tmp_path_factory.mktemp("fsdp2"), ["sampled", "exchanged"])
 
 
 def norm(update):
     return torch.cat([value.flatten() for value in update.values()]).norm().item()
 
 
-def assert_same_training(two, one):
+def assert_same_training(two, one, metrics=("grad_norm", "loss", "reward", "reward_std")):
     first, second = (rank["update"] for rank in two)
     alone = one[0]["update"]
     assert first.keys() == second.keys() == alone.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert norm(alone) > 0.1
     assert norm({name: first[name] - alone[name] for name in alone}) <= 1e-5 * norm(alone)
-    for key in ("grad_norm", "loss", "reward", "reward_std"):
-        logged = [[step[key] for step in result["steps"] if key in step] for result in (two[0], one[0])]
-        assert logged[0] == pytest.approx(logged[1], rel=1e-4, abs=1e-5)
+    for key in metrics:
+        logged = [[step[key] for step in result["steps"] if key in step] for result in (*two, *one)]
+        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=1e-4, abs=1e-5)
 
 
 def assert_processes_agree(results):
@@ -73,6 +87,15 @@ def test_ddp_trains_as_one_process(ddp, scenario):
     assert_same_training(two[scenario], one[scenario])
 
 
+@pytest.mark.parametrize("scenario", ALGORITHMS)
+def test_algorithms_take_the_batch_of_all_processes(ddp, scenario):
+    two, one = ddp
+    metrics = ["grad_norm", "loss", "shaped_reward", "kl_coef"]
+    if scenario not in ACCUMULATED:
+        metrics += ["kl", "clip_ratio/region_mean", "entropy"]
+    assert_same_training(two[scenario], one[scenario], metrics)
+
+
 def test_a_group_that_straddles_processes_is_packed_on_each(ddp):
     shares = {
         name: [step["packing/shared_frac"] for step in ddp[0][name][0]["steps"]]
@@ -87,8 +110,61 @@ def test_ddp_processes_agree_on_their_own_samples(ddp):
     assert_processes_agree(ddp[0])
 
 
+def test_estimator_gets_the_whole_batch_on_each_process(ddp):
+    two, one = ([rank["estimated"] for rank in run["own_estimator"]] for run in ddp)
+    assert len(two[0]) == 2  # generation batches
+    assert two[0] == two[1]
+    for name in ("rewards", "rewards_per_func", "group_ids", "mask"):  # scores are rounded otherwise
+        assert [call[name] for call in two[0]] == [call[name] for call in one[0]]
+
+
+def test_adaptive_coefficient_moves(ddp):
+    coefficients = [step["kl_coef"] for step in ddp[0]["adaptive_kl"][0]["steps"]]
+    assert len(set(coefficients)) == 4
+
+
+def assert_processes_exchange_their_groups(first, second):
+    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
+    assert norm(first["update"]) > 0.1
+    # On the first process a second draw makes up for groups without signal, and later the groups that it kept
+    for batches in zip(first["batches"], second["batches"], strict=True):
+        dead, tokens, all_tokens = zip(*batches, strict=True)
+        assert dead == (0, 0)
+        assert all_tokens == (sum(tokens),) * 2
+    sampling = [{k: v for k, v in step.items() if k.startswith(("sampling/", "replay/"))} for step in first["steps"]]
+    assert [step["sampling/rounds"] for step in sampling] == [2, 2, 2, 2]
+    assert [step["sampling/kept_frac"] for step in sampling] == [0.75, 0.75, 0.5, 0.5]
+    assert [step["replay/frac"] for step in sampling] == [0, 0, 0.5, 0.5]
+    assert [step["replay/age"] for step in sampling][:2] == [0, 0] < [step["replay/age"] for step in sampling][2:]
+    others = [{k: step[k] for k in mine} for mine, step in zip(sampling, second["steps"], strict=True)]
+    assert sampling == others
+    # Two draws on both processes take each of the eight prompts once
+    epochs = [[rank["drawn"][start : start + 2] for rank in (first, second)] for start in (0, 2)]
+    assert all(len({n for rank in epoch for draw in rank for n in draw}) == 8 for epoch in epochs)
+
+
+def test_ddp_processes_exchange_their_groups(ddp):
+    assert_processes_exchange_their_groups(*ddp[0]["exchanged"])
+
+
+def test_ddp_resumed_run_is_the_uninterrupted_run(ddp):
+    first, second = ddp[0]["resumed"]
+    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
+    assert norm(first["update"]) > 0.1
+    for rank in (first, second):
+        assert rank["otherwise"] == []
+        assert rank["logs"][0] == rank["logs"][1]
+    assert any(step.get("replay/frac", 0) > 0 for step in first["logs"][0][3:])
+
+
+def test_groups_that_straddle_processes_are_not_exchanged(ddp):
+    for rank in ddp[0]["refused"]:
+        assert [message.split()[0] for message in rank["messages"]] == ["`dynamic_sampling`", "`replay_buffer_size`"]
+        assert all("must be a multiple of `num_generations` (4)" in message for message in rank["messages"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", FSDP2)
+@pytest.mark.parametrize("scenario", [*FSDP2, *FSDP2_ALGORITHMS])
 def test_fsdp2_trains_as_one_process(fsdp2, scenario):
     two, one = fsdp2
     assert two[scenario][0]["sharded"]
@@ -114,3 +190,8 @@ def test_fsdp2_saves_what_it_trained(fsdp2, scenario):
 @pytest.mark.slow
 def test_fsdp2_processes_agree_on_their_own_samples(fsdp2):
     assert_processes_agree(fsdp2[0])
+
+
+@pytest.mark.slow
+def test_fsdp2_processes_exchange_their_groups(fsdp2):
+    assert_processes_exchange_their_groups(*fsdp2[0]["exchanged"])

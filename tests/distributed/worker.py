@@ -6,6 +6,8 @@ processes.
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 import sys
 from datetime import timedelta
@@ -54,11 +56,53 @@ class InjectingTrainer(RecordingTrainer):
         return completions, None
 
 
+class ExchangingTrainer(RecordingTrainer):
+    """Remembers of each batch how many groups have no signal, its tokens, and the prompts drawn beside the sampler's."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.drawn = [], []
+
+    def _exchange_groups(self, batch):
+        output = super()._exchange_groups(batch)
+        dead = (output["advantages"].view(-1, GROUP) == 0).all(1).sum()
+        tokens = output["completion_mask"].sum()
+        self.batches.append([int(dead), int(tokens), int(output["num_items_in_batch"])])
+        return output
+
+    def _draw_prompts(self, n):
+        rows = super()._draw_prompts(n)
+        self.drawn.append([len(row["audio"]["array"]) if "audio" in row else 0 for row in rows[::GROUP]])
+        return rows
+
+
 def reward(completion_ids, **kwargs):
     return [sum(ids) % 11 / 10 for ids in completion_ids]
 
 
-def train(folder, family, rows, batch, trainer_class=InjectingTrainer, end_ids=None, **options):
+def unequal_reward(completion_ids, trainer_state, **kwargs):
+    """
+    On the second process all groups have signal. On the first the first one of a draw has, and in the second half of the
+    run none.
+    """
+    if PartialState().process_index == 1:
+        n_live = len(completion_ids)
+    else:
+        n_live = GROUP if trainer_state.global_step < trainer_state.max_steps // 2 else 0
+    return [float(i % 2) if i < n_live else 1.0 for i in range(len(completion_ids))]
+
+
+def train(
+    folder,
+    family,
+    rows,
+    batch,
+    trainer_class=InjectingTrainer,
+    end_ids=None,
+    reward_func=reward,
+    checkpoint=None,
+    **options,
+):
     """
     Trains on global batches of `batch` samples.
 
@@ -75,6 +119,10 @@ def train(folder, family, rows, batch, trainer_class=InjectingTrainer, end_ids=N
             Trainer.
         end_ids (`list[int]`, *optional*):
             Tokens that end a completion.
+        reward_func (`Callable`, *optional*, defaults to `reward`):
+            Reward function.
+        checkpoint (`Path`, *optional*):
+            Checkpoint to go on from.
         options:
             What differs in the config.
 
@@ -109,9 +157,10 @@ def train(folder, family, rows, batch, trainer_class=InjectingTrainer, end_ids=N
         "fsdp": ENGINE == "fsdp2" and state.num_processes > 1,
     }
     args = MultimodalGRPOConfig(**{**config, **options})
-    trainer = trainer_class(str(folder / "model"), reward, args, Dataset.from_list(rows), processing_class=processor)
+    data = Dataset.from_list(rows)
+    trainer = trainer_class(str(folder / "model"), reward_func, args, data, processing_class=processor)
     before = weights(trainer.model)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     after = weights(trainer.model)
     steps = [
         {name: value for name, value in entry.items() if isinstance(value, float)}
@@ -203,6 +252,122 @@ def sampled(folder):
     return {**result, "self_check": dataclasses.asdict(trainer._self_check), "completions": trainer.sampled}
 
 
+# Algorithms that need the whole batch of all processes: one group on each of two, and half of another. The second
+# generation batch comes from a policy that has left its reference.
+OFF_POLICY = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, "learning_rate": 0.1}
+
+
+def own_estimator(rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps):
+    """One advantage per token, less the divergence from the reference."""
+    given = {
+        "rewards": rewards,
+        "rewards_per_func": rewards_per_func,
+        "group_ids": group_ids,
+        "mask": mask,
+        "old_logps": old_logps,
+        "ref_logps": ref_logps,
+    }
+    ESTIMATED.append({name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in given.items()})
+    means = rewards.view(-1, GROUP).mean(1)[group_ids]
+    return (rewards - means)[:, None] - 0.1 * torch.where(mask.bool(), old_logps - ref_logps, 0)
+
+
+ESTIMATED = []  # digests of what the estimator was called with
+
+ALGORITHMS = {
+    "reinforce": {"advantage_estimator": "reinforce"},
+    "reinforce_baseline": {"advantage_estimator": "reinforce_baseline"},
+    "cpgd": {"advantage_estimator": "cpgd", "loss_type": "cpgd", "kl_estimator": "k2"},
+    "gmpo": {"loss_type": "gmpo", "epsilon": 0.4, "kl_estimator": "k2"},
+    "dual_clip": {
+        "loss_type": "dual_clip",
+        "kl_estimator": "k2",
+        "advantage_estimator": "dr_grpo",  # which doesn't undo the scale
+        "reward_running_scale": True,
+    },
+    "adaptive_kl": {"kl_target": 0.01, "kl_horizon": 40, "gradient_accumulation_steps": 2},
+    "entropies_of_rollout": {"top_entropy_quantile": 0.4, "gradient_accumulation_steps": 2},
+    "current_entropies": {
+        "top_entropy_quantile": 0.4,
+        "entropy_source": "current",
+        "entropy_renormalize": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "own_estimator": {"advantage_estimator": own_estimator},
+}
+
+
+def algorithm(name, folder):
+    ESTIMATED.clear()
+    options = {**OFF_POLICY, **ALGORITHMS[name]}
+    trainer, result = train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, **options)
+    return {**result, "estimated": list(ESTIMATED)}
+
+
+# Scenarios of two processes only, which exchange their own groups and sample with random numbers of their own
+
+EXCHANGED = {
+    "dynamic_sampling": True,
+    "dynamic_sampling_max_rounds": 2,
+    "replay_buffer_size": 4,
+    "beta": 0.1,
+    "learning_rate": 0.1,
+    "shuffle_dataset": True,
+    "trainer_class": ExchangingTrainer,
+    "reward_func": unequal_reward,
+}
+
+
+def exchanged(folder):
+    """Two groups on each process, with clips in forwards of their own, of which the processes need different numbers."""
+    trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
+    return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
+
+
+def resumed(folder):
+    """Two updates on each generation batch, from two micro-batches each; stops between them."""
+    options = {
+        **EXCHANGED,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "max_steps": 6,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "kl_target": 0.01,
+        "kl_horizon": 100,
+        "self_check": True,
+    }
+    _, straight = train(folder / "straight", "qwen2_5_vl", image_rows(), 2 * GROUP, **options)
+    PartialState().wait_for_everyone()
+    checkpoint = folder / "straight" / "output" / "checkpoint-3"
+    _, result = train(folder / "again", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
+    updates = straight["update"], result["update"]
+    logs = [
+        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
+        for each in (straight, result)
+    ]
+    return {
+        **result,
+        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
+        "logs": logs,
+    }
+
+
+def refused(folder):
+    """A process must hold whole groups to exchange them."""
+    messages = []
+    for option in ({"dynamic_sampling": True}, {"replay_buffer_size": 4}):
+        try:
+            MultimodalGRPOConfig(
+                str(folder), per_device_train_batch_size=GROUP // 2, num_generations=GROUP, use_cpu=True, **option
+            )
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
 # Scenarios of FSDP2, beside those above
 
 
@@ -245,9 +410,10 @@ def main():
         enable_fsdp2_on_cpu()
     # A process that waits in vain fails after a minute, and says where
     rank = PartialState(cpu=True, timeout=timedelta(minutes=1)).process_index
+    scenarios = {**globals(), **{name: functools.partial(algorithm, name) for name in ALGORITHMS}}
     for name in SCENARIOS:
-        result = globals()[name](FOLDER / name)
-        save_file(result.pop("update"), FOLDER / f"{name}-{rank}.safetensors")
+        result = scenarios[name](FOLDER / name)
+        save_file(result.pop("update", {}), FOLDER / f"{name}-{rank}.safetensors")
         (FOLDER / f"{name}-{rank}.json").write_text(json.dumps(result))
     PartialState().destroy_process_group()
 

@@ -103,12 +103,11 @@ def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device
     padding = {"completion_ids": pad_token_id, **_PADDING}
     batch = {"prompt_ids": padded["input_ids"].to(device), "prompt_mask": padded["attention_mask"].to(device)}
     for name in groups[0].rows:
-        values = []
-        for group in groups:
-            value = group.rows[name].to(device)
-            if value.dim() == 2 and value.size(1) == group.rows["completion_ids"].size(1):
-                value = F.pad(value, (0, width - value.size(1)), value=padding.get(name, 0))
-            values.append(value)
+        values = [group.rows[name].to(device) for group in groups]
+        # `(G, 1)` is one value per completion, unless all completions of the group have one token
+        lengths = [group.rows["completion_ids"].size(1) for group in groups]
+        if all(value.dim() == 2 and value.size(1) == n for value, n in zip(values, lengths, strict=True)):
+            values = [F.pad(v, (0, width - v.size(1)), value=padding.get(name, 0)) for v in values]
         batch[name] = torch.cat(values)
     return {**batch, "encoded_prompts": prompts}
 

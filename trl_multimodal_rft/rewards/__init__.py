@@ -2,6 +2,7 @@
 """Reward functions with the signature of TRL's: `f(completions, **columns) -> list[float | None]`."""
 
 from .answers import accuracy_reward, format_reward
+from .remote import RemoteReward
 
 
-__all__ = ["accuracy_reward", "format_reward"]
+__all__ = ["RemoteReward", "accuracy_reward", "format_reward"]

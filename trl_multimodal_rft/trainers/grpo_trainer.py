@@ -303,11 +303,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             chosen = self._surplus + [group for group in drawn if group.rows["live"].all()]
             rounds += 1
         live = [group for group in drawn if group.rows["live"].all()]
-        self._surplus = [group.to("cpu") for group in chosen[size:]] if args.dynamic_sampling else []
+        # While one process lacks groups all draw, so that another's surplus could grow and grow old
+        self._surplus = [group.to("cpu") for group in chosen[size:][-size:]] if args.dynamic_sampling else []
         chosen = chosen[:size]
         replayed = self._replay.sample(size - len(chosen), step)
         if args.replay_buffer_size > 0:
-            self._replay.append(live)
+            self._replay.append(chosen)
         dead = [group for group in drawn if not group.rows["live"].all()]
         joined = chosen + replayed + dead[: size - len(chosen) - len(replayed)]
 
@@ -565,9 +566,13 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
-        self._kl_controller.load_state_dict(state["kl_controller"])
-        self.beta = self._kl_controller.value
+        # What the run no longer asks for stays in the checkpoint
+        if self.args.kl_target is not None:
+            self._kl_controller.load_state_dict(state["kl_controller"])
+            self.beta = self._kl_controller.value
         self._reward_scale.load_state_dict(state["reward_scale"])
-        self._replay.load_state_dict(state["replay"])
-        self._surplus = state["surplus"]
+        if self.args.replay_buffer_size > 0:
+            self._replay.load_state_dict(state["replay"])
+        if self.args.dynamic_sampling:
+            self._surplus = state["surplus"]
         self._n_extra_prompts = state["n_extra_prompts"]

@@ -21,6 +21,7 @@ from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.utils import create_model_from_path, get_config_model_id, split_tensor_dict
 
+from ..actors import Actor
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
 from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids, same_prompt
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
@@ -54,6 +55,8 @@ class MultimodalMixin:
 
     def __init__(self, model, reward_funcs, args, processing_class=None, quantization_config=None, **kwargs):
         set_seed(args.seed)  # as TRL does before it loads a model
+        if isinstance(model, Actor):
+            model = _model_of(model, args)
         loaded_here = isinstance(model, str)
         if loaded_here:
             init_kwargs = dict(args.model_init_kwargs or {})
@@ -447,6 +450,7 @@ class MultimodalMixin:
         """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
         reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         return {
+            "sizes": self._sizes(),
             "step": self._step,
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
@@ -456,13 +460,24 @@ class MultimodalMixin:
             "share_prefill": self._share_prefill,
         }
 
+    def _sizes(self) -> dict[str, int]:
+        """What a generation batch depends on."""
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+        sizes = {name: getattr(self.args, name) for name in (*names, "num_generations", "num_iterations")}
+        return {**sizes, "num_processes": self.accelerator.num_processes}
+
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
-        if state["buffered_inputs"] is not None:
-            self._buffered_inputs = [
-                {name: _to_device(value, self.accelerator.device) for name, value in batch.items()}
-                for batch in state["buffered_inputs"]
-            ]
+        if state["sizes"] != self._sizes():
+            logger.warning(
+                f"Sizes have changed from {state['sizes']} to {self._sizes()}, so the run goes on with new completions."
+            )
+        else:
+            self._step = state["step"]
+            if state["buffered_inputs"] is not None:
+                self._buffered_inputs = [
+                    {name: _to_device(value, self.accelerator.device) for name, value in batch.items()}
+                    for batch in state["buffered_inputs"]
+                ]
         self._metrics["train"].update(state["metrics"])
         self._self_check = None if state["self_check"] is None else SelfCheck(**state["self_check"])
         self._apart, self._can_pack = state["apart"], state["can_pack"]
@@ -470,6 +485,8 @@ class MultimodalMixin:
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
+        if self.args.save_only_model:
+            return
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self.args.sync_ref_model and self._is_whole and self.args.should_save:
@@ -483,7 +500,8 @@ class MultimodalMixin:
         if state is None:
             logger.warning(
                 f"{checkpoint} has no state of the rollouts of process {self.accelerator.process_index}; the run goes on "
-                "with new completions."
+                "with new completions.",
+                main_process_only=False,
             )
         else:
             self._load_rollout_state(state)
@@ -510,6 +528,20 @@ class MultimodalMixin:
         if self._is_whole and not is_peft_model(model):
             saved = type(model).from_pretrained(folder, dtype=model.dtype)
             model.load_state_dict(saved.state_dict())
+
+
+def _model_of(actor: Actor, args) -> nn.Module:
+    """The actor's model, which the trainer handles itself."""
+    if actor.temperature != args.temperature:
+        raise ValueError(
+            f"The actor was made for temperature {actor.temperature}, but `temperature` is {args.temperature}; make them equal."
+        )
+    ratio = actor.high_entropy_token_ratio
+    if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
+        raise ValueError(
+            f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the same."
+        )
+    return actor.model
 
 
 def _to_device(value, device):

@@ -1,0 +1,363 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
+
+import logging
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
+from transformers import Trainer
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
+
+
+class Recording:
+    """Keeps what each micro-batch was trained on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.trained_on = []
+
+    def _compute_loss(self, model, inputs):
+        if self.model.training:
+            prompts = [prompt.input_ids.tolist() for prompt in inputs["encoded_prompts"]]
+            self.trained_on.append((prompts, inputs["completion_ids"].tolist()))
+        return super()._compute_loss(model, inputs)
+
+
+class RecordingGRPO(Recording, MultimodalGRPOTrainer):
+    pass
+
+
+class WithDropout(RecordingGRPO):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for module in self.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.3
+
+
+class RecordingRLOO(Recording, MultimodalRLOOTrainer):
+    pass
+
+
+# A generation batch is four prompts, trained on twice in two optimizer steps each. With five prompts in the dataset an
+# epoch is one generation batch, and the prompt it leaves out depends on the order.
+REUSED = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "max_steps": 6,
+    "optim": "adamw_torch",
+    "lr_scheduler_type": "linear",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1.0,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+STEPS_PER_EPOCH = 4
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
+REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": True, "dynamic_sampling_max_rounds": 2}
+
+
+def few_live(prompts, trainer_state, **kwargs) -> list[float]:
+    """The same reward for all completions of one of five prompts in the first epoch, of four of five from then on."""
+    step = trainer_state.global_step
+    dead = 1 if step < STEPS_PER_EPOCH else 4
+    numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
+    return [float(i % 2) if (number + step) % 5 >= dead else 1.0 for i, number in enumerate(numbers)]
+
+
+@dataclass
+class Case:
+    """
+    A run to interrupt.
+
+    Args:
+        options (`dict`):
+            What differs from `REUSED`, for [`make_trainer`].
+        stops (`list[int]`):
+            Steps to resume from, beside one chosen at random.
+        moving (`list[str]`):
+            Metrics that must not stay 0, or the case would show nothing.
+        trainer (`type`):
+            Trainer.
+        family (`str`):
+            Model.
+        rows (`Callable`):
+            Makes the dataset of so many prompts.
+        not_logged (`set[str]`):
+            Metrics that `Trainer` itself starts anew.
+    """
+
+    options: dict
+    stops: list[int]
+    moving: list[str] = field(default_factory=list)
+    trainer: type = RecordingGRPO
+    family: str = "qwen2_5_vl"
+    rows: Callable = image_rows
+    not_logged: set[str] = field(default_factory=set)
+
+    def make(self, folder: Path, **options):
+        arguments = {**REUSED, **self.options, **options}
+        return make_trainer(self.trainer, self.family, self.rows(5), folder, **arguments)
+
+
+CASES = {
+    "several epochs": Case({"max_steps": 11}, [STEPS_PER_EPOCH, 6, 9]),
+    "one update a batch": Case({"steps_per_generation": 2, "num_iterations": 1, "max_steps": 5}, [1, 2]),
+    "shuffled as by TRL": Case({"keep_groups_together": False}, [3]),
+    "replay, dynamic sampling, adaptive KL": Case(
+        {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "max_steps": 10},
+        [2, 6],
+        ["replay/frac", "kl", "kl_coef"],
+    ),
+    "reinforce, running scale, entropies of the rollout": Case(
+        {
+            "advantage_estimator": "reinforce",
+            "reward_running_scale": True,
+            "top_entropy_quantile": 0.4,
+            "beta": 0.05,
+            "reward": length_and_sum,
+        },
+        [1, 5],
+        ["kl"],
+    ),
+    "current entropies, adaptive bonus": Case(
+        {
+            "top_entropy_quantile": 0.4,
+            "entropy_source": "current",
+            "use_adaptive_entropy": True,
+            "entropy_target": 9.0,
+        },
+        [3],
+        ["entropy_coef"],
+    ),
+    "synchronised reference": Case(
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}, [3], ["kl"]
+    ),
+    "adapter with dropout": Case({"objects": {"peft_config": LORA}, "beta": 0.1}, [3], ["kl"]),
+    "dropout": Case({}, [3], trainer=WithDropout),
+    "audio": Case({}, [3], family="qwen2_audio", rows=audio_rows),
+    "logged every three steps": Case({"logging_steps": 3}, [1, 5], not_logged={"loss"}),
+    "evaluated between updates": Case(
+        {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "per_device_eval_batch_size": 4,
+            "num_generations_eval": 2,
+            "objects": {"eval_dataset": image_rows(3)},
+        },
+        [2, 5],
+        ["eval_reward"],
+    ),
+    "rloo": Case({"beta": 0.1}, [3, 5], ["kl"], trainer=RecordingRLOO),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Trainers that never stopped, by case, each with a checkpoint of every step."""
+    trainers = {}
+
+    def run(name: str):
+        if name not in trainers:
+            folder = tmp_path_factory.mktemp("straight")
+            trainers[name] = CASES[name].make(folder)
+            trainers[name].train()
+        return trainers[name]
+
+    return run
+
+
+def checkpoint(trainer, step: int) -> str:
+    return f"{trainer.args.output_dir}/checkpoint-{step}"
+
+
+def resume(name: str, straight, step: int, folder: Path):
+    """A new trainer that goes on from a step of another."""
+    trainer = CASES[name].make(folder, save_strategy="no")
+    trainer.train(resume_from_checkpoint=checkpoint(straight, step))
+    assert trainer.state.global_step == trainer.args.max_steps
+    return trainer
+
+
+def logged(trainer, but: set[str]) -> list[dict]:
+    """The log history without durations, and without the mean over the steps since the trainer started."""
+    durations = ("time", "runtime", "per_second", "train_loss")
+    return [
+        {key: value for key, value in entry.items() if key not in but and not any(d in key for d in durations)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def same_weights(a, b) -> bool:
+    a, b = a.model.state_dict(), b.model.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rest(trainer, step: int) -> list:
+    """What it trained on after a step."""
+    return trainer.trained_on[step * trainer.args.gradient_accumulation_steps :]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
+    case, uninterrupted = CASES[name], straight(name)
+    assert not same_weights(uninterrupted, case.make(tmp_path))
+    for metric in case.moving:
+        assert any(entry.get(metric, 0) != 0 for entry in uninterrupted.state.log_history), metric
+    last = uninterrupted.args.max_steps
+    for step in {*case.stops, random.Random(name).randrange(1, last)}:
+        resumed = resume(name, uninterrupted, step, tmp_path)
+        assert resumed.trained_on == rest(uninterrupted, step), step
+        assert same_weights(uninterrupted, resumed), step
+        assert logged(resumed, case.not_logged) == logged(uninterrupted, case.not_logged), step
+
+
+# Nothing of this would show if the state didn't matter
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "lost"),
+    [
+        ("several epochs", 6, "step"),
+        ("several epochs", 6, "buffered_inputs"),
+        ("logged every three steps", 5, "metrics"),
+        ("replay, dynamic sampling, adaptive KL", 2, "surplus"),
+        ("replay, dynamic sampling, adaptive KL", 6, "replay"),
+        ("replay, dynamic sampling, adaptive KL", 6, "n_extra_prompts"),
+        ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),
+        ("reinforce, running scale, entropies of the rollout", 3, "reward_scale"),
+    ],
+)
+def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
+    load = RecordingGRPO._load_rollout_state
+
+    def load_without(trainer, state):
+        load(trainer, {**state, lost: trainer._rollout_state()[lost]})
+
+    monkeypatch.setattr(RecordingGRPO, "_load_rollout_state", load_without)
+    case, uninterrupted = CASES[name], straight(name)
+    resumed = resume(name, uninterrupted, step, tmp_path)
+    logs = logged(resumed, case.not_logged), logged(uninterrupted, case.not_logged)
+    assert logs[0] != logs[1]
+    if lost != "metrics":
+        assert not same_weights(uninterrupted, resumed)
+
+
+def test_epoch_has_another_order_without_the_orders_before(straight, tmp_path, monkeypatch):
+    monkeypatch.setattr(MultimodalMixin, "_init_training_state", Trainer._init_training_state)
+    uninterrupted = straight("several epochs")
+    resumed = resume("several epochs", uninterrupted, 6, tmp_path)
+    prompts, expected = ([prompts for prompts, _ in part] for part in (resumed.trained_on, rest(uninterrupted, 6)))
+    rest_of_epoch = 2 * uninterrupted.args.gradient_accumulation_steps
+    assert prompts[:rest_of_epoch] == expected[:rest_of_epoch]
+    assert prompts[rest_of_epoch:] != expected[rest_of_epoch:]
+
+
+# The file
+
+
+def test_checkpoint_between_generation_batches_holds_no_batch(straight):
+    uninterrupted = straight("several epochs")
+    held = [
+        load_rollout_state(checkpoint(uninterrupted, step), 0)["buffered_inputs"] is not None for step in range(1, 12)
+    ]
+    assert held == [step % STEPS_PER_EPOCH != 0 for step in range(1, 12)]
+
+
+def test_checkpoint_holds_media_once_per_prompt(straight):
+    folder = checkpoint(straight("several epochs"), 3)
+    prompts = [p for batch in load_rollout_state(folder, 0)["buffered_inputs"] for p in batch["encoded_prompts"]]
+    sizes = {id(prompt): sum(value.nbytes for value in prompt.media.values()) for prompt in prompts}
+    assert len(prompts) == 4 * len(sizes)
+    assert min(sizes.values()) > 50_000
+    assert Path(folder, "rollout_state_0.pt").stat().st_size < 1.3 * sum(sizes.values())
+
+
+def test_checkpoint_without_state_goes_on_with_new_completions(straight, tmp_path, caplog):
+    uninterrupted = straight("several epochs")
+    shutil.copytree(checkpoint(uninterrupted, 6), tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / "rollout_state_0.pt").unlink()
+    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no")
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert "has no state of the rollouts of process 0" in caplog.text
+    assert trainer.state.global_step == trainer.args.max_steps
+    assert trainer.trained_on != rest(uninterrupted, 6)
+
+
+class Foreign:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_the_file_is_not_run(straight, tmp_path):
+    shutil.copytree(checkpoint(straight("several epochs"), 6), tmp_path / "checkpoint-6")
+    file = tmp_path / "checkpoint-6" / "rollout_state_0.pt"
+    torch.save({**torch.load(file, weights_only=False), "foreign": Foreign(tmp_path / "made")}, file)
+    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no")
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert not (tmp_path / "made").exists()
+    torch.load(file, weights_only=False)
+    assert (tmp_path / "made").exists()
+
+
+# What may change between the runs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps_per_generation": 2},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
+        {"num_iterations": 1},
+    ],
+    ids=["generation", "micro-batch", "iterations"],
+)
+def test_another_size_goes_on_with_new_completions(changes, straight, tmp_path, caplog):
+    uninterrupted = straight("several epochs")
+    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no", **changes)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, 6))
+    assert "Sizes have changed" in caplog.text
+    assert trainer.state.global_step == trainer.args.max_steps
+    size = trainer.args.per_device_train_batch_size
+    assert all(len(completions) == size for _, completions in trainer.trained_on)
+
+
+def test_what_the_run_no_longer_asks_for_stays_in_the_checkpoint(straight, tmp_path):
+    name = "replay, dynamic sampling, adaptive KL"
+    folder = checkpoint(straight(name), 6)
+    state = load_rollout_state(folder, 0)
+    assert state["replay"]["groups"] and state["kl_controller"]["value"] != 0.1
+    options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": False, "max_steps": 8}
+    trainer = CASES[name].make(tmp_path, save_strategy="no", **options)
+    trainer.train(resume_from_checkpoint=folder)
+    assert trainer.beta == 0.3
+    assert len(trainer._replay) == len(trainer._surplus) == 0
+    assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
+
+
+def test_checkpoint_of_the_model_only_holds_no_rollouts(tmp_path):
+    CASES["several epochs"].make(tmp_path, save_only_model=True, max_steps=1).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+    assert not list((tmp_path / "checkpoint-1").glob("rollout_state*"))

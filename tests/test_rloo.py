@@ -1,0 +1,238 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""On images, [`MultimodalRLOOTrainer`] makes the updates of TRL's RLOO and logs its metrics; it trains on sound, too."""
+
+import functools
+import itertools
+
+import pytest
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+from trainer_utils import (
+    Injected,
+    audio_rows,
+    image_rows,
+    images_rows,
+    largest_difference,
+    load,
+    make_trainer,
+    norm,
+    relative_difference,
+    run,
+    sound,
+    text_rows,
+    video_rows,
+    with_media,
+)
+from trl import RLOOTrainer
+
+from trl_multimodal_rft import MultimodalRLOOConfig, MultimodalRLOOTrainer
+
+
+FAMILY = "qwen2_5_vl"
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+
+
+class InjectedIds(Injected):
+    """RLOO takes no log-probabilities beside sampled completions."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        return super()._generate_single_turn(*args, **kwargs)[0]
+
+
+class InjectedTRL(InjectedIds, RLOOTrainer):
+    pass
+
+
+class InjectedOurs(InjectedIds, MultimodalRLOOTrainer):
+    """Also remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.scored_packed = [*getattr(self, "scored_packed", []), self._packed]
+        return scores
+
+
+# Two updates on one generation batch, each from two of its four micro-batches, and the first of them again
+REUSED = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "max_steps": 3,
+    "learning_rate": 0.01,
+    "beta": 0.0,
+}
+# A new generation batch every two updates, so that the policy has left the reference where they are rewarded
+RENEWED = {**REUSED, "num_iterations": 1}
+OPTIONS = {
+    "one update": {"beta": 0.0},
+    "reused": REUSED,
+    "renewed": RENEWED,
+    "kl": {**RENEWED, "beta": 0.05},
+    "normalized advantages": {**REUSED, "normalize_advantages": True},
+    "clipped rewards": {**REUSED, "reward_clip_range": (1.0, 3.0)},
+    "clipped ratios": {**REUSED, "epsilon": 0.01, "epsilon_high": 0.02},
+    "masked truncated completions": {**REUSED, "mask_truncated_completions": True},
+    "adapter": {**REUSED, "learning_rate": 0.004, "beta": 0.05, "objects": {"peft_config": LORA}},
+}
+EQUIVALENTS = {
+    "gradient checkpointing": {**REUSED, "gradient_checkpointing": True},
+    "adapter, gradient checkpointing": {**OPTIONS["adapter"], "gradient_checkpointing": True},
+}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "num_generations_eval": 3}
+
+
+@functools.cache
+def dataset():
+    return image_rows()
+
+
+@functools.cache
+def trl_run(name):
+    return run(InjectedTRL, FAMILY, dataset(), **{**OPTIONS, **EQUIVALENTS}[name])
+
+
+def our_run(rows=None, **options):
+    """With TRL's shuffle, which puts the same completions into a micro-batch."""
+    options = {"self_check": False, "keep_groups_together": False, **options}
+    return run(InjectedOurs, FAMILY, rows or dataset(), **options)
+
+
+def assert_equal(theirs, ours, *, same_metrics=True):
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    if same_metrics:
+        worst, where = largest_difference(theirs.history, ours.history)
+        assert worst <= 1e-4, where
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *EQUIVALENTS])
+def test_packed_equals_trl(name):
+    ours = our_run(**{**OPTIONS, **EQUIVALENTS}[name])
+    assert all(ours.trainer.scored_packed)
+    assert_equal(trl_run(name), ours)
+
+
+def test_every_option_makes_another_update():
+    """An option without effect on these data would prove nothing above."""
+    names = [name for name in OPTIONS if name != "adapter"]
+    for one, other in itertools.combinations(names, 2):
+        assert relative_difference(trl_run(one).update, trl_run(other).update) > 1e-4, (one, other)
+    for name in ("kl", "adapter"):
+        assert any(abs(entry.get("kl", 0)) > 0.001 for entry in trl_run(name).history)
+
+
+def test_padded_equals_trl():
+    ours = our_run(**OPTIONS["kl"], packing="padded")
+    assert not any(ours.trainer.scored_packed)
+    assert_equal(trl_run("kl"), ours)
+
+
+def test_groups_together_equal_trl():
+    """Completions change places within an update, not between updates; metrics that average micro-batches may move."""
+    options = {"beta": 0.05, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
+    theirs = run(InjectedTRL, FAMILY, dataset(), **options)
+    ours = our_run(**options, keep_groups_together=True)
+    assert all(ours.trainer.scored_packed)
+    shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
+    assert shares and min(shares) > 0.5
+    assert_equal(theirs, ours, same_metrics=False)
+
+
+def test_self_check_leaves_no_trace():
+    ours = our_run(**OPTIONS["kl"], self_check=True)
+    check = ours.trainer._self_check
+    assert max(check.packed, check.rows, check.sampled) <= check.tolerance < check.media
+    assert_equal(trl_run("kl"), ours)
+
+
+@pytest.mark.parametrize("rows", [images_rows, text_rows], ids=["several images", "text"])
+def test_other_rows_equal_trl(rows):
+    rows = rows()
+    assert_equal(run(InjectedTRL, FAMILY, rows, **REUSED), our_run(rows, **REUSED))
+
+
+def test_evaluation_equals_trl():
+    """Evaluation between updates on one generation batch leaves the batch alone."""
+    options = {**OPTIONS["kl"], **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
+    theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
+    assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
+    assert_equal(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature": 1.5, "max_completion_length": 12},
+        {**OPTIONS["adapter"], **EVALUATED, "objects": {"peft_config": LORA, "eval_dataset": image_rows(3)}},
+    ],
+    ids=["processed logits", "adapter, kl, evaluation"],
+)
+def test_sampling_equals_trl(options):
+    """Sampled from one prefill of each prompt, the completions are TRL's, and so is everything that follows."""
+    processor = load(FAMILY)[1]
+    placeholders = [processor.image_token_id, processor.video_token_id]  # TRL leaves out the second
+    options = {
+        "max_steps": 3,
+        "learning_rate": 0.03,
+        **options,
+        "generation_kwargs": {"suppress_tokens": placeholders},
+    }
+    theirs = run(RLOOTrainer, FAMILY, dataset(), **options)
+    ours = run(MultimodalRLOOTrainer, FAMILY, dataset(), keep_groups_together=False, **options)
+    assert_equal(theirs, ours)
+
+
+# Media that TRL doesn't take
+
+
+@functools.cache
+def audio_run():
+    return run(InjectedOurs, "qwen2_audio", audio_rows(), **OPTIONS["kl"])
+
+
+def test_audio_trains():
+    ours = audio_run()
+    assert all(ours.trainer.scored_packed)
+    assert norm({name: value for name, value in ours.update.items() if "audio_tower" in name}) > 1e-4
+    assert norm(ours.update) > 0.01
+    assert any(entry.get("kl", 0) != 0 for entry in ours.history)
+
+
+def test_another_audio_makes_another_update():
+    rows = with_media(audio_rows(), "audio", [sound(0.3 + 0.2 * (i % 4), seed=50 + i) for i in range(8)])
+    other = run(InjectedOurs, "qwen2_audio", rows, **OPTIONS["kl"])
+    assert relative_difference(audio_run().update, other.update) > 0.01
+
+
+def test_audio_is_sampled_for():
+    ours = run(MultimodalRLOOTrainer, "qwen2_audio", audio_rows(), max_completion_length=12)
+    assert norm(ours.update) > 0.01
+    check = ours.trainer._self_check
+    assert max(check.packed, check.rows, check.sampled) <= check.tolerance < check.media
+
+
+def test_video_trains():
+    ours = run(MultimodalRLOOTrainer, FAMILY, video_rows(), max_completion_length=12)
+    assert norm({name: value for name, value in ours.update.items() if "visual" in name}) > 1e-4
+    assert ours.trainer._self_check.media > ours.trainer._self_check.tolerance
+
+
+# Config and model card
+
+
+def test_advantage_estimator_is_for_the_other_trainer(tmp_path):
+    with pytest.raises(ValueError, match="Use `MultimodalGRPOTrainer`, which has 'rloo' too"):
+        MultimodalRLOOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="reinforce")
+
+
+def test_model_card_names_the_method(tmp_path):
+    trainer = make_trainer(
+        MultimodalRLOOTrainer, FAMILY, dataset(), tmp_path, max_steps=1, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"rloo", "trl", "trl-multimodal-rft"} <= set(card.data.tags)
+    assert "grpo" not in card.data.tags
+    assert "trained with RLOO" in card.text
+    assert str(trainer._self_check) in card.text

@@ -1,0 +1,127 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A policy that hears."""
+
+import inspect
+
+import torch
+
+from .actor import Actor
+
+
+# What families call features of audio and their mask
+_FEATURES = ("input_features", "audio_input_features")
+_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
+
+# Model types that do without a mask, theirs not being one of frames
+_OPTIONAL = {"granite_speech", "phi4_multimodal"}
+
+
+class ActorAL(Actor):
+    """
+    A policy that answers prompts with audio.
+
+    Arguments are those of [`Actor`].
+
+    Example:
+
+    ```python
+    actor = ActorAL("Qwen/Qwen2-Audio-7B-Instruct", lora_rank=16, lora_alpha=32)
+    sequences, attention_mask, action_mask = actor.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        audio_values=inputs["input_features"],
+        audio_attention_mask=inputs["feature_attention_mask"],
+        max_new_tokens=100,
+    )
+    ```
+    """
+
+    modality = "audio"
+
+    def forward(
+        self,
+        sequences: torch.LongTensor,
+        num_actions: int | list[int] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: list[int] | None = None,
+        audio_values: torch.Tensor | None = None,
+        audio_attention_mask: torch.Tensor | None = None,
+        **media: torch.Tensor | None,
+    ):
+        """
+        Log-probabilities of the actions, the last tokens of each sequence, see [`Actor.forward`].
+
+        Args:
+            sequences (`torch.LongTensor`):
+                Prompts and responses, shape `(B, S)`; packed, `(1, sum of S)`.
+            num_actions (`int` or `list[int]`, *optional*):
+                Number of action tokens; packed, that of each sample.
+            attention_mask (`torch.Tensor`, *optional*):
+                1 on tokens, shape `(B, S)`.
+            pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
+                Not used, so that callers may treat all actors alike.
+            return_output (`bool`, *optional*, defaults to `False`):
+                Whether to return the model's output too.
+            packed_seq_lens (`list[int]`, *optional*):
+                Length of each packed sample.
+            audio_values (`torch.Tensor`, *optional*):
+                Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order.
+            audio_attention_mask (`torch.Tensor`, *optional*):
+                1 on the frames of a clip, shape `(number of clips, frames)`, as the processor returns it. All ones by
+                default, which is right only for clips that fill the frames.
+            media (`torch.Tensor`):
+                What else the family's forward takes.
+
+        Returns:
+            `torch.Tensor` or output or both: Log-probabilities of shape `(B, A)` or, packed, `(1, sum of A)`.
+        """
+        audio = self._audio(audio_values, audio_attention_mask)
+        return super().forward(
+            sequences, num_actions, attention_mask, return_output, packed_seq_lens, **audio, **media
+        )
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        audio_values: torch.Tensor | None = None,
+        audio_attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+        """
+        Samples responses to prompts with audio, see [`Actor.generate`].
+
+        Args:
+            input_ids (`torch.Tensor`):
+                Prompts, padded on the left, shape `(B, P)`.
+            audio_values (`torch.Tensor`, *optional*):
+                Features of all clips, shape `(number of clips, mel bands, frames)`.
+            audio_attention_mask (`torch.Tensor`, *optional*):
+                1 on the frames of a clip, shape `(number of clips, frames)`.
+            kwargs:
+                `attention_mask`, other media, and options of `generate`.
+
+        Returns:
+            `tuple`: Sequences `(B, P + N)`, attention mask `(B, P + N)` and action mask `(B, N)`.
+        """
+        return super().generate(input_ids, **self._audio(audio_values, audio_attention_mask), **kwargs)
+
+    def _audio(self, values: torch.Tensor | None, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Features and mask under the names of the family."""
+        model = self.base_model
+        accepted = inspect.signature(type(model).forward).parameters
+        features = next((name for name in _FEATURES if name in accepted), None)
+        mask_name = next((name for name in _MASKS if name in accepted), None)
+        if values is not None and features is None:
+            raise TypeError(f"{type(model).__name__} takes no audio.")
+        if mask is not None and mask_name is None:
+            raise TypeError(f"{type(model).__name__} takes no mask of audio.")
+        if values is not None and mask is None and mask_name is not None and model.config.model_type not in _OPTIONAL:
+            # Bands come before frames for Whisper's features, after them for others
+            bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
+            mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
+        return {name: value for name, value in ((features, values), (mask_name, mask)) if value is not None}

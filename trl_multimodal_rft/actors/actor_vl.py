@@ -1,0 +1,115 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A policy that sees."""
+
+import torch
+
+from .actor import Actor
+
+
+class ActorVL(Actor):
+    """
+    A policy that answers prompts with images and videos.
+
+    Arguments are those of [`Actor`].
+
+    Example:
+
+    ```python
+    actor = ActorVL("Qwen/Qwen2.5-VL-7B-Instruct", lora_rank=16, lora_alpha=32)
+    sequences, attention_mask, action_mask = actor.generate(**processor_output, max_new_tokens=100)
+    ```
+    """
+
+    modality = "vision"
+
+    def forward(
+        self,
+        sequences: torch.LongTensor,
+        num_actions: int | list[int] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: list[int] | None = None,
+        **media: torch.Tensor | None,
+    ):
+        """
+        Log-probabilities of the actions, the last tokens of each sequence, see [`Actor.forward`].
+
+        Args:
+            sequences (`torch.LongTensor`):
+                Prompts and responses, shape `(B, S)`; packed, `(1, sum of S)`.
+            num_actions (`int` or `list[int]`, *optional*):
+                Number of action tokens; packed, that of each sample.
+            attention_mask (`torch.Tensor`, *optional*):
+                1 on tokens, shape `(B, S)`.
+            pixel_values (`torch.Tensor`, *optional*):
+                Images of all sequences, in the shape of the family: for Qwen, patches of shape `(sum of patches, D)`.
+            image_grid_thw (`torch.Tensor`, *optional*):
+                Patches of each image in time, height and width, shape `(number of images, 3)`.
+            pixel_values_videos (`torch.Tensor`, *optional*):
+                Videos of all sequences.
+            video_grid_thw (`torch.Tensor`, *optional*):
+                Patches of each video, shape `(number of videos, 3)`.
+            return_output (`bool`, *optional*, defaults to `False`):
+                Whether to return the model's output too.
+            packed_seq_lens (`list[int]`, *optional*):
+                Length of each packed sample.
+            media (`torch.Tensor`):
+                What else the family's forward takes, such as `image_sizes` or `pixel_attention_mask`.
+
+        Returns:
+            `torch.Tensor` or output or both: Log-probabilities of shape `(B, A)` or, packed, `(1, sum of A)`.
+        """
+        return super().forward(
+            sequences,
+            num_actions,
+            attention_mask,
+            return_output,
+            packed_seq_lens,
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+            **media,
+        )
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+        """
+        Samples responses to prompts with images and videos, see [`Actor.generate`].
+
+        Args:
+            input_ids (`torch.Tensor`):
+                Prompts, padded on the left, shape `(B, P)`.
+            pixel_values (`torch.Tensor`, *optional*):
+                Images of all prompts.
+            image_grid_thw (`torch.Tensor`, *optional*):
+                Patches of each image, shape `(number of images, 3)`.
+            pixel_values_videos (`torch.Tensor`, *optional*):
+                Videos of all prompts.
+            video_grid_thw (`torch.Tensor`, *optional*):
+                Patches of each video, shape `(number of videos, 3)`.
+            kwargs:
+                `attention_mask`, other media, and options of `generate`.
+
+        Returns:
+            `tuple`: Sequences `(B, P + N)`, attention mask `(B, P + N)` and action mask `(B, N)`.
+        """
+        return super().generate(
+            input_ids,
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+            **kwargs,
+        )

@@ -1,0 +1,194 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards from a server, over HTTP."""
+
+import base64
+import io
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import PIL.Image
+import requests
+from urllib3.util import Retry
+
+from ..media.columns import MEDIA_COLUMNS, MediaRef, iter_refs, rows_to_messages, strip_media
+from ..media.loading import load_audio, load_image, load_video
+
+
+# What a server may get over in a while: being busy, or not being there
+_RETRY_ON = (429, 500, 502, 503, 504)
+
+
+class RemoteReward:
+    """
+    A reward function that asks a server, with the signature of TRL's.
+
+    Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
+    together), and, where the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
+    `videos` (lists of lists of PNG frames). The answer is `{"rewards": [...]}`, one number per completion, `null` where the
+    reward doesn't apply.
+
+    Args:
+        url (`str`):
+            Where to send requests to.
+        label_column (`str`, *optional*, defaults to `"labels"`):
+            Column with the ground truth.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Completions in a request.
+        concurrency (`int`, *optional*, defaults to `4`):
+            Requests under way at once.
+        timeout (`float`, *optional*, defaults to `120.0`):
+            Seconds to wait for an answer.
+        retries (`int`, *optional*, defaults to `5`):
+            How often to try again if the server is busy (429), fails (5xx) or can't be reached.
+        backoff (`float`, *optional*, defaults to `1.0`):
+            Scale of the waits, in seconds: the first retry comes at once, the second after `2 * backoff`, and then each
+            after twice the wait of the one before.
+        sampling_rate (`int`, *optional*, defaults to `16000`):
+            Rate of the audio that is sent, in Hz.
+
+    Raises:
+        `RuntimeError`: When called, if the server can't be reached, refuses a request, or answers something else than
+            one finite number or `null` per completion. The message names the server.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        label_column: str = "labels",
+        batch_size: int = 64,
+        concurrency: int = 4,
+        timeout: float = 120.0,
+        retries: int = 5,
+        backoff: float = 1.0,
+        sampling_rate: int = 16000,
+    ):
+        self.url = url
+        self.label_column = label_column
+        self.batch_size = batch_size
+        self.concurrency = concurrency
+        self.timeout = timeout
+        self.sampling_rate = sampling_rate
+        self._retry = Retry(
+            total=retries,
+            backoff_factor=backoff,
+            status_forcelist=_RETRY_ON,
+            allowed_methods=["POST"],
+            raise_on_status=False,
+        )
+        self.__name__ = "remote_reward"
+
+    def __call__(self, prompts: list, completions: list, **columns) -> list[float | None]:
+        """
+        Asks for the rewards of completions.
+
+        Args:
+            prompts (`list`):
+                Prompts, text or messages with their media.
+            completions (`list`):
+                Completions, text or messages.
+            columns:
+                Columns of the dataset, one value per completion; labels and media are sent.
+
+        Returns:
+            `list[float | None]`: One reward per completion.
+        """
+        rows = []
+        for i, prompt in enumerate(prompts):
+            names = [self.label_column] if _has_media(prompt) else [self.label_column, *MEDIA_COLUMNS]
+            rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
+        payload = self._payload(rows, completions)
+        parts = [
+            {name: values[start : start + self.batch_size] for name, values in payload.items()}
+            for start in range(0, len(prompts), self.batch_size)
+        ]
+        with requests.Session() as session:
+            adapter = requests.adapters.HTTPAdapter(max_retries=self._retry, pool_maxsize=self.concurrency)
+            session.mount("http://", adapter)
+            session.mount("https://", adapter)
+            with ThreadPoolExecutor(self.concurrency) as pool:
+                answers = list(pool.map(lambda part: self._ask(session, part), parts))
+        return [reward for answer in answers for reward in answer]
+
+    def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
+        n = len(part["completions"])
+        try:
+            response = session.post(self.url, json=part, timeout=self.timeout)
+        except requests.RequestException as error:
+            raise RuntimeError(
+                f"The request to the reward server {self.url} failed: {type(error).__name__}."
+            ) from error
+        if not response.ok:
+            raise RuntimeError(
+                f"The reward server {self.url} answered {response.status_code}: {response.text[:200]!r}."
+            )
+        try:
+            rewards = response.json()["rewards"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"The reward server {self.url} answered {response.text[:200]!r} instead of {{'rewards': [...]}}."
+            ) from error
+        if not isinstance(rewards, list) or len(rewards) != n:
+            raise RuntimeError(
+                f"The reward server {self.url} answered {str(rewards)[:200]} for {n} completions; it must return one "
+                "reward for each."
+            )
+        for reward in rewards:
+            number = isinstance(reward, (int, float)) and math.isfinite(reward)
+            if not (number or reward is None):
+                raise RuntimeError(
+                    f"The reward server {self.url} returned {reward!r}; rewards are finite numbers or null."
+                )
+        return rewards
+
+    def _payload(self, rows: list[dict[str, Any]], completions: list) -> dict[str, list]:
+        messages = [row["prompt"] for row in rows_to_messages(rows)]
+        prompts = [_as_text(strip_media(prompt)) for prompt in messages]
+        answers = [_as_text(completion) for completion in completions]
+        queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        payload = {"prompts": prompts, "completions": answers, "queries": queries}
+        if any(self.label_column in row for row in rows):
+            payload["labels"] = [row.get(self.label_column) for row in rows]
+        encoded: dict[tuple, Any] = {}  # the completions of a prompt share its media
+
+        def encode(ref: MediaRef):
+            key = (id(ref.source), ref.kind, str(ref.options))
+            if key not in encoded:
+                encoded[key] = self._encode(ref)
+            return encoded[key]
+
+        for kind in ("image", "audio", "video"):
+            refs = [[ref for ref in iter_refs(prompt) if ref.kind == kind] for prompt in messages]
+            if any(refs):
+                payload[f"{kind}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
+        return payload
+
+    def _encode(self, ref: MediaRef) -> str | list[str]:
+        if ref.kind == "image":
+            return _png(load_image(ref))
+        if ref.kind == "video":
+            return [_png(PIL.Image.fromarray(frame)) for frame in load_video(ref)[0]]
+        import soundfile
+
+        buffer = io.BytesIO()
+        soundfile.write(buffer, load_audio(ref, self.sampling_rate), self.sampling_rate, format="WAV")
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _has_media(prompt: str | list[dict]) -> bool:
+    """Whether media are in the messages already, as the trainers hand them over."""
+    if isinstance(prompt, str):
+        return False
+    blocks = [block for message in prompt if isinstance(message["content"], list) for block in message["content"]]
+    return any(len(block) > 1 for block in blocks if block["type"] != "text")
+
+
+def _png(image: PIL.Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _as_text(value: str | list[dict]) -> str:
+    return value if isinstance(value, str) else "".join(message["content"] for message in value)

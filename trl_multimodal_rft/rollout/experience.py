@@ -1,0 +1,334 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What a rollout leaves behind: [`Samples`], completions as they were sampled, and [`Experience`], the same with what an
+update needs.
+
+An experience is padded or packed. Padded, `sequences` is `(B, S)` and what belongs to actions is `(B, A)`: the last
+`A` columns of `sequences` are the action columns of every row, and where a row has fewer actions the mask is 0.
+Packed, each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media are the same in both: tensors whose
+rows belong to one sample after the other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import PIL.Image
+import torch
+
+from ..algorithms.advantages import clip_filter_like_weights, group_statistics
+
+
+Tokens = torch.Tensor | list[torch.Tensor]
+
+
+def to(value: Any, device: torch.device | str) -> Any:
+    """
+    Moves tensors to a device, however deep they lie.
+
+    Args:
+        value (`Any`):
+            A tensor, or lists, tuples and dicts that hold tensors.
+        device (`torch.device` or `str`):
+            Where the tensors go.
+
+    Returns:
+        `Any`: New containers of moved tensors. Everything else is passed on as it is.
+    """
+    return map_tensors(lambda tensor: tensor.to(device), value)
+
+
+def pin_memory(value: Any) -> Any:
+    """
+    Pins tensors on the CPU, however deep they lie, so that they get to a GPU faster.
+
+    Args:
+        value (`Any`):
+            A tensor, or lists, tuples and dicts that hold tensors.
+
+    Returns:
+        `Any`: New containers of pinned tensors; the value itself where there is no CUDA.
+    """
+    if not torch.cuda.is_available():
+        return value
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, value)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """
+    Applies a function to tensors, however deep they lie.
+
+    Args:
+        function (`Callable`):
+            Takes and returns a tensor.
+        value (`Any`):
+            A tensor, or lists, tuples and dicts that hold tensors.
+
+    Returns:
+        `Any`: New containers of results. Everything else is passed on as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [map_tensors(function, v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(map_tensors(function, v) for v in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, v) for key, v in value.items()}
+    return value
+
+
+def clip_filter_like_weight_func(
+    rewards: torch.Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
+) -> torch.Tensor:
+    """
+    Weights of samples that let groups with signal count for those without, see [`clip_filter_like_weights`].
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards, one group per row, `NaN` where unscorable, shape `(G, n)`.
+        clip_filter_like_weight_clip_eps (`float`, *optional*, defaults to `3.0`):
+            Largest weight of a group with signal.
+        lamda (`float`, *optional*, defaults to `1.0`):
+            Weight of groups whose rewards are all equal, where others have signal.
+
+    Returns:
+        `torch.Tensor`: Weights, shape `(G, n)`; 1 if no group has signal.
+    """
+    n_groups, n_samples = rewards.shape
+    ids = torch.arange(n_groups, device=rewards.device).repeat_interleave(n_samples)
+    live = group_statistics(rewards.flatten(), ids).live
+    weights = clip_filter_like_weights(live, clip_filter_like_weight_clip_eps, lamda)
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    return weights.to(dtype)[:, None].repeat(1, n_samples)
+
+
+@dataclass(eq=False)
+class Record:
+    """
+    Something with sequences, all of whose tensors move together.
+
+    Args:
+        sequences (`torch.Tensor` or `list[torch.Tensor]`):
+            Ids of prompt and response.
+    """
+
+    sequences: Tokens
+
+    @torch.no_grad()
+    def to_device(self, device: torch.device | str) -> "Record":
+        """
+        Moves every tensor, in place.
+
+        Args:
+            device (`torch.device` or `str`):
+                Where the tensors go.
+
+        Returns:
+            [`Record`]: Itself.
+        """
+        for field in fields(self):
+            setattr(self, field.name, to(getattr(self, field.name), device))
+        return self
+
+    def pin_memory(self) -> "Record":
+        """
+        Pins every tensor, in place.
+
+        Returns:
+            [`Record`]: Itself.
+        """
+        for field in fields(self):
+            setattr(self, field.name, pin_memory(getattr(self, field.name)))
+        return self
+
+
+@dataclass(eq=False)
+class VisionRecord(Record):
+    """
+    Images and videos.
+
+    Args:
+        pixel_values (`torch.Tensor`, *optional*):
+            Images: flattened patches, or `(N, 3, H, W)`, or however else the model takes them.
+        image_grid_thws (`torch.Tensor`, *optional*):
+            Patches of each image along time, height and width, shape `(N, 3)`, where `pixel_values` holds patches.
+        pixel_values_videos (`torch.Tensor`, *optional*):
+            Videos, likewise.
+        video_grid_thws (`torch.Tensor`, *optional*):
+            Patches of each video, shape `(N, 3)`.
+        raw_images (`list`, *optional*):
+            Images before processing: of one sample a list of images, of a batch such a list, or `None`, for each
+            sample.
+    """
+
+    pixel_values: torch.Tensor | None = None
+    image_grid_thws: torch.Tensor | None = None
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thws: torch.Tensor | None = None
+    raw_images: list[PIL.Image.Image] | list[list[PIL.Image.Image] | None] | None = None
+
+
+@dataclass(eq=False)
+class AudioRecord(Record):
+    """
+    Audio.
+
+    Args:
+        audio_values (`torch.Tensor`, *optional*):
+            Features of the clips, such as `(N, mel bins, frames)`.
+        audio_attention_mask (`torch.Tensor`, *optional*):
+            1 on frames of a clip, 0 on padding, shape `(N, frames)`.
+    """
+
+    audio_values: torch.Tensor | None = None
+    audio_attention_mask: torch.Tensor | None = None
+
+
+VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
+AUDIO_FIELDS = ("audio_values", "audio_attention_mask")
+
+
+@dataclass(eq=False)
+class Experience(Record):
+    """
+    A batch of completions with what an update needs, padded (shapes below) or packed (lists of 1-D tensors).
+
+    Args:
+        sequences (`torch.Tensor` or `list[torch.Tensor]`):
+            Ids of prompt and response, shape `(B, S)`.
+        action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
+            Log-probabilities of the actions under the policy that sampled, shape `(B, A)`.
+        base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
+            Log-probabilities under the reference, shape `(B, A)`; `None` without one.
+        values (`torch.Tensor` or `list[torch.Tensor]`):
+            Values of the critic, shape `(B, A)`; `None` without one.
+        returns (`torch.Tensor` or `list[torch.Tensor]`):
+            Returns, shape `(B, A)`.
+        advantages (`torch.Tensor` or `list[torch.Tensor]`):
+            Advantages, shape `(B, A)`.
+        attention_mask (`torch.Tensor` or `list[torch.Tensor]`):
+            1 on tokens, 0 on padding, shape `(B, S)`.
+        action_mask (`torch.Tensor` or `list[torch.Tensor]`):
+            1 on actions, shape `(B, A)`.
+        info (`dict`):
+            What else is known, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
+            dicts hold more of the kind, anything else is about the whole batch.
+        kl (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+            KL divergence from the reference, shape `(B, A)`.
+        action_entropy (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+            Entropy of the policy at each action, for training on tokens of high entropy only, shape `(B, A)`. See
+            [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
+    """
+
+    action_log_probs: Tokens | None
+    base_action_log_probs: Tokens | None
+    values: Tokens | None
+    returns: Tokens | None
+    advantages: Tokens | None
+    attention_mask: Tokens | None
+    action_mask: Tokens | None
+    info: dict[str, Any] | None
+    kl: Tokens | None = None
+    action_entropy: Tokens | None = None
+
+
+# A dataclass takes the fields of its last base first: sequences, media, the rest.
+
+
+@dataclass(eq=False)
+class _MediaExperience(Experience):
+    action_log_probs: Tokens | None = None
+    base_action_log_probs: Tokens | None = None
+    values: Tokens | None = None
+    returns: Tokens | None = None
+    advantages: Tokens | None = None
+    attention_mask: Tokens | None = None
+    action_mask: Tokens | None = None
+    info: dict[str, Any] | None = None
+    extra_media: dict[str, torch.Tensor] | None = None
+    media_rows: dict[str, list[int]] | None = None
+
+
+@dataclass(eq=False)
+class ExperienceVL(_MediaExperience, VisionRecord):
+    """
+    An experience with images and videos. Give its fields by name.
+
+    Args:
+        extra_media (`dict[str, torch.Tensor]`, *optional*):
+            Other media tensors that the model takes, such as `image_sizes`.
+        media_rows (`dict[str, list[int]]`, *optional*):
+            For each media tensor how many of its rows (first dimension) belong to each sample.
+
+    The others are those of [`Experience`] and [`VisionRecord`].
+    """
+
+
+@dataclass(eq=False)
+class ExperienceAL(_MediaExperience, AudioRecord):
+    """
+    An experience with audio. Give its fields by name.
+
+    Args:
+        extra_media (`dict[str, torch.Tensor]`, *optional*):
+            Other media tensors that the model takes.
+        media_rows (`dict[str, list[int]]`, *optional*):
+            For each media tensor how many of its rows (first dimension) belong to each sample.
+
+    The others are those of [`Experience`] and [`AudioRecord`].
+    """
+
+
+@dataclass(eq=False)
+class ExperienceOmni(ExperienceAL, ExperienceVL):
+    """An experience with images, videos and audio. Its fields are those of [`ExperienceVL`] and [`ExperienceAL`]."""
+
+
+@dataclass(eq=False)
+class Samples:
+    """
+    Completions as they were sampled, padded, or packed into one row.
+
+    Args:
+        sequences (`torch.Tensor`):
+            Ids of prompt and response, shape `(B, S)` or, packed, `(1, total length)`.
+        attention_mask (`torch.Tensor`):
+            1 on tokens, shape of `sequences`.
+        action_mask (`torch.Tensor`):
+            1 on actions, shape `(B, A)`; `None` if packed.
+        num_actions (`int` or `torch.Tensor`):
+            Columns of the actions, or, packed, actions of each sample, shape `(B,)`.
+        packed_seq_lens (`torch.Tensor`):
+            Tokens of each packed sample, shape `(B,)`; `None` if padded.
+        response_length (`torch.Tensor`):
+            Actions of each sample, shape `(B,)`.
+        total_length (`torch.Tensor`):
+            Tokens of each sample, shape `(B,)`.
+        prompts (`list`):
+            Prompt of each sample.
+        labels (`list`, *optional*):
+            Ground truth of each sample.
+        pad_len (`int`, *optional*):
+            Tokens of padding at the end of a packed row.
+        encoded_prompts (`list[EncodedPrompt]`, *optional*):
+            Encoded prompt of each sample; samples of a group hold the same object.
+        truncated (`torch.Tensor`, *optional*):
+            Whether each response was cut off, shape `(B,)`.
+        rows (`list[dict]`, *optional*):
+            Dataset row of each sample, for reward functions.
+    """
+
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor | None
+    action_mask: torch.Tensor | None
+    num_actions: int | torch.Tensor
+    packed_seq_lens: torch.Tensor | None
+    response_length: torch.Tensor
+    total_length: torch.Tensor
+    prompts: list
+    labels: list | None = None
+    pad_len: int | None = None
+    encoded_prompts: list | None = None
+    truncated: torch.Tensor | None = None
+    rows: list[dict[str, Any]] | None = None
