@@ -127,6 +127,8 @@ class Actor(nn.Module):
                     f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that way."
                 )
             model = pretrain_or_model
+            if lora_rank > 0 and model is not self._base(model):
+                raise ValueError("The instance has an adapter already; pass the model without, or `lora_rank=0`.")
             if bf16 and not getattr(self._base(model), "is_quantized", False):
                 model = model.to(torch.bfloat16)
         base = self._base(model)
@@ -145,12 +147,11 @@ class Actor(nn.Module):
             install_prefix_attention(base)
         add_fused_lm_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
         if lora_rank > 0:
-            if model is not base:
-                raise ValueError("The instance has an adapter already; pass the model without, or `lora_rank=0`.")
             model = _add_lora(model, lora_rank, lora_alpha, lora_dropout, linear_layers(base, frozen, target_modules))
         elif target_modules is not None:
             raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
         self.model = model
+        self.training = base.training
 
     @staticmethod
     def _base(model: nn.Module) -> PreTrainedModel:
@@ -292,7 +293,7 @@ class Actor(nn.Module):
             return logps
         output = ModelOutput(aux_loss=aux_loss) if aux_loss is not None else ModelOutput()
         if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = entropy[mask][None]
+            output["action_entropy"] = entropy[mask][None].detach()
         return logps, output
 
     @property
@@ -457,14 +458,14 @@ class Actor(nn.Module):
                 Arguments of `torch.utils.checkpoint.checkpoint`, by default `{"use_reentrant": False}`.
         """
         kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        self.base_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-        if self.model is not self.base_model:
-            # Reentrant checkpointing gives no gradient if no input needs one
-            self.base_model.enable_input_require_grads()
+        # Enabling makes inputs require gradients, as reentrant checkpointing would give none otherwise; here only once
+        self.base_model.disable_input_require_grads()
+        self.base_model.activation_checkpointing_enable(kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keeps activations again."""
-        self.base_model.gradient_checkpointing_disable()
+        self.base_model.activation_checkpointing_disable()
+        self.base_model.disable_input_require_grads()
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters are trained, of how many."""
@@ -523,7 +524,12 @@ def _add_lora(model, rank, alpha, dropout, target_modules):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, bias="none")
-    return get_peft_model(model, config)
+    own = set(model.modules())
+    adapted = get_peft_model(model, config)
+    for module in adapted.modules():
+        if module not in own:
+            module.training = model.training  # else dropout would be at work in a model that was just loaded
+    return adapted
 
 
 def _score_logits(logits, sequences, num_actions, temperature) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the GRPO trainer."""
 
+import copy
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
@@ -202,7 +203,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     def __post_init__(self):
         if not callable(self.advantage_estimator):
             self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
-            check_choice(self, "advantage_estimator", (*ESTIMATORS, *ALIASES))
+            if self.advantage_estimator != "gae":
+                names = [name for name, need in ESTIMATORS.items() if need != "critic"]
+                check_choice(self, "advantage_estimator", (*names, *ALIASES))
         need = None if callable(self.advantage_estimator) else ESTIMATORS[self.advantage_estimator]
         if need == "critic":
             raise ValueError(
@@ -255,9 +258,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
         if self.reward_clip_range is not None:
-            low, high = self.reward_clip_range
-            if low >= high:
-                raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {(low, high)}.")
+            bounds = tuple(self.reward_clip_range)
+            if len(bounds) != 2 or bounds[0] >= bounds[1]:
+                raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {bounds}.")
         if self.scale_rewards != "group" and self.advantage_estimator != "group_norm":
             raise ValueError(
                 f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove it."
@@ -304,19 +307,28 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             raise ValueError(f"`kl_horizon` must be above 0, got {self.kl_horizon}.")
 
     def _check_loss(self) -> None:
-        token_level = self.advantage_estimator == "reinforce" and self.kl_in_reward
+        token_level = self.advantage_estimator == "reinforce"
         sequence_level = self.importance_sampling_level == "sequence"
-        if token_level and (sequence_level or self.loss_type == "gmpo"):
-            option = "importance_sampling_level='sequence'" if sequence_level else "loss_type='gmpo'"
+        if token_level and self.loss_type == "gmpo":
             raise ValueError(
-                f"`{option}` takes one advantage per completion, but `advantage_estimator='reinforce'` with the KL "
-                "divergence in the reward gives one per token. Use `kl_in_reward=False` or another estimator."
+                "`loss_type='gmpo'` takes one advantage per completion, but `advantage_estimator='reinforce'` gives one "
+                "per token. Use another estimator, such as 'reinforce_baseline'."
+            )
+        if token_level and self.kl_in_reward and sequence_level:
+            raise ValueError(
+                "`importance_sampling_level='sequence'` takes one advantage per completion, but "
+                "`advantage_estimator='reinforce'` with the KL divergence in the reward gives one per token. Use "
+                "`kl_in_reward=False` or another estimator."
             )
         if self.loss_type not in OWN_LOSS_TYPES:
             return
         if sequence_level:
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
+            )
+        if self.loss_type == "cpgd" and self.epsilon >= 1:
+            raise ValueError(
+                f"`loss_type='cpgd'` clips at log(1 - epsilon), so `epsilon` ({self.epsilon}) must be below 1."
             )
         if self.loss_type == "dual_clip":
             self.delta = _DUAL_CLIP_DELTA if self.delta is None else self.delta
@@ -360,6 +372,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     def __getstate__(self):
         # A function may not be picklable, and what isn't loaded can't be run
         return {**self.__dict__, "advantage_estimator": self._estimator_name()}
+
+    def __copy__(self):
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _estimator_name(self) -> str:
         estimator = self.advantage_estimator

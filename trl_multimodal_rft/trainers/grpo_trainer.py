@@ -140,11 +140,10 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         )
 
         if args.soft_overlong_cache is not None:
-            self.reward_funcs.append(
-                get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
-            )
-            self.reward_processing_classes.append(None)
-            self.reward_func_names.append("soft_overlong_punishment")
+            penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
+            self.reward_funcs = [*self.reward_funcs, penalty]
+            self.reward_processing_classes = [*self.reward_processing_classes, None]
+            self.reward_func_names = [*self.reward_func_names, "soft_overlong_punishment"]
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
         self._reward_scale = RunningScale()
         if args.kl_target is None:
@@ -437,10 +436,15 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         mask = self._loss_mask(inputs)
         old_logps = inputs.get("old_per_token_logps")
         old_logps = logps.detach() if old_logps is None else old_logps
+        own_loss = loss.new_zeros(())
         if own_policy:
-            loss = loss + self._policy_loss(logps, old_logps, mask, inputs)
+            own_loss = own_loss + self._policy_loss(logps, old_logps, mask, inputs)
         if own_kl:
-            loss = loss + self.beta * self._kl_loss(logps, old_logps, mask, inputs)
+            own_loss = own_loss + self.beta * self._kl_loss(logps, old_logps, mask, inputs)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if "policy_loss" in metrics and (own_policy or own_kl):  # logged by TRL with an entropy bonus
+            metrics["policy_loss"][-1] += self.accelerator.gather(own_loss.detach()).mean().item()
+        loss = loss + own_loss
         if args.kl_target is not None and self.model.training:
             self._adapt_kl(logps, mask, inputs)
         return loss
@@ -491,8 +495,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             loss = self._aggregate(per_token, mask, inputs)
 
         metrics = self._metrics["train" if self.model.training else "eval"]
-        if "policy_loss" in metrics:  # with an entropy bonus; TRL logged the loss of no advantages
-            metrics["policy_loss"][-1] = self.accelerator.gather(loss.detach()).mean().item()
         low_clipped = (log_ratio < low) & (token_advantages < 0)
         high_clipped = (log_ratio > high) & (token_advantages > 0)
         for name, clipped in (("low", low_clipped), ("high", high_clipped), ("region", low_clipped | high_clipped)):

@@ -1,0 +1,1475 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""From prompts to experience: what is sampled, how it is scored and rewarded, and the advantages of a whole rollout."""
+
+import functools
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from accelerate import Accelerator
+from families import FAMILIES, image, text, video
+from PIL import ImageChops
+from torch import nn
+from torch.testing import assert_close
+from trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
+
+from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL
+from trl_multimodal_rft.algorithms.kl import FixedKLController
+from trl_multimodal_rft.media.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.media.encoding import encode_prompt
+from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft.rollout.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
+from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+
+
+EXACT = {"rtol": 0, "atol": 0}
+TEXT = ["Is there a bird?", "Is there a cat, a dog or a bird?", "The answer is red green"]
+GROUP_ESTIMATORS = ["group_norm", "rloo", "reinforce_baseline", "cpgd", "dr_grpo"]
+ESTIMATORS = [*GROUP_ESTIMATORS, "reinforce", "gae"]
+
+
+# Models
+
+
+@functools.cache
+def actor(family="qwen2_5_vl", cls=ActorVL, packing=True, **options) -> Actor:
+    return cls(load(family)[0], bf16=False, packing_samples=packing, **options)
+
+
+@functools.cache
+def reference(family="qwen2_5_vl", cls=ActorVL) -> Actor:
+    """A policy near that of [`actor`]."""
+    return cls(moved(family)["model"], bf16=False)
+
+
+@functools.cache
+def processor(family="qwen2_5_vl"):
+    return load(family)[1]
+
+
+class Critic(nn.Module):
+    """The value of a state is read off its last token; wrong in training mode."""
+
+    def __init__(self, vocabulary=500):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.dropout, self.head = nn.Embedding(vocabulary, 8), nn.Dropout(0.5), nn.Linear(8, 1)
+
+    def forward(self, sequences, num_actions, attention_mask, **media):
+        self.media = media
+        values = self.head(self.dropout(self.embedding(sequences) * attention_mask[..., None])).squeeze(-1)
+        return values[:, -num_actions - 1 : -1]
+
+
+class RewardModel(nn.Module):
+    """A real sequence classifier; wrong in training mode."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        config = hf.Qwen2Config(
+            vocab_size=500,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_labels=1,
+            pad_token_id=0,
+        )
+        self.model, self.dropout = hf.AutoModelForSequenceClassification.from_config(config), nn.Dropout(0.5)
+        self.model.score.weight.data.mul_(50)
+
+    def forward(self, sequences, attention_mask, **media):
+        self.media = media
+        return self.dropout(self.model(sequences, attention_mask).logits[:, 0])
+
+
+# Makers and rewards
+
+
+def by_length(completion_ids, **kwargs):
+    """Differs between most completions."""
+    return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
+
+
+class Injected(NaiveExperienceMaker):
+    """Replaces sampling by pseudo-random responses that depend on the prompt and how often it was sampled."""
+
+    def _generate(self, prompts, config, pad_id):
+        drawn = self.__dict__.setdefault("drawn", Counter())
+        rows = []
+        for prompt in prompts:
+            generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
+            drawn[prompt] += 1
+            ids = generator.integers(50, 300, generator.integers(2, config.max_new_tokens + 1)).tolist()
+            if len(ids) < config.max_new_tokens or generator.random() < 0.5:
+                ids[-1] = self.tokenizer.eos_token_id
+            rows.append(ids)
+        longest = max(map(len, rows))
+        return torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows])
+
+
+def make(
+    cls=NaiveExperienceMaker,
+    family="qwen2_5_vl",
+    *,
+    policy=None,
+    critic=None,
+    reward_model=None,
+    ref=None,
+    beta=0.0,
+    prompt_max_len=512,
+    arguments=None,
+    **config,
+):
+    """A maker of groups of 3 in micro-batches of 4, rewarded by length unless `arguments` say otherwise."""
+    config = {"n_samples_per_prompt": 3, "micro_rollout_batch_size": 4, "progress": False, **config}
+    if critic is None and config.get("advantage_estimator") == "gae":
+        critic = Critic()
+    arguments = {"reward_fn": by_length} if arguments is None and reward_model is None else arguments or {}
+    return cls(
+        actor(family) if policy is None else policy,
+        critic,
+        reward_model,
+        ref,
+        processor(family).tokenizer,
+        prompt_max_len,
+        FixedKLController(beta),
+        ExperienceConfig(**config),
+        processor=processor(family),
+        **arguments,
+    )
+
+
+def given(rewards):
+    """A reward function that gives these, one after the other."""
+    rewards = iter(rewards)
+    return {"reward_fn": lambda completions, **kwargs: [next(rewards) for _ in completions]}
+
+
+def flat(experiences, name):
+    """What a field or an entry of `info` holds for each sample; of fields per action, those in the mask."""
+    rows = []
+    for experience in experiences:
+        if name in experience.info:
+            rows += list(experience.info[name])
+        else:
+            value = getattr(experience, name)
+            rows += [row[keep] for row, keep in zip(value, experience.action_mask, strict=True)]
+    return rows
+
+
+def actor_media(experience) -> dict:
+    """Media of an experience by the names of the actors' forward."""
+    names = {"image_grid_thws": "image_grid_thw", "video_grid_thws": "video_grid_thw"}
+    fields = ["pixel_values", "pixel_values_videos", *names, "audio_values", "audio_attention_mask"]
+    media = {names.get(name, name): getattr(experience, name, None) for name in fields}
+    extra = getattr(experience, "extra_media", None) or {}
+    return {name: value for name, value in {**media, **extra}.items() if value is not None}
+
+
+def question(words):
+    return [{"role": "user", "content": words}]
+
+
+# Prompts
+
+OMNI_ROWS = [
+    {"prompt": question("What do you hear?"), "audio": sound(0.4, seed=1)},
+    {
+        "prompt": question("Compare them."),
+        "image": image(84, 56, seed=2)["image"],
+        "video": video(4, 56, 56, seed=4)["video"],
+        "audios": [sound(0.7, seed=3), sound(0.3, seed=5)],
+    },
+    {"prompt": question("Is there a bird?")},
+]
+IMAGE_ROWS = [
+    {"prompt": "Is there a bird?", "images": None},
+    {"prompt": "What is in the image?", "images": [image(84, 56, seed=1)["image"]]},
+    {"prompt": "Compare them.", "images": [image(56, 56, seed=2)["image"], image(112, 84, seed=3)["image"]]},
+]
+
+CASES = {
+    "strings": ("qwen2_5_vl", ActorVL, TEXT),
+    "messages": ("qwen2_5_vl", ActorVL, [row["prompt"] for row in text_rows(3)]),
+    "images": ("qwen2_5_vl", ActorVL, IMAGE_ROWS),
+    "videos": ("qwen2_5_vl", ActorVL, list(video_rows(3))),
+    "audio": ("qwen2_audio", ActorAL, list(audio_rows(3))),
+    "omni": ("qwen2_5_omni", ActorOmni, OMNI_ROWS),
+}
+
+
+class Tokens(SimpleNamespace):
+    """A prompt of text."""
+
+    def __len__(self):
+        return len(self.input_ids)
+
+
+@functools.cache
+def encoded(case: str):
+    """The prompts of a case as the encoder gives them."""
+    family, cls, prompts = CASES[case]
+    words, model = processor(family), actor(family, cls).base_model
+    if case == "strings":
+        ids = [words.tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in prompts]
+        return [Tokens(input_ids=each, media={}) for each in ids]
+    rows = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
+    return [encode_prompt(row["prompt"], words, model) for row in rows_to_messages(rows)]
+
+
+# The pipeline
+
+
+@functools.cache
+def rollout(case: str, packing: bool):
+    """A rollout with everything there is, really sampled."""
+    family, cls, prompts = CASES[case]
+    maker = make(
+        family=family,
+        policy=actor(family, cls, packing),
+        critic=Critic(),
+        ref=reference(family, cls),
+        beta=0.1,
+        advantage_estimator="gae",
+    )
+    torch.manual_seed(1)
+    return maker, maker.make_experience_list(prompts, max_new_tokens=6, eos_token_id=list(range(50, 110)))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_the_models(case, packing):
+    maker, experiences = rollout(case, packing)
+    maker.critic.eval()
+    for each in experiences:
+        mask = each.action_mask
+        inputs, media = (each.sequences, mask.size(1), each.attention_mask), actor_media(each)
+        with torch.no_grad():
+            for name, policy in (("action_log_probs", maker.actor), ("base_action_log_probs", maker.initial_model)):
+                expected = torch.where(mask, policy(*inputs, **media), 0)
+                assert_close(getattr(each, name), expected, rtol=1e-4, atol=2e-5)
+            assert_close(each.values, maker.critic(*inputs, **media))
+        difference = each.action_log_probs - each.base_action_log_probs
+        assert (difference[mask].abs() > 1e-4).any()
+        assert_close(each.kl, difference, **EXACT)
+        assert_close(each.info["kl"], difference.sum(1) / mask.sum(1))
+        names = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl"]
+        assert all(getattr(each, name).shape == mask.shape for name in names)
+        assert all(getattr(each, name).dtype == torch.float32 for name in names)
+    maker.critic.train()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_and_padded_agree(case):
+    (_, packed), (_, padded) = rollout(case, True), rollout(case, False)
+    for a, b in zip(packed, padded, strict=True):
+        assert_close(a.sequences, b.sequences, **EXACT)
+        for name in ("action_log_probs", "base_action_log_probs", "advantages"):
+            assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_are_padded_prompts_and_responses(case):
+    maker, experiences = rollout(case, True)
+    prompts = [prompt for prompt in encoded(case) for _ in range(3)]
+    assert [len(each.sequences) for each in experiences] == [4, 4, 1]
+    eos_ids, ended, cut = set(range(50, 110)), 0, 0
+    for each in experiences:
+        rows, width = each.action_mask.shape
+        start = each.sequences.size(1) - width
+        assert start == max(len(prompt) for prompt in prompts[:rows])
+        assert (each.sequences.dtype, each.attention_mask.dtype) == (torch.long, torch.long)
+        assert each.attention_mask.shape == each.sequences.shape
+        assert_close(each.attention_mask[:, start:].bool(), each.action_mask, **EXACT)
+        for i in range(rows):
+            prompt = prompts.pop(0).input_ids
+            assert each.attention_mask[i, :start].tolist() == [0] * (start - len(prompt)) + [1] * len(prompt)
+            assert each.sequences[i, start - len(prompt) : start].tolist() == prompt.tolist()
+            response = each.sequences[i, start:].tolist()
+            n = int(each.action_mask[i].sum())
+            assert each.action_mask[i].tolist() == [True] * n + [False] * (width - n)
+            assert not eos_ids & set(response[: n - 1])
+            assert bool(each.info["truncated"][i]) == (response[n - 1] not in eos_ids)
+            ended, cut = ended + (response[n - 1] in eos_ids and n < 6), cut + (n == 6)
+        outside = each.sequences[each.attention_mask == 0]
+        assert (outside == maker.tokenizer.pad_token_id).all()
+    assert prompts == []
+    assert ended > 0
+    assert cut > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_info(case):
+    _, experiences = rollout(case, True)
+    for each in experiences:
+        info, width = each.info, each.action_mask.size(1)
+        assert set(info) == {"reward", "kl", "response_length", "total_length", "num_actions", "return", "truncated"}
+        assert info["num_actions"] == width
+        assert_close(info["response_length"], each.action_mask.sum(1).float())
+        assert_close(info["total_length"], each.attention_mask.sum(1).float())
+        responses = [
+            ids[keep].tolist() for ids, keep in zip(each.sequences[:, -width:], each.action_mask, strict=True)
+        ]
+        assert info["reward"].tolist() == torch.tensor(by_length(responses)).tolist()
+        penalty = 0.1 * torch.where(each.action_mask, each.action_log_probs - each.base_action_log_probs, 0).sum(1)
+        assert_close(info["return"], info["reward"] - penalty)
+
+
+@pytest.mark.parametrize(
+    ("case", "classes", "fields"),
+    [
+        ("strings", [Experience] * 3, {}),
+        ("messages", [Experience] * 3, {}),
+        ("images", [ExperienceVL] * 3, {"pixel_values": "pixel_values", "image_grid_thws": "image_grid_thw"}),
+        (
+            "videos",
+            [ExperienceVL] * 3,
+            {"pixel_values_videos": "pixel_values_videos", "video_grid_thws": "video_grid_thw"},
+        ),
+        (
+            "audio",
+            [ExperienceAL] * 3,
+            {"audio_values": "input_features", "audio_attention_mask": "feature_attention_mask"},
+        ),
+        (
+            "omni",
+            [ExperienceOmni, ExperienceOmni, Experience],
+            {
+                "pixel_values": "pixel_values",
+                "image_grid_thws": "image_grid_thw",
+                "pixel_values_videos": "pixel_values_videos",
+                "video_grid_thws": "video_grid_thw",
+                "audio_values": "input_features",
+                "audio_attention_mask": "feature_attention_mask",
+            },
+        ),
+    ],
+)
+def test_media_of_each_sample(case, classes, fields):
+    _, experiences = rollout(case, True)
+    prompts = [prompt for prompt in encoded(case) for _ in range(3)]
+    seen = set()
+    for each, cls in zip(experiences, classes, strict=True):
+        own, prompts = prompts[: len(each.sequences)], prompts[len(each.sequences) :]
+        assert type(each) is cls
+        if cls is Experience:
+            assert not any(prompt.media for prompt in own)
+            continue
+        extra = each.extra_media or {}
+        assert set(each.media_rows) == {n for n in fields if getattr(each, n) is not None} | set(extra)
+        for name, counts in each.media_rows.items():
+            tensor = extra[name] if name in extra else getattr(each, name)
+            expected = [prompt.media.get(fields.get(name, name), tensor[:0]) for prompt in own]
+            assert counts == [len(value) for value in expected]
+            seen.add(name)
+            for part, value in zip(tensor.split(counts), expected, strict=True):
+                # Frames of audio are padded to the longest clip
+                inside = part[tuple(map(slice, value.shape))] if len(value) else part
+                assert_close(inside.to(value.dtype), value, **EXACT)
+                assert part.count_nonzero() == value.count_nonzero()
+    assert set(fields) <= seen
+    assert ("second_per_grid_ts" in seen) == (case == "videos")  # as what is left over
+
+
+def test_pixels_are_counted_per_sample():
+    _, experiences = rollout("images", True)
+    # 14 pixels a patch: 0, 4 x 6 and 4 x 4 + 6 x 8 patches
+    assert [each.media_rows["pixel_values"] for each in experiences] == [[0, 0, 0, 24], [24, 24, 64, 64], [64]]
+    assert [each.media_rows["image_grid_thws"] for each in experiences] == [[0, 0, 0, 1], [1, 1, 2, 2], [2]]
+
+
+def test_raw_images_go_along():
+    _, experiences = rollout("images", True)
+    first, second, third = (each.raw_images for each in experiences)
+    assert first[:3] == [None] * 3
+    for found, row in ((first[3], 1), (second[0], 1), (second[2], 2), (third[0], 2)):
+        expected = IMAGE_ROWS[row]["images"]
+        assert len(found) == len(expected)
+        assert all(ImageChops.difference(a, b).getbbox() is None for a, b in zip(found, expected, strict=True))
+    assert {each.raw_images for each in rollout("videos", True)[1]} == {None}
+
+
+@pytest.mark.parametrize("case", ["images", "videos", "audio", "omni"])
+def test_critics_and_reward_models_get_media_by_the_names_of_the_model(case):
+    family, cls, prompts = CASES[case]
+    models = Critic(), RewardModel()
+    options = {"critic": models[0], "reward_model": models[1], "advantage_estimator": "gae"}
+    maker = make(Injected, family, policy=actor(family, cls), micro_rollout_batch_size=9, **options)
+    maker.make_experience_list(prompts, max_new_tokens=4)
+    expected = [prompt.media for prompt in encoded(case) for _ in range(3)]
+    for model in models:
+        assert set(model.media) == {name for media in expected for name in media}
+        for name, value in model.media.items():
+            assert len(value) == sum(len(media.get(name, ())) for media in expected)
+
+
+def test_text_in_a_batch_with_media_is_a_message():
+    # As in the trainers: without media, text has its template already
+    maker = make(n_samples_per_prompt=1, advantage_estimator="reinforce")
+    alone, *_ = maker.generate_samples(IMAGE_ROWS[:1], max_new_tokens=1)
+    beside, *_ = maker.generate_samples(IMAGE_ROWS[:2], max_new_tokens=1)
+    words = maker.tokenizer
+    kept = beside.attention_mask[0, :-1].bool()
+    assert alone.sequences[0, :-1].tolist() == words("Is there a bird?")["input_ids"]
+    assert words.decode(beside.sequences[0, :-1][kept]).startswith("<|im_start|>user\nIs there a bird?<|im_end|>")
+
+
+def test_families_whose_media_must_not_be_padded():
+    """The encoder has no mask, so a clip is heard alone or beside others of its length, and the order is kept."""
+    model, own_processor = FAMILIES["granite_speech"].build()
+    policy = ActorAL(model, bf16=False)
+    rows = [
+        {"prompt": question("What do you hear?"), "audio": sound(0.3, seed=1)},
+        {"prompt": question("Is there a cat?"), "audio": sound(0.9, seed=2)},
+        {"prompt": question("Is there a dog?"), "audio": sound(0.3, seed=3)},
+        {"prompt": question("Is there a bird?")},
+    ]
+    maker = NaiveExperienceMaker(
+        actor=policy,
+        critic=None,
+        reward_model=None,
+        initial_model=None,
+        tokenizer=own_processor.tokenizer,
+        prompt_max_len=512,
+        kl_controller=None,
+        strategy=ExperienceConfig(n_samples_per_prompt=2, micro_rollout_batch_size=8, progress=False),
+        reward_fn=by_length,
+        processor=own_processor,
+    )
+    (samples,) = maker.generate_samples(rows, max_new_tokens=4, do_sample=False)
+    experience = maker.make_experience(samples)
+    for i, prompt in enumerate(samples.encoded_prompts):
+        ids = prompt.input_ids[None]
+        alone, mask, _ = policy.generate(ids, **prompt.media, max_new_tokens=4, do_sample=False)
+        assert alone[0].tolist() == samples.sequences[i][samples.attention_mask[i].bool()].tolist()
+        with torch.no_grad():
+            expected = policy(alone, alone.size(1) - ids.size(1), mask, **prompt.media)
+        assert_close(experience.action_log_probs[i][experience.action_mask[i]], expected[0], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl(estimator):
+    maker = make(Injected, ref=reference(), kl_estimator=estimator)
+    for each in maker.make_experience_list(TEXT, max_new_tokens=5):
+        d = (each.action_log_probs - each.base_action_log_probs).double()
+        expected = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[estimator]
+        assert_close(each.kl.double(), expected, rtol=1e-4, atol=1e-6)
+        assert_close(each.info["kl"].double(), expected.sum(1) / each.action_mask.sum(1), rtol=1e-4, atol=1e-6)
+        assert each.kl.any()
+
+
+def test_without_reference_and_critic():
+    for each in make(Injected).make_experience_list(TEXT, max_new_tokens=5):
+        assert each.base_action_log_probs is None
+        assert each.values is None
+        assert each.action_entropy is None
+        assert_close(each.kl, torch.zeros_like(each.action_log_probs), **EXACT)
+        assert_close(each.info["kl"], torch.zeros(len(each.kl)), **EXACT)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_entropies_where_the_actor_filters_tokens(packing):
+    policy = actor(packing=packing, high_entropy_token_ratio=0.2)
+    for each in make(Injected, policy=policy).make_experience_list(IMAGE_ROWS, max_new_tokens=5):
+        inputs = (each.sequences, each.action_mask.size(1), each.attention_mask)
+        with torch.no_grad():
+            _, output = policy(*inputs, return_output=True, **actor_media(each))
+        expected = torch.where(each.action_mask, output["action_entropy"], 0)
+        assert_close(each.action_entropy, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_log_probs_are_at_the_temperature_of_the_actor():
+    hot, cold = actor(temperature=2.0), actor()
+    (a,), (b,) = (
+        make(Injected, policy=policy, micro_rollout_batch_size=9).make_experience_list(TEXT, max_new_tokens=5)
+        for policy in (hot, cold)
+    )
+    assert_close(a.sequences, b.sequences, **EXACT)
+    assert (a.action_log_probs - b.action_log_probs).abs().max() > 0.1
+    logits = cold.base_model(input_ids=a.sequences, attention_mask=a.attention_mask).logits
+    width = a.action_mask.size(1)
+    logps = (logits[:, -width - 1 : -1] / 2).log_softmax(-1).gather(-1, a.sequences[:, -width:, None])[..., 0]
+    assert_close(a.action_log_probs, torch.where(a.action_mask, logps, 0).detach(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_models_stay_in_their_mode(training):
+    policy, ref = actor(), reference()
+    models = [policy, ref, Critic(), RewardModel()]
+    try:
+        for model in models:
+            model.train(training)
+        policy.base_model.model.visual.train(not training)  # a frozen encoder, say
+        before = [[module.training for module in model.modules()] for model in models]
+        maker = make(
+            policy=policy, critic=models[2], ref=ref, reward_model=models[3], advantage_estimator="gae", beta=0.1
+        )
+        experiences = maker.make_experience_list(IMAGE_ROWS, max_new_tokens=3)
+        assert [[module.training for module in model.modules()] for model in models] == before
+        # In training mode, dropout would make them something else
+        for each in experiences:
+            critic, judge = models[2].eval(), models[3].eval()
+            with torch.no_grad():
+                values = critic(each.sequences, each.action_mask.size(1), each.attention_mask, **actor_media(each))
+                assert_close(each.values, values)
+                assert_close(each.info["reward"], judge(each.sequences, each.attention_mask))
+    finally:
+        policy.eval()
+        ref.eval()
+
+
+def test_policies_sample_and_score_without_dropout():
+    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+    for layer in policy.base_model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    results = []
+    for training in (False, True):
+        policy.train(training)
+        torch.manual_seed(0)
+        (each,) = make(policy=policy, micro_rollout_batch_size=9).make_experience_list(TEXT, max_new_tokens=6)
+        results.append(each)
+    assert_close(results[1].sequences, results[0].sequences, **EXACT)
+    assert_close(results[1].action_log_probs, results[0].action_log_probs, **EXACT)
+    with torch.no_grad():  # the dropout would have shown
+        dropped = policy(results[0].sequences, results[0].action_mask.size(1), results[0].attention_mask)
+    assert (dropped - results[0].action_log_probs)[results[0].action_mask].abs().max() > 0.1
+
+
+def test_models_stay_in_their_mode_after_an_error():
+    class Broken(nn.Module):
+        def forward(self, *args, **media):
+            raise RuntimeError("broken")
+
+    critic = Broken()
+    with pytest.raises(RuntimeError, match="broken"):
+        make(Injected, critic=critic, advantage_estimator="gae").make_experience_list(TEXT, max_new_tokens=3)
+    assert critic.training
+
+
+def test_nothing_has_a_gradient():
+    for each in make(Injected, advantage_estimator="gae", ref=reference()).make_experience_list(
+        TEXT, max_new_tokens=3
+    ):
+        tensors = [value for value in vars(each).values() if isinstance(value, torch.Tensor)]
+        assert not any(tensor.requires_grad for tensor in tensors)
+
+
+# Sampling
+
+
+def test_placeholders_are_never_sampled():
+    model = load("qwen2_5_vl")[0]
+    policy = ActorVL(model, bf16=False)
+    special = [processor().image_token_id, processor().video_token_id]
+    with torch.no_grad():
+        # Whatever the state, one of the two is what the model would write
+        direction = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 100
+        model.lm_head.weight[special[0]], model.lm_head.weight[special[1]] = direction, -direction
+    ids = torch.tensor([processor().tokenizer(TEXT[0])["input_ids"]])
+    assert model.generate(ids, max_new_tokens=4, do_sample=False)[0, -1].item() in special
+    for prompts in (TEXT, IMAGE_ROWS):
+        for each in make(policy=policy).make_experience_list(prompts, max_new_tokens=4):
+            assert not torch.isin(each.sequences[:, -each.action_mask.size(1) :], torch.tensor(special)).any()
+
+
+def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends():
+    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+    maker = make(policy=policy, n_samples_per_prompt=8, micro_rollout_batch_size=8)
+
+    def sample(**options):
+        torch.manual_seed(0)
+        (experience,) = maker.make_experience_list(TEXT[:1], max_new_tokens=8, **options)
+        return experience.sequences
+
+    plain = sample()
+    for name, value in (("top_p", 0.001), ("top_k", 1), ("temperature", 0.01), ("repetition_penalty", 0.05)):
+        setattr(policy.base_model.generation_config, name, value)
+    assert_close(sample(), plain, **EXACT)
+    # Unless the caller says so
+    assert len(sample(top_p=0.001, repetition_penalty=1.0).unique(dim=0)) == 1
+    assert len(plain.unique(dim=0)) > 4
+
+
+def test_tokens_can_be_suppressed():
+    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+    maker = make(policy=policy)
+    greedy = {"do_sample": False, "max_new_tokens": 2}
+    first = maker.make_experience_list(TEXT[:1], **greedy)[0].sequences[0, -2].item()
+    other = maker.make_experience_list(TEXT[:1], **greedy, suppress_tokens=[first])[0].sequences[0, -2].item()
+    assert other != first
+    policy.base_model.generation_config.suppress_tokens = [first]
+    assert maker.make_experience_list(TEXT[:1], **greedy)[0].sequences[0, -2].item() == other
+
+
+def test_group_shares_one_encoded_prompt():
+    samples = make(Injected).generate_samples(IMAGE_ROWS, max_new_tokens=3)
+    prompts = [prompt for each in samples for prompt in each.encoded_prompts]
+    assert [prompts.index(prompt) for prompt in prompts] == [0, 0, 0, 3, 3, 3, 6, 6, 6]
+    assert [len(each.prompts) for each in samples] == [4, 4, 1]
+    assert all(type(each) is Samples for each in samples)
+    assert samples[0].labels is None
+    assert samples[0].packed_seq_lens is None
+
+
+def test_one_prompt_need_not_be_a_list():
+    (a,) = make(Injected).make_experience_list(TEXT[0], max_new_tokens=4)
+    (b,) = make(Injected).make_experience_list(TEXT[:1], max_new_tokens=4)
+    assert_close(a.sequences, b.sequences, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["max_new_token", "num_return_sequences", "gama"])
+def test_unknown_options_of_sampling(name):
+    with pytest.raises(ValueError, match=f"`{name}` is no option"):
+        make().make_experience_list(TEXT, max_new_tokens=3, **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        ([TEXT[0], "What is in <|image_pad|>?"], "Prompt 1 is text with placeholders"),
+        (
+            [question(TEXT[0]), [{"role": "user", "content": [{"type": "image"}]}]],
+            "row 1, .*placeholder without image",
+        ),
+        ([{"prompt": question("Is there?"), "image": "nowhere.png"}], "row 0, column 'image': no such file"),
+        ([{**IMAGE_ROWS[1], "prompt": "What is in <|image_pad|>?"}], "row 0, column 'images"),
+    ],
+)
+def test_errors_name_the_prompt(prompts, error):
+    with pytest.raises((ValueError, MediaError), match=error):
+        make().make_experience_list(prompts, max_new_tokens=3)
+
+
+def test_media_need_a_processor():
+    maker = make()
+    maker.processor = None
+    with pytest.raises(MediaError, match="row 1, column 'images.0.': .* is a tokenizer and can't encode image"):
+        maker.generate_samples(IMAGE_ROWS, max_new_tokens=3)
+
+
+def test_long_messages_are_an_error():
+    lengths = [len(prompt) for prompt in encoded("images")]
+    assert lengths[2] == max(lengths)
+    make(Injected, prompt_max_len=lengths[2]).generate_samples(IMAGE_ROWS, max_new_tokens=3)
+    with pytest.raises(ValueError, match=rf"Prompt 2 has {lengths[2]} tokens, .*\({lengths[2] - 1}\)"):
+        make(prompt_max_len=lengths[2] - 1).generate_samples(IMAGE_ROWS, max_new_tokens=3)
+
+
+def test_long_text_loses_its_beginning():
+    (samples,) = make(Injected, prompt_max_len=4).generate_samples(TEXT[1:2], max_new_tokens=3)
+    ids = processor().tokenizer(TEXT[1])["input_ids"]
+    assert len(ids) > 4
+    assert samples.sequences[0, :4].tolist() == ids[-4:]
+
+
+def test_long_audio():
+    rows = [{"prompt": question("What do you hear?"), "audio": sound(1.4, seed=1)}]
+    family = {"family": "qwen2_audio", "policy": actor("qwen2_audio", ActorAL)}
+    with pytest.raises(MediaError, match="row 0, column 'audio': 1.40 s"):
+        make(Injected, **family).generate_samples(rows, max_new_tokens=2)
+    (cut,) = make(Injected, **family, audio_overlong="truncate").generate_samples(rows, max_new_tokens=2)
+    assert cut.encoded_prompts[0].media["feature_attention_mask"].sum() == 100
+
+
+# Advantages
+
+
+def spread(values, correction):
+    """Standard deviation."""
+    mean = sum(values) / len(values)
+    return (sum((v - mean) ** 2 for v in values) / (len(values) - correction)) ** 0.5
+
+
+def whitened(rows):
+    """Mean 0 and population variance 1 over the numbers of all rows."""
+    values = [v for row in rows for v in row]
+    mean, std = sum(values) / len(values), spread(values, 0)
+    return [[(v - mean) / std for v in row] for row in rows]
+
+
+def expected_advantages(
+    estimator, experiences, n, *, beta=0.0, gamma=1.0, lambd=0.95, norm_level="token", weight="clip_filter_like"
+):
+    """Advantages and returns of each action, one loop at a time, from what the experiences say of themselves."""
+    rewards = [float(r) for r in flat(experiences, "reward")]
+    lengths = [int(length) for length in flat(experiences, "response_length")]
+    kl = [[0.0] * length for length in lengths]
+    if beta:
+        logps, base = flat(experiences, "action_log_probs"), flat(experiences, "base_action_log_probs")
+        kl = [(a.double() - b.double()).tolist() for a, b in zip(logps, base, strict=True)]
+    if estimator in ("reinforce", "gae"):
+        values = flat(experiences, "values") if estimator == "gae" else [[0.0] * length for length in lengths]
+        advantages, returns = [], []
+        for i, length in enumerate(lengths):
+            v = [float(x) for x in values[i]] + [0.0]
+            r = [-beta * k for k in kl[i]]
+            r[-1] += rewards[i]
+            a, following = [0.0] * length, 0.0
+            for t in reversed(range(length)):
+                decay = gamma * lambd if estimator == "gae" else gamma
+                a[t] = following = r[t] + gamma * v[t + 1] - v[t] + decay * following
+            advantages.append(a)
+            returns.append([x + y for x, y in zip(a, v, strict=False)])
+        return whitened(advantages), returns
+    rewards = [r - beta * sum(k) for r, k in zip(rewards, kl, strict=True)]
+    groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
+    live = sum(max(group) > min(group) for group in groups)
+    result = []
+    for group in groups:
+        mean = sum(group) / n
+        for i, reward in enumerate(group):
+            if estimator == "rloo":
+                mean = sum(group[:i] + group[i + 1 :]) / (n - 1)
+            scale = 1.0
+            if estimator == "group_norm":
+                scale = 1 / (spread(group, 1) + 1e-4)
+            elif estimator == "cpgd" and max(group) > min(group):
+                scale = {"none": 1, "std": 1 / (spread(group, 0) + 1e-6), "clip_filter_like": len(groups) / live}[
+                    weight
+                ]
+                scale = min(scale, 3) if weight == "clip_filter_like" else scale
+            result.append((reward - mean) * scale)
+    per_action = [[a] * length for a, length in zip(result, lengths, strict=True)]
+    if estimator == "reinforce_baseline" and norm_level == "token":
+        per_action = whitened(per_action)
+    elif estimator == "reinforce_baseline":
+        per_action = [[a] * length for (a,), length in zip(whitened([[a] for a in result]), lengths, strict=True)]
+    return per_action, per_action
+
+
+def assert_per_action(experiences, name, expected):
+    found = [row.tolist() for row in flat(experiences, name)]
+    assert [len(row) for row in found] == [len(row) for row in expected]
+    found, expected = (torch.tensor([v for row in rows for v in row]) for rows in (found, expected))
+    assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert found.any()
+    for each in experiences:
+        assert not getattr(each, name)[~each.action_mask].any()
+
+
+VARIANTS = [
+    *[(estimator, {}) for estimator in ESTIMATORS],
+    ("reinforce_baseline", {"norm_level": "sequence"}),
+    ("cpgd", {"cpgd_weight": "none"}),
+    ("cpgd", {"cpgd_weight": "std"}),
+    ("gae", {"kl_in_reward": False}),
+    ("rloo", {"kl_in_reward": False}),
+    ("group_norm", {"kl_in_reward": True}),
+]
+
+
+@pytest.mark.parametrize(("estimator", "options"), VARIANTS)
+@pytest.mark.parametrize("size", [2, 4, 9])
+def test_advantages_and_returns(estimator, options, size):
+    maker = make(
+        Injected,
+        ref=reference(),
+        beta=0.3,
+        advantage_estimator=estimator,
+        micro_rollout_batch_size=size,
+        kl_estimator="k3",  # k1 is what rewards take, whatever the estimate in the experience
+        **options,
+    )
+    experiences = maker.make_experience_list(TEXT, max_new_tokens=8, gamma=0.9, lambd=0.8)
+    assert [len(each.sequences) for each in experiences] == {2: [2, 2, 2, 2, 1], 4: [4, 4, 1], 9: [9]}[size]
+    in_reward = options.get("kl_in_reward", estimator in ("gae", "reinforce", "rloo"))
+    known = {
+        "norm_level": options.get("norm_level", "token"),
+        "weight": options.get("cpgd_weight", "clip_filter_like"),
+    }
+    known.update(beta=0.3 if in_reward else 0.0, gamma=0.9, lambd=0.8)
+    advantages, returns = expected_advantages(estimator, experiences, 3, **known)
+    assert_per_action(experiences, "advantages", advantages)
+    assert_per_action(experiences, "returns", returns)
+
+
+@pytest.mark.parametrize("prompts", [TEXT, IMAGE_ROWS], ids=["text", "images"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_micro_batches_do_not_matter(estimator, prompts):
+    whole, *split = (
+        make(
+            Injected, ref=reference(), beta=0.3, advantage_estimator=estimator, micro_rollout_batch_size=size
+        ).make_experience_list(prompts, max_new_tokens=8, gamma=0.9)
+        for size in (9, 4)
+    )
+    assert len(whole) == 1
+    for part in split:
+        for name in ("advantages", "returns", "action_log_probs", "reward", "return", "kl"):
+            a, b = flat(whole, name), flat(part, name)
+            assert_close(torch.cat([x.view(-1) for x in a]), torch.cat([x.view(-1) for x in b]), rtol=1e-4, atol=5e-5)
+
+
+def test_greedy_sampling_in_micro_batches_gives_the_same_advantages():
+    rewards = [0.5, 1.0, 2.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0]
+    results = []
+    for size in (9, 4, 1):
+        maker = make(arguments=given(rewards), micro_rollout_batch_size=size)
+        results.append(maker.make_experience_list(IMAGE_ROWS, max_new_tokens=5, do_sample=False))
+    for other in results[1:]:
+        for a, b in zip(flat(results[0], "advantages"), flat(other, "advantages"), strict=True):
+            assert_close(a, b)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "gae", "reinforce_baseline"])
+def test_whitening_is_once_and_over_the_rollout(estimator):
+    experiences = make(Injected, advantage_estimator=estimator).make_experience_list(TEXT, max_new_tokens=8)
+    values = torch.cat(flat(experiences, "advantages")).double()
+    assert_close(values.mean(), torch.zeros(()).double(), rtol=0, atol=1e-6)
+    assert_close(values.std(correction=0), torch.ones(()).double(), rtol=0, atol=1e-5)
+    assert all(torch.cat(flat([each], "advantages")).mean().abs() > 0.01 for each in experiences)
+
+
+# Four rewards a group: one with signal, one constant, one with more levels
+GOLDEN = [1, 0, 0, 1] + [0.1] * 4 + [2, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"advantage_estimator": "group_norm"}, [0.865875, -0.865875, -0.865875, 0.865875, 1.224595, -1.224595, 0, 0]),
+        ({"advantage_estimator": "grpo"}, [0.865875, -0.865875, -0.865875, 0.865875, 1.224595, -1.224595, 0, 0]),
+        ({"advantage_estimator": "dr_grpo"}, [0.5, -0.5, -0.5, 0.5, 1, -1, 0, 0]),
+        ({"advantage_estimator": "rloo"}, [0.666667, -0.666667, -0.666667, 0.666667, 1.333333, -1.333333, 0, 0]),
+        ({"advantage_estimator": "cpgd"}, [0.75, -0.75, -0.75, 0.75, 1.5, -1.5, 0, 0]),
+        ({"advantage_estimator": "cpgd", "cpgd_weight": "std"}, [1, -1, -1, 1, 1.414212, -1.414212, 0, 0]),
+        ({"advantage_estimator": "reinforce_baseline", "norm_level": "sequence"}, [1, -1, -1, 1, 2, -2, 0, 0]),
+    ],
+)
+def test_golden_advantages(options, expected):
+    maker = make(
+        Injected,
+        arguments=given(GOLDEN),
+        n_samples_per_prompt=4,
+        micro_rollout_batch_size=5,
+        ref=reference(),
+        **options,
+    )
+    experiences = maker.make_experience_list(TEXT, max_new_tokens=6)
+    advantages = flat(experiences, "advantages")
+    assert all((row == row[0]).all() for row in advantages)
+    found = torch.stack([row[0] for row in advantages])
+    assert_close(found, torch.tensor([*expected[:4], 0.0, 0, 0, 0, *expected[4:]]), rtol=0, atol=3e-6)
+    assert not found[4:8].any()
+    assert_close(torch.stack(flat(experiences, "return")), torch.tensor(GOLDEN), **EXACT)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 0.9, 1 / 3])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_constant_rewards_give_no_advantage(estimator, reward):
+    arguments = {"reward_fn": lambda completions, **kwargs: [reward] * len(completions)}
+    critic = None
+    if estimator == "gae":
+        critic = Critic()
+        critic.head.requires_grad_(False).weight.zero_()
+        critic.head.bias.zero_()
+    maker = make(Injected, critic=critic, arguments=arguments, advantage_estimator=estimator)
+    options = {"gamma": 1.0, "lambd": 1.0} if estimator in ("gae", "reinforce") else {}
+    for each in maker.make_experience_list(TEXT, max_new_tokens=8, **options):
+        assert_close(each.advantages, torch.zeros_like(each.advantages), **EXACT)
+
+
+def test_penalty_for_length():
+    rewards = [0.5, 1.0, 2.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0]
+    maker = make(Injected, arguments=given(rewards), soft_overlong_cache=4)
+    experiences = maker.make_experience_list(TEXT, max_new_tokens=8)
+    lengths = torch.stack(flat(experiences, "response_length"))
+    expected = torch.where(lengths <= 4, 0, (4 - lengths) / 4)
+    assert expected.unique().numel() > 2
+    assert_close(torch.stack(flat(experiences, "soft_overlong_punishment")), expected)
+    assert_close(torch.stack(flat(experiences, "reward")), torch.tensor(rewards) + expected)
+    advantages, _ = expected_advantages("group_norm", experiences, 3)
+    assert_per_action(experiences, "advantages", advantages)
+
+
+def test_penalty_for_length_counts_from_the_checkpoint_s_limit():
+    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+    maker = make(policy=policy, soft_overlong_cache=2)
+    with pytest.raises(ValueError, match="`soft_overlong_cache` counts from `max_new_tokens`"):
+        maker.make_experience_list(TEXT)
+    policy.base_model.generation_config.max_new_tokens = 3
+    experiences = maker.make_experience_list(TEXT, eos_token_id=list(range(50, 200)))
+    for each in experiences:
+        assert_close(each.info["soft_overlong_punishment"], torch.clamp((1 - each.info["response_length"]) / 2, max=0))
+    assert torch.cat([each.info["response_length"] for each in experiences]).max() == 3
+
+
+def test_running_scale_comes_before_clipping():
+    first, second = [0.0, 4.0, 8.0, 1.0, 1.0, 4.0, 2.0, 2.0, 9.0], [5.0, 0.0, 0.0, 12.0, 1.0, 3.0, 3.0, 3.0, 7.0]
+    maker = make(
+        Injected, arguments=given(first + second), reward_running_scale=True, reward_clip_range=(0.5, 2.0), beta=0.0
+    )
+    seen = []
+    for rewards in (first, second):
+        experiences = maker.make_experience_list(TEXT, max_new_tokens=4)
+        seen += rewards
+        expected = [min(max(r / spread(seen, 1), 0.5), 2.0) for r in rewards]
+        # Neither clipping first nor leaving one out would give the same
+        assert expected != [min(max(r, 0.5), 2.0) / spread(seen, 1) for r in rewards]
+        assert {0.5, 2.0} < set(expected)
+        assert_close(torch.stack(flat(experiences, "reward")), torch.tensor(expected))
+        advantages, _ = expected_advantages("group_norm", experiences, 3)
+        assert_per_action(experiences, "advantages", advantages)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_unscorable_responses(estimator):
+    rewards = [1.0, None, 2.0, None, None, None, 0.0, None, 3.0]
+    maker = make(Injected, arguments=given(rewards), advantage_estimator=estimator)
+    experiences = maker.make_experience_list(TEXT, max_new_tokens=6, gamma=0.9)
+    assert [bool(r.isnan()) for r in flat(experiences, "reward")] == [r is None for r in rewards]
+    advantages, returns = flat(experiences, "advantages"), flat(experiences, "returns")
+    scorable = [i for i, r in enumerate(rewards) if r is not None]
+    for i, row in enumerate(advantages):
+        assert row.any() == (i in scorable)
+    assert all(row.isfinite().all() for row in advantages + returns)
+    if estimator == "gae":  # the critic learns nothing from them either
+        values = flat(experiences, "values")
+        assert all(torch.equal(returns[i], values[i]) for i in range(9) if i not in scorable)
+    # What they are left out of is the same as without them
+    found = [advantages[i].tolist() for i in scorable]
+    if estimator in ("gae", "reinforce"):
+        assert_close(torch.tensor(sum(found, [])).mean(), torch.zeros(()), rtol=0, atol=1e-6)
+        assert_close(torch.tensor(sum(found, [])).std(correction=0), torch.ones(()))
+    elif estimator == "rloo":
+        assert [row[0] for row in found] == [-1, 1, -3, 3]
+    elif estimator == "group_norm":
+        expected = [
+            -0.5 / (0.5**0.5 + 1e-4),
+            0.5 / (0.5**0.5 + 1e-4),
+            -1.5 / (4.5**0.5 + 1e-4),
+            1.5 / (4.5**0.5 + 1e-4),
+        ]
+        assert_close(torch.tensor([row[0] for row in found]), torch.tensor(expected))
+    elif estimator in ("cpgd", "dr_grpo"):
+        weight = 1.5 if estimator == "cpgd" else 1.0
+        assert [row[0] for row in found] == [-0.5 * weight, 0.5 * weight, -1.5 * weight, 1.5 * weight]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_scorable_response(estimator):
+    maker = make(Injected, arguments=given([None] * 9), advantage_estimator=estimator, reward_running_scale=True)
+    for each in maker.make_experience_list(TEXT, max_new_tokens=4):
+        assert_close(each.advantages, torch.zeros_like(each.advantages), **EXACT)
+
+
+# Generalized advantages and cumulative returns on their own
+
+ONES = torch.ones(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lambd", "advantages", "returns"),
+    [
+        (0.9, 0.95, [0.260568, 0.4685, 0.7], [0.760568, 0.8685, 1.0]),
+        (1.0, 1.0, [0.5, 0.6, 0.7], [1.0, 1.0, 1.0]),
+    ],
+)
+@pytest.mark.parametrize("mask", [None, ONES, ONES.bool(), ONES.long()])
+def test_get_advantages_and_returns(gamma, lambd, advantages, returns, mask):
+    values, rewards = torch.tensor([[0.5, 0.4, 0.3]]), torch.tensor([[0.0, 0.0, 1.0]])
+    maker = make()
+    found = maker.get_advantages_and_returns(values, rewards, mask, gamma, lambd)
+    for a, b in zip(found, (advantages, returns), strict=True):
+        assert_close(a, torch.tensor([b]), rtol=0, atol=1e-6)
+    # Packed, beside a shorter sample
+    masks = None if mask is None else [mask[0], mask[0, :2]]
+    lists = maker.get_advantages_and_returns(
+        [values[0], values[0, 1:]], [rewards[0], rewards[0, 1:]], masks, gamma, lambd
+    )
+    for parts, b in zip(lists, (advantages, returns), strict=True):
+        assert [part.shape for part in parts] == [(3,), (2,)]
+        assert_close(parts[0], torch.tensor(b), rtol=0, atol=1e-6)
+        assert_close(parts[1], torch.tensor(b[1:]), rtol=0, atol=1e-6)
+
+
+def test_get_advantages_and_returns_across_a_gap():
+    values, rewards = torch.ones(1, 4), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    mask = torch.tensor([[1, 0, 0, 1]])
+    advantages, returns = make().get_advantages_and_returns(values, rewards, mask, 1.0, 0.95)
+    assert advantages.tolist() == [[0, 0, 0, 0]]
+    assert returns.tolist() == [[1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_get_cumulative_returns(masked):
+    rewards = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 5.0, 7.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]) if masked else None
+    maker = make()
+    found = maker.get_cumulative_returns(rewards, mask, 0.5)
+    last = [1 + 5 / 4, 5 / 2, 5, 0] if masked else [1 + 5 / 4 + 7 / 8, 5 / 2 + 7 / 4, 5 + 7 / 2, 7]
+    assert_close(found, torch.tensor([[1 + 1 + 3 / 4 + 4 / 8, 2 + 3 / 2 + 1, 5, 4], last]))
+    lists = maker.get_cumulative_returns([rewards[0], rewards[1, :3]], [mask[0], mask[1, :3]] if masked else None, 0.5)
+    assert_close(lists[0], found[0])
+    assert_close(lists[1], torch.tensor([1 + 5 / 4, 5 / 2, 5.0]))
+
+
+# Rewards
+
+
+def test_reward_model():
+    model = RewardModel()
+    for each in make(Injected, reward_model=model).make_experience_list(IMAGE_ROWS, max_new_tokens=4):
+        with torch.no_grad():
+            expected = model.model(each.sequences, each.attention_mask).logits[:, 0]
+        assert_close(each.info["reward"], expected)
+        assert expected.unique().numel() == len(expected)
+
+
+def test_reward_models_add_up():
+    models = [RewardModel(seed) for seed in (0, 1)]
+    total = make(Injected, reward_model=models).make_experience_list(TEXT, max_new_tokens=4)
+    parts = [make(Injected, reward_model=model).make_experience_list(TEXT, max_new_tokens=4) for model in models]
+    for a, *b in zip(total, *parts, strict=True):
+        assert_close(a.info["reward"], b[0].info["reward"] + b[1].info["reward"])
+
+
+def test_reward_fn_combines_reward_models():
+    models, label_map, seen = [RewardModel(0), RewardModel(1)], {"helpful": 0, "harmless": 1}, []
+
+    def combine(model_reward_list, labels, queries, refs, label_map):
+        seen.append((labels, queries, refs, label_map))
+        chosen = torch.stack(model_reward_list)[[label_map[label] for label in labels], range(len(labels))]
+        return 2 * chosen, {"chosen": chosen, "of": {"models": len(model_reward_list)}}
+
+    rows = [
+        {"prompt": prompt, "labels": name} for prompt, name in zip(TEXT, ["helpful", "harmless"] * 2, strict=False)
+    ]
+    maker = make(
+        Injected, reward_model=models, arguments={"reward_fn": combine, "reward_fn_label_map": label_map}, beta=0.0
+    )
+    experiences = maker.make_experience_list(rows, max_new_tokens=4)
+    labels = ["helpful"] * 3 + ["harmless"] * 3 + ["helpful"] * 3
+    assert [label for each in seen for label in each[0]] == labels
+    assert all(each[0] == each[2] and each[3] == label_map for each in seen)
+    for each, (own, queries, _, _) in zip(experiences, seen, strict=True):
+        with torch.no_grad():
+            both = [model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models]
+        expected = torch.stack([both[label_map[label]][i] for i, label in enumerate(own)])
+        assert_close(each.info["reward"], 2 * expected)
+        assert_close(each.info["reward_metrics"]["chosen"], expected)
+        assert each.info["reward_metrics"]["of"] == {"models": 2}
+        assert queries == maker.tokenizer.batch_decode(each.sequences)
+
+
+@pytest.mark.parametrize("name", ["model_reward_list", "scores", "kwargs"])
+def test_reward_fn_of_one_argument(name):
+    functions = {
+        "model_reward_list": lambda model_reward_list: model_reward_list[0] - model_reward_list[1],
+        "scores": lambda scores: scores[0] - scores[1],
+        "kwargs": lambda **kwargs: kwargs["model_reward_list"][0] - kwargs["model_reward_list"][1],
+    }
+    models = [RewardModel(seed) for seed in (0, 1)]
+    maker = make(Injected, reward_model=models, arguments={"reward_fn": functions[name]})
+    for each in maker.make_experience_list(TEXT, max_new_tokens=4):
+        with torch.no_grad():
+            a, b = (model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models)
+        assert_close(each.info["reward"], a - b)
+        assert "reward_metrics" not in each.info
+
+
+RECIPE = {"both": [("model", "helpful", 1.0), ("rule", "harmless", 0.5)], "one": [("model", "harmless", 2.0)]}
+LABEL_MAP = {"helpful": 0, "harmless": 1}
+
+
+def test_reward_recipe():
+    models = [RewardModel(seed) for seed in (0, 1)]
+    rows = [{"prompt": prompt, "kind": kind} for prompt, kind in zip(TEXT, ["both", "one", "both"], strict=True)]
+    arguments = {"reward_recipe": RECIPE, "reward_fn_label_map": LABEL_MAP}
+    maker = make(Injected, reward_model=models, arguments=arguments, label_column="kind", micro_rollout_batch_size=9)
+    (each,) = maker.make_experience_list(rows, max_new_tokens=4)
+    with torch.no_grad():
+        a, b = (model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models)
+    one = torch.tensor([False] * 3 + [True] * 3 + [False] * 3)
+    assert_close(each.info["reward"], torch.where(one, 2 * b, a + b / 2))
+
+
+@pytest.mark.parametrize(
+    ("labels", "label_map", "error"),
+    [
+        (["both", "neither", "one"], LABEL_MAP, r"Sample 3 has the label 'neither'.*\['both', 'one'\]"),
+        (None, LABEL_MAP, "Sample 0 has the label None"),
+        (["one"] * 3, {"helpful": 0}, "`reward_recipe` asks for 'harmless', which `reward_fn_label_map` doesn't know"),
+        (["both"] * 3, None, "`reward_recipe` asks for 'helpful'"),
+    ],
+)
+def test_errors_of_reward_recipes(labels, label_map, error):
+    arguments = {"reward_recipe": RECIPE, "reward_fn_label_map": label_map}
+    maker = make(Injected, reward_model=[RewardModel(0), RewardModel(1)], arguments=arguments)
+    rows = [{"prompt": prompt, "labels": labels[i] if labels else None} for i, prompt in enumerate(TEXT)]
+    with pytest.raises(ValueError, match=error):
+        maker.make_experience_list(rows, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("conversational", [True, False])
+def test_reward_functions_see_completions_only(conversational):
+    words = "Which animal? Answer in <answer></answer>, as in <answer>cat</answer>."
+    answers = ["<answer>cat</answer>", "<answer>dog</answer>", "cat"]
+
+    class Answering(NaiveExperienceMaker):
+        def _generate(self, prompts, config, pad_id):
+            ids = [self.tokenizer(answer)["input_ids"] + [self.tokenizer.eos_token_id] for answer in answers]
+            longest = max(map(len, ids))
+            return torch.tensor([each + [pad_id] * (longest - len(each)) for each in ids])
+
+    maker = make(Answering, arguments={"reward_fn": accuracy_reward}, micro_rollout_batch_size=3)
+    for solution, rewards in (("cat", [1, 0, 1]), ("dog", [0, 1, 0]), ("", [0, 0, 0])):
+        row = {"prompt": question(words) if conversational else words, "solution": solution}
+        (each,) = maker.make_experience_list([row], max_new_tokens=30)
+        assert each.info["reward"].tolist() == rewards
+
+
+@pytest.mark.parametrize("rows", [IMAGE_ROWS, [{"prompt": prompt} for prompt in TEXT]], ids=["images", "text"])
+@pytest.mark.parametrize("size", [3, 9])
+def test_what_reward_functions_get(rows, size):
+    """The rows that have media make messages of all, whatever else is in a micro-batch."""
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        seen.append((prompts, completions, completion_ids, columns))
+        return [0.0] * len(prompts)
+
+    rows = [{**row, "level": i} for i, row in enumerate(rows)]
+    maker = make(Injected, arguments={"reward_fn": reward}, micro_rollout_batch_size=size)
+    experiences = maker.make_experience_list(rows, max_new_tokens=4)
+    ids = [ids.tolist() for ids in flat_ids(experiences)]
+    assert [each for _, _, own, _ in seen for each in own] == ids
+    texts = maker.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    completions = [each for _, own, _, _ in seen for each in own]
+    prompts = [each for own, *_ in seen for each in own]
+    assert [level for *_, columns in seen for level in columns["level"]] == [0] * 3 + [1] * 3 + [2] * 3
+    if "images" not in rows[0]:
+        assert prompts == [prompt for prompt in TEXT for _ in range(3)]
+        assert completions == texts
+        return
+    assert completions == [[{"role": "assistant", "content": words}] for words in texts]
+    blocks = [prompt[0]["content"] for prompt in prompts]
+    for i, own in enumerate(blocks):
+        row = rows[i // 3]
+        assert own[-1] == text(row["prompt"])
+        # The objects of the row themselves
+        assert [id(block["image"]) for block in own[:-1]] == [id(each) for each in row["images"] or []]
+    assert [images for *_, columns in seen for images in columns["images"]] == [
+        row["images"] for row in rows for _ in range(3)
+    ]
+
+
+def flat_ids(experiences):
+    return [
+        ids[keep]
+        for each in experiences
+        for ids, keep in zip(each.sequences[:, -each.action_mask.size(1) :], each.action_mask, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda completions, solution: [0.0], "'<lambda>' asks for `solution`, but there are only .*'completions'"),
+        (lambda completions: [0.0], r"'<lambda>' returned rewards of shape \(1,\) for 4 responses"),
+        (lambda completions: torch.zeros(len(completions), 1), r"of shape \(4, 1\) for 4"),
+    ],
+)
+def test_errors_of_reward_functions(function, error):
+    with pytest.raises(ValueError, match=error):
+        make(Injected, arguments={"reward_fn": function}).make_experience_list(TEXT, max_new_tokens=4)
+
+
+def test_reward_functions_may_return_tensors_and_leave_out_defaults():
+    def reward(completion_ids, scale=2.0):
+        return torch.tensor([scale * len(ids) for ids in completion_ids], dtype=torch.bfloat16)
+
+    for each in make(Injected, arguments={"reward_fn": reward}).make_experience_list(TEXT, max_new_tokens=4):
+        assert_close(each.info["reward"], 2 * each.info["response_length"])
+
+
+def write(path, source) -> str:
+    path.write_text(source)
+    return str(path)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_reward_file(tmp_path, as_list):
+    """The protocol of the reference page: queries hold prompt and response with special tokens."""
+    write(tmp_path / "helper.py", "raise SystemExit('only the named file is run')")
+    path = write(
+        tmp_path / "rewards.py",
+        "import torch\n\n\ndef reward_func(queries, prompts):\n"
+        "    return torch.tensor([float(len(q) - len(p)) for q, p in zip(queries, prompts)])\n",
+    )
+    maker = make(Injected, arguments={"remote_rm_url": [path] if as_list else path})
+    for i, each in enumerate(maker.make_experience_list(TEXT, max_new_tokens=4)):
+        queries = maker.tokenizer.batch_decode(each.sequences)
+        prompts = [prompt for prompt in TEXT for _ in range(3)][4 * i : 4 * i + 4]
+        assert each.info["reward"].tolist() == [len(q) - len(p) for q, p in zip(queries, prompts, strict=True)]
+
+
+def test_reward_files_get_labels_and_add_up(tmp_path):
+    first = write(tmp_path / "a.py", "def reward_func(labels, completions):\n    return [2.0 * x for x in labels]\n")
+    second = write(
+        tmp_path / "b.py", "def reward_func(refs, **kwargs):\n    return [None if x else 1 for x in refs]\n"
+    )
+    rows = [{"prompt": prompt, "score": score} for prompt, score in zip(TEXT, [3, 0, 4], strict=True)]
+    maker = make(Injected, arguments={"remote_rm_url": [first, second]}, label_column="score")
+    rewards = flat(maker.make_experience_list(rows, max_new_tokens=4), "reward")
+    # One that doesn't apply leaves the others, as in the trainers
+    assert [float(r) for r in rewards] == [6] * 3 + [1] * 3 + [8] * 3
+
+
+def test_recipes_leave_out_what_does_not_apply(tmp_path):
+    paths = [
+        write(
+            tmp_path / "a.py",
+            "def reward_func(level, completions):\n    return [None if x == 2 else 1 for x in level]\n",
+        ),
+        write(tmp_path / "b.py", "def reward_func(level, completions):\n    return [x or None for x in level]\n"),
+    ]
+    arguments = {
+        "remote_rm_url": paths,
+        "reward_fn_label_map": {"a": 0, "b": 1},
+        "reward_recipe": {
+            "all": [("rule", "a", 10.0), ("rule", "b", 1.0)],
+            "second": [("rule", "b", 1.0)],
+            "none": [],
+        },
+    }
+    kinds = [("all", 0), ("all", 1), ("all", 2), ("second", 0), ("none", 1)]
+    rows = [{"prompt": TEXT[0], "labels": label, "level": level} for label, level in kinds]
+    rewards = flat(make(Injected, arguments=arguments).make_experience_list(rows, max_new_tokens=4), "reward")
+    assert_close(torch.stack(rewards[::3]), torch.tensor([10, 11, 2, torch.nan, torch.nan]), equal_nan=True, **EXACT)
+
+
+def test_errors_of_reward_files(tmp_path):
+    with pytest.raises(ValueError, match="There is no file .*nowhere.py to load"):
+        make(arguments={"remote_rm_url": str(tmp_path / "nowhere.py")})
+    with pytest.raises(ValueError, match="empty.py has no function `reward_func`"):
+        make(arguments={"remote_rm_url": write(tmp_path / "empty.py", "reward = 1\n")})
+    with pytest.raises(ZeroDivisionError):
+        make(arguments={"remote_rm_url": write(tmp_path / "broken.py", "1 / 0\n")})
+
+
+# Tokenizing
+
+
+def test_tokenize_fn():
+    maker, words = make(), processor().tokenizer
+    ids = [words(prompt)["input_ids"] for prompt in TEXT]
+    longest = max(map(len, ids))
+    batch = maker.tokenize_fn(TEXT, max_length=longest, padding=True, device="cpu")
+    assert set(batch) == {"input_ids", "attention_mask"}
+    assert batch["input_ids"].tolist() == [[words.pad_token_id] * (longest - len(row)) + row for row in ids]
+    assert batch["attention_mask"].tolist() == [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
+    assert {value.device.type for value in maker.tokenize_fn(TEXT, longest, device="meta").values()} == {"meta"}
+    lists = maker.tokenize_fn(TEXT, longest, padding=False)
+    assert lists == {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+
+
+@pytest.mark.parametrize("padding", [True, False])
+def test_tokenize_fn_keeps_the_end(padding):
+    ids = processor().tokenizer(TEXT)["input_ids"]
+    shortest = min(map(len, ids))
+    found = make().tokenize_fn(TEXT, shortest - 1, padding=padding)
+    rows = found["input_ids"].tolist() if padding else found["input_ids"]
+    assert rows == [row[1 - shortest :] for row in ids]
+
+
+def test_tokenize_fn_never_cuts_media():
+    maker = make()
+    prompt = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>Is there a bird?"
+    ids = processor().tokenizer(prompt)["input_ids"]
+    image_id = processor().image_token_id
+    assert [ids.index(image_id), ids.count(image_id)] == [1, 2]
+    kept = maker.tokenize_fn([TEXT[0], prompt], len(ids) - 1, padding=False)["input_ids"][1]
+    assert kept.count(image_id) == 2
+    with pytest.raises(
+        ValueError, match=rf"Prompt 1 has {len(ids)} tokens, and cutting it to {len(ids) - 2} would cut"
+    ):
+        maker.tokenize_fn([TEXT[0], prompt], len(ids) - 2)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', .*'gae', got 'ppo'"),
+        ({"norm_level": "batch"}, "`norm_level` must be one of 'token', 'sequence', got 'batch'"),
+        ({"cpgd_weight": "mean"}, "`cpgd_weight` must be one of 'none', 'std', 'clip_filter_like'"),
+        ({"kl_estimator": "k4"}, "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
+        ({"audio_overlong": "drop"}, "`audio_overlong` must be one of 'raise', 'truncate'"),
+        ({"n_samples_per_prompt": 0}, "`n_samples_per_prompt` must be at least 1"),
+        ({"micro_rollout_batch_size": 0}, "`micro_rollout_batch_size` must be at least 1"),
+        ({"soft_overlong_cache": 0}, "`soft_overlong_cache` must be at least 1"),
+        ({"reward_clip_range": (1.0, -1.0)}, r"`reward_clip_range` must be \(min, max\)"),
+        *[
+            ({"advantage_estimator": name, "n_samples_per_prompt": 1}, f"'{name}'` compares the responses")
+            for name in GROUP_ESTIMATORS
+        ],
+        ({"advantage_estimator": "grpo", "n_samples_per_prompt": 1}, "'group_norm'` compares the responses"),
+    ],
+)
+def test_errors_of_configs(options, error):
+    with pytest.raises(ValueError, match=error):
+        ExperienceConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl_in_reward"),
+    [("gae", True), ("reinforce", True), ("rloo", True), ("cpgd", False), ("grpo", False)],
+)
+def test_where_the_kl_divergence_goes_by_default(estimator, kl_in_reward):
+    assert ExperienceConfig(advantage_estimator=estimator).kl_in_reward is kl_in_reward
+    assert (
+        ExperienceConfig(advantage_estimator=estimator, kl_in_reward=not kl_in_reward).kl_in_reward is not kl_in_reward
+    )
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "gae"])
+def test_one_response_to_a_prompt(estimator):
+    maker = make(Injected, advantage_estimator=estimator, n_samples_per_prompt=1)
+    (experience,) = maker.make_experience_list(TEXT, max_new_tokens=6)
+    assert len(experience.sequences) == 3
+    assert_per_action([experience], "advantages", expected_advantages(estimator, [experience], 1)[0])
+
+
+def test_errors_of_makers(tmp_path):
+    with pytest.raises(ValueError, match="'gae'`: none was passed as `critic`"):
+        NaiveExperienceMaker(
+            actor(), None, None, None, processor().tokenizer, 8, None, ExperienceConfig("gae"), reward_fn=by_length
+        )
+    with pytest.raises(ValueError, match="'rloo'`: one was passed, which would not be used as `critic`"):
+        make(critic=Critic(), advantage_estimator="rloo")
+    with pytest.raises(ValueError, match="There is no source of reward"):
+        make(arguments={"remote_rm_url": []})
+    with pytest.raises(ValueError, match="There is no source of reward"):
+        make(reward_model=[])
+    for name, value, error in (
+        ("padding_side", "right", 'pads on the right.*`padding_side="left"`'),
+        ("pad_token", None, "no token for padding; set its `pad_token`"),
+    ):
+        words = load("qwen2_5_vl")[1].tokenizer
+        setattr(words, name, value)
+        with pytest.raises(ValueError, match=error):
+            NaiveExperienceMaker(actor(), None, None, None, words, 8, None, ExperienceConfig(), reward_fn=by_length)
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
+@pytest.mark.parametrize("accelerator", [None, Accelerator])
+def test_progress_bar(progress, shown, accelerator, capsys):
+    maker = make(Injected, progress=progress, accelerator=accelerator and accelerator(cpu=True))
+    maker.make_experience_list(TEXT, max_new_tokens=3)
+    assert ("make_experience: 100%" in capsys.readouterr().err) == shown
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_single_process_with_an_accelerator(estimator):
+    a, b = (
+        make(
+            Injected, ref=reference(), beta=0.1, advantage_estimator=estimator, reward_running_scale=True, **options
+        ).make_experience_list(TEXT, max_new_tokens=6)
+        for options in ({}, {"accelerator": Accelerator(cpu=True)})
+    )
+    for x, y in zip(a, b, strict=True):
+        for name in ("sequences", "advantages", "returns", "kl"):
+            assert_close(getattr(x, name), getattr(y, name), **EXACT)
+        assert_close(x.info["reward"], y.info["reward"], **EXACT)
+
+
+# The reference page
+
+
+def test_arguments_in_the_order_of_the_page(tmp_path):
+    path = write(
+        tmp_path / "rewards.py",
+        "def reward_func(completion_ids):\n    return [float(len(x)) for x in completion_ids]\n",
+    )
+    models = [RewardModel(0)]
+    maker = NaiveExperienceMaker(
+        actor(),
+        Critic(),
+        models,
+        reference(),
+        processor().tokenizer,
+        512,
+        FixedKLController(0.2),
+        ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False),
+        [path],
+        lambda model_reward_list, label_map: label_map["length"] * model_reward_list[label_map["length"]],
+        {"length": 1},
+        None,
+    )
+    (experience,) = maker.make_experience_list(TEXT, max_new_tokens=4, gamma=1.0, lambd=1.0)
+    assert_close(experience.info["reward"], experience.info["response_length"])
+    assert maker.kl_ctl.value == 0.2
+
+
+def test_the_page_s_calls():
+    torch.manual_seed(0)
+    maker = NaiveExperienceMaker(
+        actor=actor(),
+        critic=Critic(),
+        reward_model=RewardModel(),
+        initial_model=reference(),
+        tokenizer=processor().tokenizer,
+        prompt_max_len=512,
+        kl_controller=FixedKLController(0.1),
+        strategy=ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False),
+        remote_rm_url=None,
+        reward_fn=None,
+        reward_fn_label_map=None,
+        reward_recipe=None,
+    )
+    batch = maker.tokenize_fn(texts=TEXT, max_length=64, padding=True, device="cpu")
+    sequences, attention_mask, action_mask = maker.actor.generate(**batch, max_new_tokens=5)
+    by_hand = Samples(
+        sequences=sequences,
+        attention_mask=attention_mask,
+        action_mask=action_mask,
+        num_actions=action_mask.size(1),
+        packed_seq_lens=None,
+        response_length=action_mask.float().sum(dim=-1),
+        total_length=attention_mask.float().sum(dim=-1),
+        prompts=TEXT,
+        labels=None,
+        pad_len=None,
+    )
+    generated = maker.generate_samples(all_prompts=TEXT, max_new_tokens=5)
+    experiences = [maker.make_experience(samples=each) for each in (by_hand, *generated)]
+    with torch.no_grad():
+        for each in experiences:
+            inputs = (each.sequences, each.action_mask.size(1), each.attention_mask)
+            for name, policy in (("action_log_probs", maker.actor), ("base_action_log_probs", maker.initial_model)):
+                expected = torch.where(each.action_mask, policy(*inputs), 0)
+                assert_close(getattr(each, name), expected, rtol=1e-4, atol=2e-5)
+    processed, rewards = maker.process_experiences(experiences=experiences)
+    assert all(a is b for a, b in zip(processed, experiences, strict=True))
+    for each, reward in zip(experiences, rewards, strict=True):
+        assert_close(reward, each.info["reward"])
+    values, scores = experiences[0].values, torch.ones_like(experiences[0].values)
+    mask = experiences[0].action_mask
+    advantages, returns = maker.get_advantages_and_returns(
+        values=values, rewards=scores, action_mask=mask, gamma=1.0, lambd=1.0
+    )
+    steps = mask.flip(1).cumsum(1).flip(1) * mask
+    assert_close(returns, steps.float())
+    assert_close(advantages, torch.where(mask, steps - values, 0))
+    assert_close(maker.get_cumulative_returns(rewards=scores, action_mask=mask, gamma=1.0), steps.float())
+    assert maker.device == torch.device("cpu")
+
+
+def test_entropies_of_samples_made_by_hand():
+    maker = make(policy=actor(high_entropy_token_ratio=0.2))
+    (samples,) = make(Injected, policy=maker.actor, micro_rollout_batch_size=9).generate_samples(
+        TEXT, max_new_tokens=4
+    )
+    expected = maker.make_experience(samples)
+    samples.encoded_prompts = None
+    found = maker.make_experience(samples)
+    assert_close(found.action_log_probs, expected.action_log_probs, rtol=1e-4, atol=2e-5)
+    assert_close(found.action_entropy, expected.action_entropy, rtol=1e-4, atol=2e-5)

@@ -1,0 +1,785 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the config adds to TRL's, through the trainer: against TRL where it has the same, else token by token by hand."""
+
+import functools
+import itertools
+import math
+from statistics import fmean, pstdev, stdev
+
+import pytest
+import torch
+from torch.testing import assert_close
+from trainer_utils import (
+    Injected,
+    InjectedOurs,
+    InjectedTRL,
+    Recorded,
+    audio_rows,
+    by_key,
+    image_rows,
+    keys,
+    largest_difference,
+    length_and_sum,
+    load,
+    logged,
+    make_trainer,
+    moved,
+    norm,
+    relative_difference,
+    run,
+)
+from trl.experimental.gmpo import GMPOTrainer
+
+
+FAMILY = "qwen2_5_vl"
+
+# Two micro-batches make an update
+TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.03}
+# Two updates on one generation batch, each from two of its four micro-batches, and the same again
+REUSED = {**TWO, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 4}
+
+
+class InjectedGMPO(Injected, GMPOTrainer):
+    pass
+
+
+@functools.cache
+def dataset():
+    """Every fourth prompt is too hard: all its completions get the same reward."""
+    return image_rows().add_column("hard", [i % 4 == 1 for i in range(8)])
+
+
+def rough(completion_ids, hard, **kwargs):
+    """Equal rewards for a hard prompt, and none for some completions of others."""
+    rewards = zip(completion_ids, length_and_sum(completion_ids), hard, strict=True)
+    return [0.1 if h else None if sum(ids) % 6 == 0 else reward for ids, reward, h in rewards]
+
+
+def constant(completion_ids, **kwargs):
+    return [0.1] * len(completion_ids)
+
+
+def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
+    return run(trainer_class, family, rows or dataset(), **{"self_check": False, **options})
+
+
+def trl(trainer_class=InjectedTRL, **options):
+    return run(trainer_class, FAMILY, dataset(), **options)
+
+
+def like_trl(**options):
+    """With TRL's shuffle, which puts the same completions into a micro-batch, and its choice of tokens."""
+    return ours(keep_groups_together=False, entropy_scope="micro_batch", entropy_source="current", **options)
+
+
+def assert_equal(theirs, ours):
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    worst, where = largest_difference(theirs.history, ours.history)
+    assert worst <= 1e-4, where
+
+
+# Advantages
+
+
+def advantages_by_hand(
+    estimator, rewards, prompts, penalty, *, weight="clip_filter_like", level="token", scale="group"
+):
+    """Advantages of each completion's tokens from its reward, its prompt and the KL penalty of its tokens."""
+    lengths = [len(row) for row in penalty]
+    scorable = [i for i, reward in enumerate(rewards) if reward is not None]
+    if estimator == "reinforce":
+        returns = {i: [rewards[i] - sum(penalty[i][t:]) for t in range(lengths[i])] for i in scorable}
+        every = [value for row in returns.values() for value in row]
+        mean, std = fmean(every), pstdev(every)
+        return [
+            [(value - mean) / std for value in returns[i]] if i in returns else [0.0] * n
+            for i, n in enumerate(lengths)
+        ]
+
+    rewards = {i: rewards[i] - sum(penalty[i]) for i in scorable}
+    groups = {i: [rewards[j] for j in scorable if prompts[j] == prompts[i]] for i in scorable}
+    live = {prompts[i] for i, group in groups.items() if max(group) - min(group) > 1e-6}
+    values = dict.fromkeys(range(len(lengths)), 0.0)
+    values |= {i: rewards[i] - fmean(groups[i]) if prompts[i] in live else 0.0 for i in scorable}
+    if estimator == "reinforce_baseline":
+        tokens = [values[i] for i in scorable for _ in range(lengths[i] if level == "token" else 1)]
+        values |= {i: (values[i] - fmean(tokens)) / pstdev(tokens) for i in scorable if prompts[i] in live}
+    for i in scorable:
+        if prompts[i] not in live:
+            continue
+        if estimator == "group_norm" and scale == "group":
+            values[i] /= stdev(groups[i]) + 1e-4
+        if estimator == "rloo":
+            values[i] = rewards[i] - (sum(groups[i]) - rewards[i]) / (len(groups[i]) - 1)
+        if estimator == "cpgd" and weight == "clip_filter_like":
+            values[i] *= min(len(set(prompts)) / len(live), 3)
+        if estimator == "cpgd" and weight == "std":
+            values[i] /= pstdev(groups[i]) + 1e-6
+    return [[values[i]] * n for i, n in enumerate(lengths)]
+
+
+def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
+    """Compares what reached the loss with what follows from one draw of completions."""
+    names = keys(drawn.batch)
+    total = drawn.rewards.nansum(1).tolist()
+    unscorable = drawn.rewards.isnan().all(1).tolist()
+    rewards = [None if missing else shape(reward) for reward, missing in zip(total, unscorable, strict=True)]
+    prompts = [prompt for prompt, _ in names]
+    penalty = [[0.0] * len(tokens) for _, tokens in names]
+    if beta:
+        old, ref = by_key(moments, "old_per_token_logps"), by_key(moments, "ref_per_token_logps")
+        penalty = [(beta * (old[name] - ref[name])).tolist() for name in names]
+    expected = advantages_by_hand(estimator, rewards, prompts, penalty, **options)
+    reached = by_key(moments, "advantages")
+    assert len(reached) == len(names)
+    for name, values in zip(names, expected, strict=True):
+        assert_close(reached[name], torch.tensor(values), rtol=1e-4, atol=1e-5)
+    assert any(value for row in expected for value in row)
+    return rewards
+
+
+CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_baseline": "reinforce_baseline"}
+
+
+@pytest.mark.parametrize(
+    "estimator, options, by_hand",
+    [
+        ("group_norm", {}, {}),
+        ("grpo", {}, {}),
+        ("group_norm", {"beta": 0.5, "kl_in_reward": True}, {}),
+        ("group_norm", {"scale_rewards": "none"}, {"scale": "none"}),
+        ("rloo", {}, {}),
+        ("rloo", {"beta": 0.5}, {}),
+        ("reinforce", {}, {}),
+        ("reinforce++", {}, {}),
+        ("reinforce", {"beta": 0.5}, {}),
+        ("reinforce_baseline", {}, {}),
+        ("reinforce++_baseline", {}, {}),
+        ("reinforce_baseline", {"norm_level": "sequence"}, {"level": "sequence"}),
+        ("reinforce_baseline", {"beta": 0.5, "kl_in_reward": True}, {}),
+        ("cpgd", {}, {}),
+        ("cpgd", {"cpgd_weight": "std"}, {"weight": "std"}),
+        ("cpgd", {"cpgd_weight": "none"}, {"weight": "none"}),
+        ("dr_grpo", {}, {}),
+    ],
+)
+def test_advantages_equal_those_by_hand(estimator, options, by_hand):
+    result = ours(
+        advantage_estimator=estimator,
+        reward=rough,
+        objects=moved(FAMILY),
+        max_steps=1,
+        shuffle_dataset=False,
+        **{**TWO, "per_device_train_batch_size": 8},
+        **options,
+    )
+    trainer = result.trainer
+    rewards = check_advantages(
+        trainer.micro_batches,
+        trainer.draws[0],
+        CANONICAL.get(estimator, estimator),
+        beta=options.get("beta", 0.0),
+        **by_hand,
+    )
+    assert None in rewards and sum(reward is not None and abs(reward - 0.1) < 1e-6 for reward in rewards) >= 4
+    by_token = estimator.startswith("reinforce") and "baseline" not in estimator
+    assert {moment.batch["advantages"].dim() for moment in trainer.micro_batches} == {2 if by_token else 1}
+
+
+def test_groups_of_evaluation_have_their_own_size():
+    result = ours(
+        advantage_estimator="rloo",
+        num_generations_eval=3,
+        per_device_eval_batch_size=6,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=1,
+        objects={"eval_dataset": image_rows(2)},
+    )
+    evaluated = [moment for moment in result.trainer.micro_batches if not moment.training]
+    drawn = [draw for draw in result.trainer.draws if not draw.training]
+    assert len(evaluated) == len(drawn) == 1
+    check_advantages(evaluated, drawn[0], "rloo")
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_function_as_estimator(beta, by_token):
+    given = []
+
+    def estimator(rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps):
+        given.append((rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps))
+        advantages = torch.arange(1.0, len(rewards) + 1)
+        return advantages[:, None] + 0.1 * torch.arange(mask.size(1)) if by_token else advantages
+
+    def length(completion_ids, **kwargs):
+        return [float(len(ids)) if sum(ids) % 3 else None for ids in completion_ids]
+
+    result = ours(
+        advantage_estimator=estimator,
+        beta=beta,
+        reward=[rough, length],
+        reward_weights=[2.0, 0.5],
+        objects=moved(FAMILY),
+        max_steps=1,
+        per_device_train_batch_size=16,
+        shuffle_dataset=False,
+        learning_rate=0.0,
+    )
+    assert len(given) == 1
+    rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps = given[0]
+    (moment,) = result.trainer.micro_batches
+    batch = moment.batch  # one micro-batch keeps the order of generation
+    assert rewards_per_func.shape == (16, 2) and rewards.shape == (16,)
+    columns = [(2 * a, b / 2) for a, b in rewards_per_func.tolist()]
+    unscorable = [math.isnan(a) and math.isnan(b) for a, b in columns]
+    assert any(unscorable) and not all(unscorable)
+    expected = [
+        math.nan if u else sum(x for x in row if not math.isnan(x)) for row, u in zip(columns, unscorable, strict=True)
+    ]
+    assert_close(rewards, torch.tensor(expected), equal_nan=True)
+    assert group_ids.tolist() == [i // 4 for i in range(16)]
+    assert torch.equal(mask, batch["completion_mask"])
+    assert torch.equal(old_logps, batch["old_per_token_logps"])
+    assert_close(old_logps[mask.bool()], moment.logps[mask.bool()], rtol=0, atol=1e-5)
+    if beta:
+        assert torch.equal(ref_logps, batch["ref_per_token_logps"])
+        assert (old_logps - ref_logps)[mask.bool()].abs().max() > 0.01
+    else:
+        assert ref_logps is None
+    reached = estimator(*given[0])
+    reached[torch.tensor(unscorable)] = 0
+    assert torch.equal(batch["advantages"], reached * mask if by_token else reached)
+
+
+@pytest.mark.parametrize("wrong", [lambda **_: torch.zeros(4), lambda rewards, **_: rewards[:, None], lambda **_: 1.0])
+def test_function_with_a_wrong_result_raises(wrong):
+    with pytest.raises(ValueError, match=r"return a tensor of shape \(8,\) or \(8, \d\)"):
+        ours(advantage_estimator=wrong, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"advantage_estimator": name} for name in ("group_norm", "rloo", "reinforce_baseline", "cpgd", "dr_grpo")),
+        {"scale_rewards": "batch"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"advantage_estimator": "reinforce"},
+        {"advantage_estimator": "cpgd", "loss_type": "cpgd"},
+        {"loss_type": "gmpo"},
+        {"loss_type": "dual_clip"},
+    ],
+    ids=lambda options: " ".join(options.values()),
+)
+def test_equal_rewards_leave_the_model_alone(options):
+    """Whatever the constant; rounding would turn 0.1 into an advantage."""
+    result = ours(reward=constant, max_steps=1, **options)
+    assert norm(result.update) == 0
+    assert all(moment.batch["advantages"].eq(0).all() for moment in result.trainer.micro_batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"}],
+    ids=lambda options: str(*options.values()),
+)
+def test_scaling_equals_trl(options):
+    def parity(completion_ids, **kwargs):
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    options = {**TWO, "reward": [length_and_sum, parity], "reward_weights": [1.0, 0.5], **options}
+    assert_equal(trl(**options), like_trl(**options))
+
+
+# Losses
+
+
+def loss_by_hand(trainer, moment, logps, weights=None):
+    """The loss of a micro-batch, token by token."""
+    args, batch = trainer.args, moment.batch
+    kind, steps = args.loss_type, args.gradient_accumulation_steps if moment.training else 1
+    mask = batch["completion_mask"].bool()
+    old = batch.get("old_per_token_logps", logps.detach())
+    items = batch["num_items_in_batch"].item() * (steps / args.steps_per_generation if moment.training else 1)
+    low, high = trainer.epsilon_low, trainer.epsilon_high
+    total = torch.zeros(())
+    for i in range(len(mask)):
+        tokens = mask[i].nonzero().flatten().tolist()
+        share = {
+            **dict.fromkeys(("grpo", "sapo", "gmpo"), 1 / (max(len(tokens), 1) * len(mask) * steps)),
+            **dict.fromkeys(("dapo", "cispo", "vespo", "cpgd", "dual_clip"), 1 / items),
+            "luspo": 1 / (len(mask) * steps),
+            "bnpo": 1 / (int(mask.sum()) * steps),
+            "dr_grpo": 1 / (len(mask) * trainer.max_completion_length * steps),
+        }[kind]
+        weight = {t: 1.0 if weights is None else float(weights[i, t]) for t in tokens}
+        mean = torch.zeros(())  # of clipped log-ratios, for GMPO
+        for t in tokens:
+            advantage = batch["advantages"][i] if batch["advantages"].dim() == 1 else batch["advantages"][i, t]
+            ratio = (logps[i, t] - old[i, t]).exp()
+            if kind == "cpgd":
+                bounded = ratio.clamp(1 - low, 1 + high).log()
+                policy = -torch.min(ratio.log() * advantage, bounded * advantage)
+                drift = min(ratio.item() - 1, args.cpgd_drift_clamp)
+                total += share * args.cpgd_drift_coef * drift * logps[i, t]
+            elif kind == "gmpo":
+                bounded = ratio.log().clamp(max=high) if advantage > 0 else ratio.log().clamp(min=-low)
+                mean = mean + weight[t] * bounded / max(sum(weight.values()), 1)
+                policy = 0.0
+            else:
+                policy = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+                if args.delta is not None and advantage < 0:
+                    policy = torch.min(policy, -args.delta * advantage)
+                assert kind in ("dapo", "dual_clip", "grpo", "bnpo", "dr_grpo") or advantage == 0
+            total += share * weight[t] * policy
+            if moment.beta and not args.kl_in_reward:
+                d = logps[i, t] - batch["ref_per_token_logps"][i, t]
+                kl = d**2 / 2 if args.kl_estimator == "k2" else (-d).exp() - 1 + d
+                if args.kl_estimator == "k3" and args.use_bias_correction_kl and kind != "gmpo":
+                    kl = kl * ratio
+                total += share * moment.beta * kl
+        if kind == "gmpo":
+            total += -mean.exp() * batch["advantages"][i] / (len(mask) * steps)
+    return total
+
+
+def check_losses(result, weights=None, moments=None):
+    """Compares each micro-batch's loss and its gradient by the log-probabilities with those by hand."""
+    moments = moments or result.trainer.micro_batches
+    for moment, weight in zip(moments, weights or [None] * len(moments), strict=True):
+        logps = moment.logps.clone().requires_grad_()
+        loss = loss_by_hand(result.trainer, moment, logps, weight)
+        assert_close(moment.loss, loss.detach(), rtol=1e-5, atol=1e-6)
+        if moment.training:
+            expected = torch.autograd.grad(loss, logps)[0]
+            assert expected.abs().max() > 1e-5
+            assert_close(moment.gradient, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.1},
+        {"top_entropy_quantile": 0.3, "beta": 0.1},
+    ],
+    ids=["plain", "kl", "entropy filter"],
+)
+def test_gmpo_equals_trl(options):
+    options = {**REUSED, "epsilon": 0.1, **options}
+    theirs = trl(InjectedGMPO, **options)
+    assert max(logged(theirs, "clip_ratio/region_mean")) > 0.1
+    assert_equal(theirs, like_trl(loss_type="gmpo", **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        {"entropy_coef": 0.5},
+        {"top_entropy_quantile": 0.3},
+        {"off_policy_mask_threshold": 0.001},
+        {"mask_truncated_completions": True},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_dual_clip_equals_trl(options):
+    options = {**REUSED, "delta": 1.3, **options}
+    theirs = trl(loss_type="dapo", **options)
+    assert max(logged(theirs, "clip_ratio/region_mean")) > 0.1
+    assert_equal(theirs, like_trl(loss_type="dual_clip", **options))
+
+
+def test_dual_clip_bounds_what_dapo_does_not():
+    options = {**REUSED, "learning_rate": 0.1}
+    dapo, bounded = (ours(**options, loss_type=name, delta=d) for name, d in (("dapo", None), ("dual_clip", 1.25)))
+    assert relative_difference(dapo.update, bounded.update) > 0.01
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "cpgd"},
+        {"loss_type": "cpgd", "cpgd_drift_coef": 0.5, "cpgd_drift_clamp": 0.05},
+        {"loss_type": "cpgd", "beta": 0.1, "advantage_estimator": "cpgd"},
+        {
+            "loss_type": "cpgd",
+            "beta": 0.1,
+            "kl_estimator": "k2",
+            "advantage_estimator": "reinforce",
+            "kl_in_reward": False,
+        },
+        {"loss_type": "cpgd", "beta": 0.1, "advantage_estimator": "reinforce"},
+        {"loss_type": "dual_clip", "beta": 0.1, "kl_estimator": "k2"},
+        {"loss_type": "dual_clip", "beta": 0.1, "advantage_estimator": "reinforce_baseline"},
+        {"loss_type": "gmpo", "beta": 0.1, "kl_estimator": "k2"},
+        {"loss_type": "gmpo", "beta": 0.1},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_own_losses_equal_those_by_hand(options):
+    result = ours(reward=rough, **{**REUSED, "max_steps": 3}, **options)
+    assert max(logged(result, "clip_ratio/region_mean")) > 0.1
+    check_losses(result)
+
+
+def test_gmpo_takes_no_advantages_by_token():
+    def by_token(mask, **kwargs):
+        return mask.float()
+
+    with pytest.raises(ValueError, match="`loss_type='gmpo'` takes one advantage per completion"):
+        ours(advantage_estimator=by_token, loss_type="gmpo", max_steps=1)
+
+
+@pytest.mark.parametrize("loss_type", ["cpgd", "gmpo", "dual_clip"])
+def test_entropy_bonus_is_that_of_trl(loss_type):
+    """The only difference that it makes on policy."""
+
+    def bonus(run, loss_type):
+        without, with_bonus = (run(max_steps=1, entropy_coef=c, loss_type=loss_type, **TWO) for c in (0.0, 0.5))
+        return {name: with_bonus.update[name] - without.update[name] for name in without.update}, with_bonus
+
+    expected, result = bonus(trl, "dapo")
+    own, own_result = bonus(like_trl, loss_type)
+    assert norm(expected) > 1e-4
+    assert relative_difference(expected, own) < 1e-3
+    total = sum(moment.loss.item() for moment in own_result.trainer.micro_batches)
+    policy, entropy = (logged(own_result, name)[0] for name in ("policy_loss", "entropy"))
+    assert total == pytest.approx(2 * policy - 0.5 * entropy, abs=1e-5)
+    assert logged(own_result, "entropy_coef") == logged(result, "entropy_coef") == [0.5]
+
+
+SIZES = [(8, 1), (4, 2), (2, 4)]  # of micro-batches, and their number
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("loss_type", ["cpgd", "gmpo", "dual_clip"])
+def test_micro_batches_make_no_difference(loss_type, together):
+    def update(size, steps, loss_type=loss_type):
+        model, processor = load(FAMILY)
+        options = {"beta": 0.1, "kl_estimator": "k2", "num_iterations": 2, "learning_rate": 0.03}
+        return ours(
+            InjectedOurs,
+            objects={"model": model.double(), "processing_class": processor},
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            keep_groups_together=together,
+            loss_type=loss_type,
+            **options,
+        ).update
+
+    whole, *parts = (update(*sizes) for sizes in SIZES)
+    assert norm(whole) > 0.01
+    assert max(relative_difference(whole, part) for part in parts) <= 1e-6
+    if not together:
+        # Means over the tokens of a micro-batch do depend on it
+        whole, part = (update(*sizes, loss_type="bnpo") for sizes in (SIZES[0], SIZES[2]))
+        assert relative_difference(whole, part) > 0.01
+
+
+# KL
+
+
+TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("loss_type", [*TRL_LOSSES, "cpgd", "gmpo", "dual_clip"])
+def test_kl_in_the_loss_equals_that_by_hand(loss_type, estimator):
+    """k3 beside TRL's losses is TRL's, which shows that the averages by hand are, too."""
+    options = {"cpgd_drift_coef": 0.0, "max_steps": 1, "objects": moved(FAMILY), **TWO}
+    result = ours(reward=constant, beta=0.3, kl_estimator=estimator, loss_type=loss_type, **options)
+    check_losses(result)
+    assert norm(result.update) > 1e-3
+    means = []
+    for moment in result.trainer.micro_batches:
+        d = (moment.logps - moment.batch["ref_per_token_logps"])[moment.batch["completion_mask"].bool()]
+        means.append((d**2 / 2 if estimator == "k2" else (-d).exp() - 1 + d).mean().item())
+    assert logged(result, "kl") == [pytest.approx(fmean(means), rel=1e-4)]
+
+
+def test_kl_estimators_make_different_updates():
+    """Off policy: before the first update k2 has the gradient of TRL's k3."""
+    choices = [{}, {"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_in_reward": True}]
+    updates = [
+        ours(beta=0.5 if choice else 0.0, objects=moved(FAMILY), num_iterations=2, **TWO, **choice).update
+        for choice in choices
+    ]
+    for one, other in itertools.combinations(updates, 2):
+        assert relative_difference(one, other) > 0.01
+
+
+@pytest.mark.parametrize("estimator, loss_type", [("rloo", "dual_clip"), ("reinforce", "dapo")])
+def test_kl_in_the_reward_is_logged_and_not_in_the_loss(estimator, loss_type):
+    options = {**REUSED, "max_steps": 2, "beta": 0.5, "objects": moved(FAMILY)}
+    result = ours(advantage_estimator=estimator, loss_type=loss_type, **options)
+    assert result.trainer.args.kl_in_reward and result.trainer.args.kl_estimator == "k1"
+    check_losses(result)
+    batch = result.trainer.draws[0].batch
+    mask = batch["completion_mask"].bool()
+    expected = (batch["old_per_token_logps"] - batch["ref_per_token_logps"])[mask].mean().item()
+    assert logged(result, "kl") == [pytest.approx(expected, rel=1e-4)]
+
+
+@pytest.mark.parametrize("family", [FAMILY, "qwen2_audio"])
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_type": "cpgd"}, {"loss_type": "gmpo"}, {"loss_type": "dual_clip"}, {"kl_estimator": "k2"}],
+    ids=lambda options: str(*options.values()),
+)
+def test_own_terms_need_no_second_forward(family, options):
+    class Counting(InjectedOurs):
+        forwards = 0
+
+        def _compute_loss(self, model, inputs):
+            layers = [m for name, m in model.named_modules() if name.endswith("language_model.layers.0")]
+            hook = layers[0].register_forward_pre_hook(lambda *_: setattr(self, "forwards", self.forwards + 1))
+            loss = super()._compute_loss(model, inputs)
+            hook.remove()
+            return loss
+
+    rows = audio_rows() if family == "qwen2_audio" else None
+    result = ours(Counting, family, rows, beta=0.1, kl_target=0.1, entropy_coef=0.1, **TWO, **options)
+    assert result.trainer.forwards == 2 * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "dual_clip", "kl_estimator": "k2"},
+        {"advantage_estimator": "reinforce"},
+        {"advantage_estimator": "group_norm", "kl_in_reward": True, "loss_type": "cpgd"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())) or "k3 of TRL",
+)
+@pytest.mark.parametrize("target", [0.03, 0.25, 10.0])
+def test_kl_target_moves_the_coefficient(options, target):
+    steps = {**TWO, "max_steps": 3, "steps_per_generation": 2}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    result = ours(
+        beta=0.1,
+        kl_target=target,
+        kl_horizon=10,
+        objects={**moved(FAMILY), "eval_dataset": image_rows(1)},
+        **steps,
+        **evaluated,
+        **options,
+    )
+    kind, beta, betas = result.trainer.args.kl_estimator, 0.1, []
+    for step in range(3):
+        moments = [m for m in result.trainer.micro_batches if m.step == step and m.training]
+        assert [m.beta for m in moments] == pytest.approx([beta] * 2)
+        total = tokens = 0
+        for m in moments:
+            mask = m.batch["completion_mask"].bool()
+            d = (m.logps - m.batch["ref_per_token_logps"])[mask]
+            total += {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kind].sum().item()
+            tokens += len(d)
+        beta *= 1 + min(max(total / tokens / target - 1, -0.2), 0.2) * 8 / 10
+        betas.append(beta)
+    assert logged(result, "kl_coef") == pytest.approx(betas)
+    assert abs(beta - 0.1) > 0.005
+    assert result.trainer.args.beta == 0.1
+
+
+# High-entropy tokens
+
+
+def highest(entropies, masks, ratio, renormalize):
+    """Weights of the tokens that compete with each other: `entropies` and `masks` of the micro-batches."""
+    tokens = [(entropies[b][i, t].item(), b, i, t) for b, mask in enumerate(masks) for i, t in mask.nonzero().tolist()]
+    kept = sorted(tokens, key=lambda token: -token[0])[: math.ceil(ratio * len(tokens))]
+    weights = [torch.zeros(mask.shape) for mask in masks]
+    for _, b, i, t in kept:
+        weights[b][i, t] = len(tokens) / len(kept) if renormalize else 1.0
+    return weights
+
+
+def weights_by_hand(moments, scope, ratio, renormalize, entropies):
+    """Of the micro-batches of an optimizer step."""
+    masks = [moment.batch["completion_mask"] for moment in moments]
+    if scope == "batch":
+        return highest(entropies, masks, ratio, renormalize)
+    weights = []
+    for entropy, mask in zip(entropies, masks, strict=True):
+        rows = [slice(i, i + 1) for i in range(len(mask))] if scope == "sequence" else [slice(None)]
+        weights.append(torch.cat([highest([entropy[r]], [mask[r]], ratio, renormalize)[0] for r in rows]))
+    return weights
+
+
+class Scoring(Recorded):
+    """Scores each generation batch when it is new."""
+
+    def _compute_loss(self, model, inputs):
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            for batch in self._buffered_inputs:
+                batch["sampled"] = self._score_again(self.model, batch)[1]
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize(
+    "scope, source, renormalize, options",
+    [
+        ("batch", "rollout", False, {}),
+        ("batch", "rollout", True, {"loss_type": "dual_clip"}),
+        ("batch", "current", False, {"loss_type": "cpgd", "cpgd_drift_coef": 0.5}),
+        ("batch", "current", True, {}),
+        ("sequence", "rollout", False, {"loss_type": "cpgd", "cpgd_drift_coef": 0.5}),
+        ("sequence", "current", True, {"loss_type": "dual_clip"}),
+        ("micro_batch", "rollout", True, {}),
+        ("micro_batch", "current", True, {"loss_type": "gmpo"}),
+        ("batch", "rollout", False, {"loss_type": "gmpo"}),
+        ("batch", "rollout", False, {"advantage_estimator": "reinforce", "kl_in_reward": False}),
+    ],
+)
+def test_entropy_filter_equals_that_by_hand(scope, source, renormalize, options):
+    """Of the policy loss alone: the KL divergence and CPGD's drift stay on all tokens."""
+    result = ours(
+        Scoring,
+        top_entropy_quantile=0.3,
+        entropy_scope=scope,
+        entropy_source=source,
+        entropy_renormalize=renormalize,
+        beta=0.1,
+        kl_estimator="k2",
+        **{**REUSED, "learning_rate": 0.05},
+        **options,
+    )
+    moments = result.trainer.micro_batches
+    assert len(moments) == 8
+    expected, others = [], []
+    for step in range(4):
+        part = [moment for moment in moments if moment.step == step]
+        sources = {
+            "rollout": [moment.batch["sampled"] for moment in part],
+            "current": [moment.entropies for moment in part],
+        }
+        arguments = part, scope, 0.3, renormalize
+        expected += weights_by_hand(*arguments, sources[source])
+        others += weights_by_hand(*arguments, sources["current" if source == "rollout" else "rollout"])
+    check_losses(result, expected)
+    # The sources agree until the first update
+    assert all(torch.equal(a, b) for a, b in zip(expected[:2], others[:2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(expected[2:], others[2:], strict=True))
+    if source == "rollout":
+        assert all(torch.equal(a, b) for a, b in zip(expected[:4], expected[4:], strict=True))
+
+
+def test_entropy_filter_leaves_the_kl_divergence_alone():
+    options = {"reward": constant, "beta": 0.3, "max_steps": 1, **TWO}
+    everywhere, filtered = (ours(objects=moved(FAMILY), top_entropy_quantile=q, **options) for q in (1.0, 0.01))
+    assert norm(everywhere.update) > 1e-3
+    assert relative_difference(everywhere.update, filtered.update) <= 1e-6
+
+
+def test_entropy_filter_works_in_evaluation():
+    """On the entropies at hand, as there are none of before."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "max_steps": 1}
+    for scope in ("batch", "sequence"):
+        result = ours(
+            top_entropy_quantile=0.3, entropy_scope=scope, objects={"eval_dataset": image_rows(2)}, **options
+        )
+        moments = [moment for moment in result.trainer.micro_batches if not moment.training]
+        weights = weights_by_hand(moments, scope, 0.3, False, [moment.entropies for moment in moments])
+        check_losses(result, weights, moments)
+
+
+MISALIGNED = {**TWO, "num_iterations": 2}
+ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for source in ("rollout", "current"))
+
+
+@pytest.mark.parametrize(
+    "options, passes",
+    [
+        ({}, [0, 0]),
+        (ROLLOUT, [1, 1]),
+        ({**MISALIGNED, **ROLLOUT}, [0, 0]),
+        ({**MISALIGNED, **CURRENT}, [2, 2]),
+        ({**TWO, **CURRENT}, [2, 2]),
+        ({**CURRENT, "entropy_scope": "sequence"}, [0, 0]),
+        ({**CURRENT, "entropy_scope": "micro_batch"}, [0, 0]),
+        ({"beta": 0.1}, [0, 0]),
+        ({"beta": 0.1, "kl_in_reward": True}, [1, 1]),
+        ({"beta": 0.1, "kl_in_reward": True, **ROLLOUT}, [1, 1]),
+        ({**MISALIGNED, "beta": 0.1, "kl_in_reward": True}, [0, 0]),
+        ({"advantage_estimator": lambda rewards, **_: rewards}, [1, 1]),
+        ({"replay_buffer_size": 4}, [1, 1]),
+        ({**MISALIGNED, "dynamic_sampling": True}, [0, 0]),
+    ],
+)
+def test_extra_forwards_are_made_and_logged_where_needed(options, passes):
+    class Counting(InjectedOurs):
+        def __init__(self, *args, **kwargs):
+            self.passes = [0, 0]
+            super().__init__(*args, **kwargs)
+
+        def _score_again(self, *args):
+            self.passes[self.state.global_step] += 1
+            return super()._score_again(*args)
+
+    result = ours(Counting, **options)
+    assert result.trainer.passes == passes
+    assert ["extra_scoring_time" in entry for entry in result.history[:2]] == [count > 0 for count in passes]
+
+
+# Rewards
+
+
+def test_overlong_completions_are_penalized():
+    options = {"soft_overlong_cache": 5, "advantage_estimator": "dr_grpo", "max_steps": 1, **TWO}
+    result = ours(**options, reward=[length_and_sum, constant], reward_weights=[0.5, 1.0])
+    (drawn,) = result.trainer.draws
+    lengths = drawn.batch["completion_mask"].sum(1).tolist()
+    penalties = [min(0, 3 - n) / 5 for n in lengths]  # up to -1 at 8 tokens
+    assert min(penalties) <= -0.8 and 0 in penalties
+    assert drawn.rewards[:, 2].tolist() == pytest.approx(penalties)
+    assert logged(result, "rewards/soft_overlong_punishment/mean") == [pytest.approx(fmean(penalties))]
+    drawn.rewards *= torch.tensor([0.5, 1.0, 1.0])
+    rewards = check_advantages(result.trainer.micro_batches, drawn, "dr_grpo")
+    assert logged(result, "reward") == [pytest.approx(fmean(rewards))]
+
+
+def test_rewards_are_scaled_by_those_of_the_run_and_then_clipped():
+    options = {"advantage_estimator": "dr_grpo", "max_steps": 3, "reward": rough, "per_device_train_batch_size": 16}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    result = ours(
+        reward_running_scale=True,
+        reward_clip_range=[0.5, 1.5],
+        objects={"eval_dataset": dataset().select(range(2))},
+        **options,
+        **evaluated,
+    )
+    seen, means = [], {True: [], False: []}
+
+    def shape(reward):
+        return min(max(reward / stdev(seen), 0.5), 1.5)
+
+    for drawn, moment in zip(result.trainer.draws, result.trainer.micro_batches, strict=True):
+        if drawn.training:
+            seen += drawn.rewards[~drawn.rewards.isnan()].tolist()
+        rewards = check_advantages([moment], drawn, "dr_grpo", shape=shape)
+        rewards = [reward for reward in rewards if reward is not None]
+        assert {0.5, 1.5} <= set(rewards) and stdev(seen) > 1.05
+        means[drawn.training].append(fmean(rewards))
+    assert logged(result, "shaped_reward") == pytest.approx(means[True])
+    assert logged(result, "eval_shaped_reward") == pytest.approx(means[False])
+
+
+def test_config_is_left_alone(tmp_path):
+    """So that another trainer can be made with it."""
+    options = {"soft_overlong_cache": 4, "reward_weights": [0.5], "dynamic_sampling": True, "kl_target": 0.1}
+    first = make_trainer(InjectedOurs, FAMILY, dataset(), tmp_path, beta=0.1, self_check=False, **options)
+    before = first.args.to_dict()
+    first.train()
+    assert first.args.to_dict() == before
+    model = load(FAMILY)[0]
+    second = InjectedOurs(
+        model, length_and_sum, first.args, train_dataset=dataset(), processing_class=first.processing_class
+    )
+    second.train()
+    for (name, one), other in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other), name

@@ -1,0 +1,336 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The options of the GRPO config: what is refused, what is accepted, how they are saved, and that each does something."""
+
+import dataclasses
+import functools
+import copy
+import json
+import re
+
+import pytest
+import torch
+from datasets import IterableDataset
+from test_grpo_algorithms import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough
+from trainer_utils import InjectedOurs, keys, length_and_sum, load, make_trainer, norm, relative_difference
+from trl import GRPOConfig, TrlParser
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig
+
+
+def config(**options):
+    return MultimodalGRPOConfig("out", use_cpu=True, bf16=False, report_to=[], **options)
+
+
+def function(rewards, **_):
+    return rewards
+
+
+KL = {"beta": 0.1}
+SUM = {"multi_objective_aggregation": "normalize_then_sum"}
+SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', 'rloo'"),
+        ({"advantage_estimator": "gae"}, "needs the values of a critic"),
+        *(
+            ({"advantage_estimator": name, "num_generations": 1}, f"={CANONICAL.get(name, name)!r}` compares the")
+            for name in ("group_norm", "grpo", "rloo", "reinforce++_baseline", "cpgd", "dr_grpo")
+        ),
+        *(
+            ({name: "other"}, f"`{name}` must be one of")
+            for name in ("norm_level", "cpgd_weight", "entropy_scope", "entropy_source")
+        ),
+        *(({"top_entropy_quantile": value}, "`top_entropy_quantile` must be above 0") for value in (0.0, -0.1, 1.1)),
+        (
+            {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            "`entropy_scope='batch'` needs the whole batch of an optimizer step",
+        ),
+        *(
+            ({"soft_overlong_cache": n, "max_completion_length": 8}, f"`soft_overlong_cache` ({n})")
+            for n in (0, -1, 9)
+        ),
+        *(({"reward_clip_range": value}, "with min < max") for value in ([1.0, 1.0], [1.0, -1.0])),
+        *(
+            ({"scale_rewards": scale, "advantage_estimator": "rloo"}, f"`scale_rewards={scale!r}` applies to")
+            for scale in ("batch", "none")
+        ),
+        ({"scale_rewards": "none", "advantage_estimator": function}, "`scale_rewards='none'` applies to"),
+        *(
+            ({**SUM, **options}, "`multi_objective_aggregation='normalize_then_sum'` normalizes each")
+            for options in (
+                {"advantage_estimator": "rloo"},
+                {"reward_running_scale": True},
+                {"reward_clip_range": [0.0, 1.0]},
+                {**KL, "kl_in_reward": True},
+            )
+        ),
+        ({"kl_estimator": "k2"}, "`kl_estimator` has no effect with `beta=0`"),
+        ({"kl_in_reward": False}, "`kl_in_reward` has no effect with `beta=0`"),
+        ({"kl_target": 0.1}, "`kl_target` has no effect with `beta=0`"),
+        ({**KL, "kl_in_reward": True, "advantage_estimator": function}, "remove `kl_in_reward`"),
+        ({**KL, "kl_estimator": "k4"}, "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
+        *(
+            (
+                {**KL, "kl_in_reward": True, "kl_estimator": name},
+                f"`kl_estimator={name!r}` in the reward gives a biased",
+            )
+            for name in ("k2", "k3")
+        ),
+        ({**KL, "kl_estimator": "k3", "advantage_estimator": "rloo"}, "`kl_estimator='k3'` in the reward gives"),
+        ({**KL, "kl_estimator": "k1"}, "`kl_estimator='k1'` in the loss"),
+        ({**KL, "kl_estimator": "k1", "advantage_estimator": "rloo", "kl_in_reward": False}, "in the loss has a"),
+        *(({**KL, "kl_target": value}, "`kl_target` must be above 0") for value in (0.0, -1.0)),
+        ({**KL, "kl_target": 0.1, "kl_horizon": 0}, "`kl_horizon` must be above 0"),
+        *(
+            ({**KL, "advantage_estimator": "reinforce", name: value}, f"`{name}={value!r}` takes one advantage per")
+            for name, value in (("importance_sampling_level", "sequence"), ("loss_type", "gmpo"))
+        ),
+        ({"advantage_estimator": "reinforce", "loss_type": "gmpo"}, "`loss_type='gmpo'` takes one advantage per"),
+        ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
+        ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),
+        *(
+            ({"loss_type": name, "importance_sampling_level": "sequence"}, f"`loss_type={name!r}` clips tokens")
+            for name in ("cpgd", "gmpo", "dual_clip")
+        ),
+        *(
+            ({"loss_type": "dual_clip", **options}, "bounds the ratio beyond the clip range")
+            for options in ({"delta": 1.2}, {"delta": 1.25, "epsilon_high": 0.28}, {"epsilon_high": 2.0})
+        ),
+        *(({"loss_type": name, "delta": 3.0}, "`delta` has no effect with") for name in ("cpgd", "gmpo")),
+        *(
+            (
+                {"loss_type": "gmpo", "use_vllm": True, "vllm_importance_sampling_mode": f"token_{kind}"},
+                "`loss_type='gmpo'` weighs whole completions",
+            )
+            for kind in ("mask", "truncate")
+        ),
+        ({"dynamic_sampling_max_rounds": 0}, "`dynamic_sampling_max_rounds` must be at least 1, got 0"),
+        ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
+        ({"replay_max_age": 0}, "`replay_max_age` must be at least 1, got 0"),
+        ({**SINGLE, "dynamic_sampling": True}, "`dynamic_sampling` tells prompts by whether"),
+        ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` tells prompts by whether"),
+    ],
+)
+def test_config_refuses(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(**options)
+
+
+@pytest.mark.parametrize("name", ["dynamic_sampling", "replay_buffer_size"])
+def test_config_refuses_groups_across_processes(name, monkeypatch):
+    monkeypatch.setattr(MultimodalGRPOConfig, "world_size", 2)
+    batch = {"per_device_train_batch_size": 12, "num_generations": 8}
+    config(**batch)
+    with pytest.raises(ValueError, match=rf"`{name}` exchanges whole groups on each process.*\(12\).*\(8\)"):
+        config(**batch, **{name: 1})
+
+
+def test_config_of_rloo_refuses_estimators():
+    with pytest.raises(ValueError, match="`advantage_estimator` can't be chosen. Use `MultimodalGRPOTrainer`"):
+        MultimodalRLOOConfig("out", use_cpu=True, bf16=False, advantage_estimator="rloo")
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"advantage_estimator": "grpo"}, {"advantage_estimator": "group_norm", "kl_in_reward": None}),
+        ({"advantage_estimator": "reinforce++"}, {"advantage_estimator": "reinforce"}),
+        ({**KL}, {"kl_estimator": "k3", "kl_in_reward": False}),
+        ({**KL, "advantage_estimator": "reinforce++_baseline"}, {"kl_estimator": "k2", "kl_in_reward": False}),
+        ({**KL, "advantage_estimator": "reinforce"}, {"kl_estimator": "k1", "kl_in_reward": True}),
+        ({**KL, "advantage_estimator": "rloo"}, {"kl_estimator": "k1", "kl_in_reward": True}),
+        ({**KL, "advantage_estimator": "rloo", "kl_in_reward": False}, {"kl_estimator": "k3"}),
+        ({**KL, "kl_in_reward": True}, {"kl_estimator": "k1"}),
+        ({**KL, "advantage_estimator": function}, {"kl_in_reward": False, "kl_estimator": "k3"}),
+        ({**KL, "advantage_estimator": "rloo", "importance_sampling_level": "sequence"}, {}),
+        ({**KL, "advantage_estimator": "rloo", "loss_type": "gmpo"}, {}),
+        ({"advantage_estimator": function, "num_generations": 1}, {"num_generations": 1}),
+        (SINGLE, {"num_generations": 1, "num_generations_eval": 1}),
+        ({**SINGLE, "num_generations_eval": 4}, {"num_generations_eval": 4}),
+        ({**SINGLE, "eval_strategy": "steps", "per_device_eval_batch_size": 3}, {"num_generations_eval": 1}),
+        ({"loss_type": "dual_clip"}, {"delta": 3.0}),
+        ({"loss_type": "dual_clip", "delta": 1.5}, {"delta": 1.5}),
+        ({"loss_type": "gmpo", "use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}, {}),
+        ({"delta": 1.1}, {"delta": 1.1}),
+        (SUM, {}),
+        ({"soft_overlong_cache": 8, "max_completion_length": 8}, {}),
+        ({"top_entropy_quantile": 1.0, "gradient_accumulation_steps": 2, "steps_per_generation": 3}, {}),
+        (
+            {
+                "top_entropy_quantile": 0.5,
+                "gradient_accumulation_steps": 2,
+                "steps_per_generation": 3,
+                "num_generations": 3,
+                "per_device_train_batch_size": 1,
+                "entropy_scope": "micro_batch",
+            },
+            {},
+        ),
+        ({"dynamic_sampling": True, "replay_buffer_size": 1, "replay_max_age": 1}, {}),
+    ],
+)
+def test_config_accepts(options, expected):
+    args = config(**options)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_single_completions_train_with_reinforce():
+    result = ours(
+        num_generations=1,
+        advantage_estimator="reinforce",
+        reward=rough,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=3,
+        objects={"eval_dataset": dataset().select(range(3))},
+        **TWO,
+    )
+    assert norm(result.update) > 0.01
+    moments = result.trainer.micro_batches
+    assert len({prompt for moment in moments[:2] for prompt, _ in keys(moment.batch)}) == 8
+    for drawn in result.trainer.draws:
+        part = [m for m in moments if (m.step, m.training) == (drawn.step, drawn.training)]
+        check_advantages(part, drawn, "reinforce")
+
+
+def rollout(prompts, trainer):
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    "options, arguments, message",
+    [
+        ({"dynamic_sampling": True}, {"rollout_func": rollout}, "use one or the other"),
+        ({"replay_buffer_size": 1}, {"rollout_func": rollout}, "use one or the other"),
+        (
+            {"dynamic_sampling": True},
+            {"train_dataset": IterableDataset.from_generator(lambda: iter([{"prompt": "Is there a bird?"}]))},
+            "pass a `Dataset`",
+        ),
+    ],
+)
+def test_trainer_refuses(options, arguments, message, tmp_path):
+    model, processor = load(FAMILY)
+    arguments = {"train_dataset": dataset(), "processing_class": processor, **arguments}
+    args = config(**options, max_steps=1)
+    args.output_dir = str(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        MultimodalGRPOTrainer(model, length_and_sum, args, **arguments)
+
+
+def test_config_with_a_function_is_saved_by_its_name(tmp_path):
+    def half(rewards, **_):
+        return rewards / 2
+
+    for estimator, name in ((half, "half"), (lambda rewards, **_: rewards, "<lambda>"), ("grpo", "group_norm")):
+        folder = tmp_path / name.strip("<>")
+        trainer = make_trainer(
+            InjectedOurs,
+            FAMILY,
+            dataset(),
+            folder,
+            advantage_estimator=estimator,
+            self_check=False,
+            max_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        trainer.train()
+        saved = torch.load(folder / "checkpoint-1" / "training_args.bin", weights_only=False)
+        assert saved.advantage_estimator == trainer.args.to_dict()["advantage_estimator"] == name
+        assert json.loads(trainer.args.to_json_string())["advantage_estimator"] == name
+        if callable(estimator):
+            assert trainer.args.advantage_estimator is estimator
+
+
+def test_copies_of_a_config_keep_the_function():
+    args = config(advantage_estimator=function)
+    for copied in (copy.copy(args), copy.deepcopy(args)):
+        assert copied is not args
+        assert copied.__dict__.keys() == args.__dict__.keys()
+        assert copied.advantage_estimator is function
+
+
+def test_reward_processing_classes_of_the_user_are_left_alone(tmp_path):
+    classes = [None]
+    for _ in range(2):
+        make_trainer(
+            InjectedOurs,
+            FAMILY,
+            dataset(),
+            tmp_path,
+            soft_overlong_cache=4,
+            objects={"reward_processing_classes": classes},
+        )
+    assert classes == [None]
+
+
+def test_config_from_the_command_line():
+    line = (
+        "--output_dir out --use_cpu true --bf16 false --beta 0.1 --advantage_estimator cpgd --kl_in_reward true "
+        "--kl_estimator k1 --kl_target 0.05 --reward_clip_range -1 1 --loss_type cpgd --cpgd_weight std "
+        "--soft_overlong_cache 16 --reward_running_scale --dynamic_sampling true --replay_buffer_size 4"
+    )
+    (args,) = TrlParser(MultimodalGRPOConfig).parse_args_and_config(line.split())
+    assert (args.advantage_estimator, args.kl_in_reward, args.kl_estimator) == ("cpgd", True, "k1")
+    assert (args.reward_clip_range, args.loss_type, args.cpgd_weight) == ([-1.0, 1.0], "cpgd", "std")
+    assert (args.soft_overlong_cache, args.reward_running_scale, args.kl_target) == (16, True, 0.05)
+    assert (args.dynamic_sampling, args.replay_buffer_size) == (True, 4)
+    with pytest.raises(SystemExit):
+        TrlParser(MultimodalGRPOConfig).parse_args_and_config(["--output_dir", "out", "--kl_estimator", "k4"])
+
+
+# Every option changes a result. The options of `MultimodalArguments` have tests of their own.
+
+MEDIA_AND_PACKING = {"packing", "keep_groups_together", "audio_overlong", "self_check"}
+TWICE = {"num_iterations": 2}
+WHITENED = {"advantage_estimator": "reinforce_baseline"}
+CENTRED = {"advantage_estimator": "dr_grpo"}
+DRIFT = {"loss_type": "cpgd", "cpgd_drift_coef": 1.0, **TWICE}
+FILTER = {"top_entropy_quantile": 0.3, **TWICE}
+ADAPTED = {"beta": 1.0, "kl_target": 0.001, "kl_horizon": 10}
+DYNAMIC = {"dynamic_sampling": True}
+REPLAY = {"replay_buffer_size": 4}
+PAIRS = {
+    "advantage_estimator": ({}, CENTRED),
+    "norm_level": (WHITENED, {**WHITENED, "norm_level": "sequence"}),
+    "cpgd_weight": ({"advantage_estimator": "cpgd"}, {"advantage_estimator": "cpgd", "cpgd_weight": "none"}),
+    "soft_overlong_cache": ({}, {"soft_overlong_cache": 4}),
+    "reward_running_scale": (CENTRED, {**CENTRED, "reward_running_scale": True}),
+    "reward_clip_range": (CENTRED, {**CENTRED, "reward_clip_range": (0.0, 1.0)}),
+    "kl_estimator": ({**TWICE, "beta": 1.0}, {**TWICE, "beta": 1.0, "kl_estimator": "k2"}),
+    "kl_in_reward": ({"beta": 1.0}, {"beta": 1.0, "kl_in_reward": True}),
+    "kl_target": ({"beta": 1.0}, ADAPTED),
+    "kl_horizon": (ADAPTED, {**ADAPTED, "kl_horizon": 100}),
+    "cpgd_drift_coef": ({**DRIFT, "cpgd_drift_coef": 0.01}, DRIFT),
+    "cpgd_drift_clamp": (DRIFT, {**DRIFT, "cpgd_drift_clamp": 0.05}),
+    "entropy_scope": (FILTER, {**FILTER, "entropy_scope": "sequence"}),
+    "entropy_source": (FILTER, {**FILTER, "entropy_source": "current"}),
+    "entropy_renormalize": (FILTER, {**FILTER, "entropy_renormalize": True}),
+    "dynamic_sampling": ({}, DYNAMIC),
+    "dynamic_sampling_max_rounds": (DYNAMIC, {**DYNAMIC, "dynamic_sampling_max_rounds": 1}),
+    "replay_buffer_size": ({}, REPLAY),
+    "replay_max_age": (REPLAY, {**REPLAY, "replay_max_age": 1}),
+}
+
+
+@functools.cache
+def update_with(options):
+    return ours(InjectedOurs, reward=rough, shuffle_dataset=False, max_steps=3, **TWO, **dict(options)).update
+
+
+def test_every_option_is_among_the_pairs():
+    added = {f.name for f in dataclasses.fields(MultimodalGRPOConfig)} - {
+        f.name for f in dataclasses.fields(GRPOConfig)
+    }
+    assert added == PAIRS.keys() | MEDIA_AND_PACKING
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_option_makes_another_update(name):
+    one, other = (tuple(sorted(options.items())) for options in PAIRS[name])
+    assert {option for option, _ in set(one) ^ set(other)} >= {name}
+    assert relative_difference(update_with(one), update_with(other)) > 1e-4

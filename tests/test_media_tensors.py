@@ -1,0 +1,235 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Bare media tensors: what they are, whose they are, and what doesn't agree with the placeholders."""
+
+import functools
+
+import pytest
+import torch
+from families import FAMILIES, audio, chat, image, text
+from test_packing import encode_chats
+
+from trl_multimodal_rft.media.columns import MediaError
+from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, join_media, placeholder_token_ids
+from trl_multimodal_rft.media.tensors import check_media, modality_of, split_media, token_fields
+from trl_multimodal_rft.packing.layout import split_samples
+
+
+@functools.cache
+def encoded(name):
+    """Model and encoded prompts of a family."""
+    model, processor = FAMILIES[name].build()
+    return model, encode_chats(model, processor, FAMILIES[name].prompts())
+
+
+def with_chats(name, *chats):
+    model, processor = FAMILIES[name].build()
+    return model, encode_chats(model, processor, list(chats))
+
+
+def modalities(prompt):
+    """What the model gets: InternVL's processor makes images of a video."""
+    return {modality_of(name) for name in prompt.media}
+
+
+def ids_of(prompts):
+    return [prompt.input_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("name", "modality"),
+    [
+        *[(name, "image") for name in ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")],
+        *[(name, "image") for name in ("spatial_shapes", "aspect_ratio_ids", "image_pixel_values", "num_tiles")],
+        *[(name, "video") for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")],
+        *[(name, "video") for name in ("video_second_per_grid", "image_sizes_videos", "num_frames_per_video")],
+        *[(name, "audio") for name in ("input_features", "feature_attention_mask", "input_features_mask")],
+        *[(name, "audio") for name in ("audio_embed_sizes", "audio_input_features", "input_values")],
+    ],
+)
+def test_modality_of(name, modality):
+    assert modality_of(name) == modality
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_modalities_of_what_processors_return(name):
+    _, prompts = encoded(name)
+    for prompt in prompts:
+        assert modalities(prompt) == ({"image"} if name == "internvl" and prompt.media else prompt.modalities)
+
+
+# Gemma 3n's processor numbers audio in a field of its own meaning, which its forward doesn't read; PaliGemma's means
+# something else; GLM writes videos with the image token
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gemma3n", "paligemma", "glm4v")])
+def test_token_fields_are_the_processors(name):
+    model, prompts = encoded(name)
+    for prompt in prompts:
+        fields = token_fields(model, prompt.input_ids)
+        for key, value in fields.items():
+            assert value.shape == prompt.input_ids.shape
+            if key in prompt.token_fields:
+                assert torch.equal(value, prompt.token_fields[key].long()), key
+
+
+def test_token_fields_of_families_with_rules_of_their_own():
+    model, prompts = encoded("paligemma")
+    assert not token_fields(model, prompts[0].input_ids)["token_type_ids"].any()
+    model, prompts = encoded("glm4v")
+    images, videos = prompts[0], prompts[3]
+    assert torch.equal(
+        token_fields(model, images.input_ids)["mm_token_type_ids"], images.token_fields["mm_token_type_ids"]
+    )
+    # A video counts as images, which is why an actor wants the processor's field for it
+    assert token_fields(model, videos.input_ids)["mm_token_type_ids"].max() == 1
+    assert videos.token_fields["mm_token_type_ids"].max() == 2
+    model, prompts = encoded("llava")
+    assert token_fields(model, prompts[0].input_ids) == {}
+
+
+def parts(model, prompts):
+    """Prompts whose media one forward may hold, in order."""
+    apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+    return [[prompts[i] for i in part] for part in split_samples(prompts, apart)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_split_undoes_join(name):
+    model, prompts = encoded(name)
+    for part in parts(model, prompts):
+        # The second order puts text first, the third repeats prompts
+        for order in (part, part[::-1], [prompt for prompt in part for _ in range(2)]):
+            joined = join_media(order)
+            check_media(model, ids_of(order), joined)
+            for prompt, media in zip(order, split_media(model, ids_of(order), joined), strict=True):
+                assert media.keys() == prompt.media.keys()
+                for key, value in media.items():
+                    # Joining pads the trailing dimensions
+                    own = prompt.media[key]
+                    assert len(value) == len(own)
+                    assert torch.equal(value[tuple(slice(size) for size in own.shape)], own), key
+
+
+def test_split_are_slices():
+    model, prompts = encoded("qwen2_5_vl")
+    joined = join_media(prompts)
+    first = split_media(model, ids_of(prompts), joined)[0]["pixel_values"]
+    assert first.data_ptr() == joined["pixel_values"].data_ptr()
+
+
+def swap(prompts):
+    """Ids and media of two prompts that belong to each other crosswise: two opposite errors, equal in total."""
+    assert len(prompts[0]) != len(prompts[1])
+    return ids_of(prompts), join_media(prompts[::-1])
+
+
+@pytest.mark.parametrize("check", [check_media, split_media])
+def test_opposite_errors_in_two_rows_are_seen(check):
+    chats = [chat(image(56, 56), text("a")), chat(image(112, 84), text("a"))]
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen2_5_omni"):
+        model, prompts = with_chats(name, *chats)
+        check(model, ids_of(prompts), join_media(prompts))
+        with pytest.raises(MediaError, match=r"row 0 holds \d+ placeholders for image, .*same processor call"):
+            check(model, *swap(prompts))
+    chats = [chat(audio(0.3), text("a")), chat(audio(0.9), text("a"))]
+    for name in ("qwen2_audio", "qwen2_5_omni", "audioflamingo3"):
+        model, prompts = with_chats(name, *chats)
+        check(model, ids_of(prompts), join_media(prompts))
+        with pytest.raises(MediaError, match=r"row 0 holds \d+ placeholders for audio, .*same processor call"):
+            check(model, *swap(prompts))
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni_moe", "granite_speech", "phi4_multimodal"])
+def test_lengths_of_other_encoders_are_known(name):
+    """Cut or lengthened by hand, since clips of two lengths don't join here."""
+    model, (prompt,) = with_chats(name, chat(audio(0.7), text("a")))
+    check_media(model, [prompt.input_ids], prompt.media)
+    (token,) = placeholder_token_ids(model, model)["audio"]
+    at = (prompt.input_ids == token).nonzero()[0]
+    less = torch.cat([prompt.input_ids[:at], prompt.input_ids[at + 1 :]])
+    more = torch.cat([prompt.input_ids[: at + 1], prompt.input_ids[at:]])
+    for ids in (less, more):
+        with pytest.raises(MediaError, match="row 0 holds"):
+            check_media(model, [ids], prompt.media)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_placeholders_without_media(name):
+    model, prompts = encoded(name)
+    for index, prompt in enumerate(prompts):
+        for modality in modalities(prompt):
+            media = {key: value for key, value in prompt.media.items() if modality_of(key) != modality}
+            rows = [ids_of(prompts)[-1][-3:], prompt.input_ids]  # text comes first
+            kinds = "image|video" if name == "glm4v" else modality
+            with pytest.raises(MediaError, match=f"row 1 holds placeholders for ({kinds}) but there is no ({kinds})"):
+                check_media(model, rows, media)
+            with pytest.raises(MediaError, match="row 1 holds"):
+                split_media(model, rows, media)
+        assert index or prompt.modalities
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_media_without_placeholders(name):
+    model, prompts = encoded(name)
+    for prompt in prompts:
+        for modality in modalities(prompt):
+            media = {key: value for key, value in prompt.media.items() if modality_of(key) == modality}
+            with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder for it"):
+                check_media(model, [torch.tensor([60, 61, 62])], media)
+
+
+def test_what_comes_with_media_is_no_media():
+    """With grid or mask alone, models run on text as if nothing were missing."""
+    model, prompts = encoded("qwen2_5_vl")
+    grid = {"image_grid_thw": prompts[0].media["image_grid_thw"]}
+    with pytest.raises(MediaError, match="no image; pass it"):
+        check_media(model, ids_of(prompts[:1]), grid)
+    with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
+        check_media(model, [torch.tensor([60])], grid)
+    model, prompts = encoded("qwen2_audio")
+    with pytest.raises(MediaError, match="no audio; pass it"):
+        check_media(model, ids_of(prompts[:1]), {"feature_attention_mask": prompts[0].media["feature_attention_mask"]})
+
+
+def test_pixels_without_the_grid_of_a_family_that_needs_one():
+    model, prompts = encoded("qwen2_5_vl")
+    with pytest.raises(MediaError, match="there is image but no `image_grid_thw`"):
+        check_media(model, ids_of(prompts[:1]), {"pixel_values": prompts[0].media["pixel_values"]})
+    model, prompts = encoded("llava")
+    check_media(model, ids_of(prompts[:1]), prompts[0].media)
+
+
+def test_too_many_media():
+    model, prompts = encoded("qwen2_5_vl")
+    two = {key: torch.cat([value, value]) for key, value in prompts[0].media.items()}
+    with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
+        check_media(model, ids_of(prompts[:1]), two)
+    # Without grids only the split can tell, as it counts media
+    model, prompts = encoded("llava")
+    rows = ids_of(prompts[:1]) * 2
+    three = {"pixel_values": prompts[0].media["pixel_values"].repeat(3, 1, 1, 1)}
+    with pytest.raises(MediaError, match="2 runs of placeholders for image, but there are 3 of it"):
+        split_media(model, rows, three)
+
+
+def test_a_tensor_of_another_length_can_not_be_split():
+    model, prompts = encoded("qwen2_5_vl")
+    media = {**join_media(prompts[:2]), "image_sizes": torch.zeros(5, 2)}
+    with pytest.raises(MediaError, match="`image_sizes` has 5 entries for 3 images"):
+        split_media(model, ids_of(prompts[:2]), media)
+
+
+def test_adjacent_images_are_told_apart_by_equal_sizes():
+    model, (first, second) = with_chats("llava", chat(image(28, 28)), chat(image(56, 28)))
+    (token,) = placeholder_token_ids(model, model)["image"]
+    n = int((first.input_ids == token).sum())
+    rows = [torch.tensor([60, *[token] * 2 * n, 61]), torch.tensor([60, *[token] * n])]
+    pixels = torch.cat([first.media["pixel_values"], second.media["pixel_values"], first.media["pixel_values"]])
+    split = split_media(model, rows, {"pixel_values": pixels})
+    assert torch.equal(split[0]["pixel_values"], pixels[:2]) and torch.equal(split[1]["pixel_values"], pixels[2:])
+
+
+def test_a_row_may_hold_its_images_as_one_entry():
+    """Idefics 3 has one entry per row with images, whatever their number."""
+    model, prompts = encoded("idefics3")
+    assert prompts[1].media["pixel_values"].shape[:2] != prompts[0].media["pixel_values"].shape[:2]
+    split = split_media(model, ids_of(prompts[:2]), join_media(prompts[:2]))
+    assert [len(media["pixel_values"]) for media in split] == [1, 1]

@@ -1,0 +1,571 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards over HTTP, from real servers on this machine: what they are sent, and what happens if they fail."""
+
+import base64
+import io
+import json
+import math
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import PIL.Image
+import pytest
+import soundfile
+import soxr
+import torch
+from families import RATE, audio, image, video
+from trainer_utils import audio_rows, load, make_trainer, sound
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.actors import ActorVL
+from trl_multimodal_rft.media.columns import MediaError
+from trl_multimodal_rft.rewards import RemoteReward
+from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+
+
+SECRET = "a prompt that is nobody's business"
+
+
+class Server(ThreadingHTTPServer):
+    """
+    A reward server that keeps its requests.
+
+    Args:
+        answer (`Callable`):
+            Takes the request as a dictionary and returns what is sent as JSON, or a status and that.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, answer: Callable):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.requests, self.images_sent = answer, [], 0
+        self.busy = self.most_busy = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/reward"
+
+    def handle_error(self, request, client_address):
+        """A client that gave up is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.requests.append(request)
+            server.busy += 1
+            server.most_busy = max(server.most_busy, server.busy)
+        answer = server.answer(request)
+        with server.lock:
+            server.busy -= 1
+        status, body = answer if isinstance(answer, tuple) else (200, answer)
+        self.reply(status, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    def do_GET(self):
+        self.server.images_sent += 1
+        self.reply(200, png(image(56, 28)["image"]))
+
+    def reply(self, status: int, body: bytes):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Starts servers that give an answer, by default the length of each completion."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    servers = []
+
+    def start(answer=lambda request: {"rewards": [len(each) for each in request["completions"]]}) -> Server:
+        servers.append(Server(answer))
+        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def png(picture: PIL.Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format="PNG")
+    return file.getvalue()
+
+
+def pixels(encoded: str) -> np.ndarray:
+    file = PIL.Image.open(io.BytesIO(base64.b64decode(encoded)))
+    assert file.format == "PNG"
+    return np.asarray(file)
+
+
+def waveform(encoded: str) -> np.ndarray:
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(encoded)), dtype="float32")
+    assert rate == RATE
+    return samples
+
+
+def user(*blocks) -> list[dict]:
+    return [{"role": "user", "content": list(blocks)}]
+
+
+def assistant(words: str) -> list[dict]:
+    return [{"role": "assistant", "content": words}]
+
+
+# Requests
+
+
+def test_text(serve):
+    server = serve()
+    rewards = RemoteReward(server.url)(prompts=["Who? ", "What? "], completions=["I.", "This."])
+    assert rewards == [2, 5]
+    assert server.requests == [
+        {"prompts": ["Who? ", "What? "], "completions": ["I.", "This."], "queries": ["Who? I.", "What? This."]}
+    ]
+
+
+def test_messages_are_sent_as_text(serve):
+    server = serve()
+    prompts = [[{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Who? "}], user()]
+    RemoteReward(server.url)(prompts, [assistant("I."), assistant("")])
+    assert server.requests == [
+        {"prompts": ["Be brief. Who? ", ""], "completions": ["I.", ""], "queries": ["Be brief. Who? I.", ""]}
+    ]
+
+
+@pytest.mark.parametrize("column", ["labels", "solution"])
+def test_labels(serve, column):
+    server = serve()
+    columns = {column: ["you", None], "other": [1, 2], "completion_ids": [[1], [2]]}
+    RemoteReward(server.url, label_column=column)(["Who?", "What?"], ["I", "This"], **columns)
+    assert server.requests[0]["labels"] == ["you", None]
+    assert set(server.requests[0]) == {"prompts", "completions", "queries", "labels"}
+
+
+def test_labels_that_are_not_there(serve):
+    server = serve()
+    RemoteReward(server.url)(["Who?"], ["I"], labels=None, solution=["you"])
+    assert "labels" not in server.requests[0]
+
+
+PICTURES = [image(84, 56, seed=1)["image"], image(28, 56, seed=2)["image"], image(56, 56, seed=3)["image"]]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_images(serve, inline):
+    server = serve()
+    prompts, columns = ["Compare them.", "What is it?", "Why?"], {"images": [PICTURES[:2], PICTURES[2:], None]}
+    if inline:
+        prompts = [
+            user(*({"type": "image", "image": each} for each in own or []), {"type": "text", "text": words})
+            for own, words in zip(columns["images"], prompts, strict=True)
+        ]
+    # The trainers hand over both: media in the prompt, and the columns that they came from
+    RemoteReward(server.url)(prompts, ["a", "b", "c"], **columns)
+    (request,) = server.requests
+    assert request["prompts"] == ["<image><image>Compare them.", "<image>What is it?", "Why?"]
+    assert request["queries"][1] == "<image>What is it?b"
+    assert [len(each) for each in request["images"]] == [2, 1, 0]
+    for sent, own in zip([each for row in request["images"] for each in row], PICTURES, strict=True):
+        assert np.array_equal(pixels(sent), np.asarray(own))
+    assert set(request) == {"prompts", "completions", "queries", "images"}
+
+
+def test_placeholders_take_the_media_of_columns(serve):
+    server = serve()
+    prompt = user({"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": " red?"})
+    RemoteReward(server.url)([prompt], ["No"], image=PICTURES[:1])
+    assert server.requests[0]["prompts"] == ["Is <image> red?"]
+    assert np.array_equal(pixels(server.requests[0]["images"][0][0]), np.asarray(PICTURES[0]))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "L", "LA", "CMYK"])
+def test_images_of_any_mode(serve, mode):
+    server = serve()
+    picture = PICTURES[0].convert("L").convert("RGBA").convert("LA") if mode == "LA" else PICTURES[0].convert(mode)
+    RemoteReward(server.url)(["What?"], ["a"], images=[[picture]])
+    assert np.array_equal(pixels(server.requests[0]["images"][0][0]), np.asarray(picture.convert("RGB")))
+
+
+def test_audio(serve):
+    server = serve()
+    clips = [audio(0.3, seed=1)["audio"], audio(0.5, seed=2)["audio"]]
+    fast = soxr.resample(clips[1], RATE, 44100)
+    stereo = np.stack([fast, -fast / 2], axis=1)
+    audios = [[{"array": clips[0], "sampling_rate": RATE}, {"array": stereo, "sampling_rate": 44100}], []]
+    RemoteReward(server.url)([user({"type": "text", "text": "What?"})] * 2, [assistant("a")] * 2, audios=audios)
+    (request,) = server.requests
+    first, second = (waveform(each) for each in request["audios"][0])
+    assert request["audios"][1] == []
+    assert np.abs(first - clips[0]).max() <= 2.0**-15
+    expected = soxr.resample(fast / 4, 44100, RATE)
+    assert np.abs(second - expected).max() <= 2.0**-14
+    assert request["prompts"] == ["<audio><audio>What?", "What?"]
+
+
+def test_sampling_rate(serve):
+    server = serve()
+    clip = sound(0.5, seed=1)
+    RemoteReward(server.url, sampling_rate=8000)(["What?"], ["a"], audio=[clip])
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(server.requests[0]["audios"][0][0])))
+    assert rate == 8000
+    assert np.abs(samples - soxr.resample(clip["array"], RATE, 8000)).max() <= 2.0**-14
+
+
+def test_videos(serve):
+    server = serve()
+    frames = video(4, 56, 28, seed=1)["video"]
+    RemoteReward(server.url)(["What?", "Who?"], ["a", "b"], video=[frames, None])
+    (request,) = server.requests
+    assert [len(each) for each in request["videos"]] == [1, 0]
+    assert np.array_equal(np.stack([pixels(each) for each in request["videos"][0][0]]), frames)
+    assert request["prompts"] == ["<video>What?", "Who?"]
+
+
+def test_media_of_a_group_are_decoded_once(serve):
+    server = serve()
+    prompt = user({"type": "image", "image": f"http://127.0.0.1:{server.server_port}/image.png"})
+    RemoteReward(server.url)([prompt] * 4, ["a"] * 4)
+    assert server.images_sent == 1
+    sent = [each for row in server.requests[0]["images"] for each in row]
+    assert len(sent) == 4
+    assert all(np.array_equal(pixels(each), np.asarray(image(56, 28)["image"])) for each in sent)
+
+
+def test_parts_of_one_file_are_told_apart(serve, tmp_path):
+    """One file may be two clips, or both picture and sound."""
+    av = pytest.importorskip("av")
+    path = str(tmp_path / "clip.mp4")
+    frames = video(8, 64, 64, seed=1)["video"]
+    with av.open(path, "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 64
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+    server = serve()
+    halves = [{"video_start": 0.0, "video_end": 0.9}, {"video_start": 1.0, "video_end": 1.9}]
+    prompt = user(*({"type": "video", "video": path, **half} for half in halves))
+    RemoteReward(server.url)([prompt], ["a"])
+    first, second = (np.stack([pixels(each) for each in clip]) for clip in server.requests[0]["videos"][0])
+    assert len(first) == len(second) == 4
+    assert np.abs(first.astype(int) - frames[:4]).mean() < 20
+    assert np.abs(second.astype(int) - frames[4:]).mean() < 20
+    assert np.abs(second.astype(int) - frames[:4]).mean() > 40
+
+
+def test_one_object_as_image_and_video(serve):
+    server = serve()
+    frames = [PICTURES[0], PICTURES[0]]
+    prompt = user({"type": "image", "image": PICTURES[0]}, {"type": "video", "video": frames})
+    RemoteReward(server.url)([prompt], ["a"])
+    (request,) = server.requests
+    assert np.array_equal(pixels(request["images"][0][0]), np.asarray(PICTURES[0]))
+    assert [np.array_equal(pixels(each), np.asarray(PICTURES[0])) for each in request["videos"][0][0]] == [True] * 2
+    # An array of three small images is a video or, as channels, an image
+    array = np.stack([np.asarray(PICTURES[0].convert("L"))] * 3)
+    prompt = user({"type": "image", "image": array}, {"type": "video", "video": array})
+    RemoteReward(server.url)([prompt], ["a"])
+    request = server.requests[1]
+    assert pixels(request["images"][0][0]).shape == (56, 84, 3)
+    assert [pixels(each).shape for each in request["videos"][0][0]] == [(56, 84, 3)] * 3
+
+
+def test_media_that_can_t_be_read_name_the_row(serve):
+    with pytest.raises(MediaError, match="row 1, column 'image': no such file"):
+        RemoteReward(serve().url)(["What?"] * 2, ["a"] * 2, image=[PICTURES[0], "nowhere.png"])
+
+
+def test_batch_size(serve):
+    server = serve()
+    completions = ["a" * i for i in range(7)]
+    rewards = RemoteReward(server.url, batch_size=3)(
+        [f"{i}" for i in range(7)], completions, labels=list(range(7)), image=[PICTURES[i % 3] for i in range(7)]
+    )
+    assert rewards == list(range(7))
+    parts = sorted(server.requests, key=lambda request: request["labels"])
+    assert [request["labels"] for request in parts] == [[0, 1, 2], [3, 4, 5], [6]]
+    for request in parts:
+        assert {len(values) for values in request.values()} == {len(request["labels"])}
+        assert request["prompts"] == [f"<image>{i}" for i in request["labels"]]
+        for i, own in zip(request["labels"], request["images"], strict=True):
+            assert np.array_equal(pixels(own[0]), np.asarray(PICTURES[i % 3]))
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_requests_run_together_up_to_the_limit(serve, concurrency):
+    together = threading.Barrier(concurrency)
+
+    def answer(request):
+        together.wait(timeout=20)  # for as many requests as there may be
+        time.sleep(0.02)  # for others, which there must not be
+        return {"rewards": [float(each) for each in request["completions"]]}
+
+    server = serve(answer)
+    reward = RemoteReward(server.url, batch_size=1, concurrency=concurrency, retries=0)
+    assert reward(["?"] * 6, [f"{i}" for i in range(6)]) == list(range(6))
+    assert server.most_busy == concurrency
+
+
+def test_no_completions(serve):
+    server = serve()
+    assert RemoteReward(server.url)([], []) == []
+    assert server.requests == []
+
+
+# Answers
+
+
+def assert_names_only(url: str, error: Exception):
+    """The message has the server, and neither it nor the errors behind it have what was sent."""
+    assert url in str(error)
+    chain = "".join(traceback.format_exception(error))
+    assert SECRET not in chain
+    assert base64.b64encode(png(PICTURES[0])).decode()[:40] not in chain
+
+
+def test_null_is_no_reward(serve):
+    server = serve(lambda request: {"rewards": [None, 0, -1.5]})
+    assert RemoteReward(server.url)(["?"] * 3, ["a"] * 3) == [None, 0, -1.5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ({"rewards": [1.0]}, r"answered \[1.0\] for 2 completions; it must return one reward for each"),
+        ({"rewards": [1.0, 2.0, 3.0]}, r"answered \[1.0, 2.0, 3.0\] for 2 completions"),
+        ({"rewards": {"a": 1, "b": 2}}, "answered {'a': 1, 'b': 2} for 2 completions"),
+        ({"rewards": "ab"}, "answered ab for 2 completions"),
+        ({"rewards": [1.0, math.nan]}, "returned nan; rewards are finite numbers or null"),
+        ({"rewards": [1.0, math.inf]}, "returned inf; rewards are finite numbers or null"),
+        ({"rewards": [1.0, "2.0"]}, "returned '2.0'; rewards are finite numbers or null"),
+        ({"rewards": [1.0, [2.0]]}, r"returned \[2.0\]; rewards are"),
+        ({"scores": [1.0, 2.0]}, r"answered '{\"scores\": \[1.0, 2.0\]}' instead of {'rewards': \[...\]}"),
+        ([1.0, 2.0], r"answered '\[1.0, 2.0\]' instead of"),
+        (b"<html>Hello</html>", "answered '<html>Hello</html>' instead of"),
+    ],
+)
+def test_other_answers_are_errors(serve, answer, error):
+    server = serve(lambda request: answer)
+    with pytest.raises(RuntimeError, match=error) as caught:
+        RemoteReward(server.url)([SECRET] * 2, ["a", "b"], image=PICTURES[:2])
+    assert_names_only(server.url, caught.value)
+    assert len(server.requests) == 1
+
+
+# Failures
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_busy_servers_are_asked_again(serve, status, monkeypatch):
+    waits = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", waits.append)
+    answers = iter([(status, {})] * 4 + [{"rewards": [1, 2]}])
+    server = serve(lambda request: next(answers))
+    assert RemoteReward(server.url, backoff=0.25)(["?"] * 2, ["a", "b"]) == [1, 2]
+    assert len(server.requests) == 5
+    assert server.requests[0] == server.requests[-1]
+    assert waits == [0.5, 1.0, 2.0]
+
+
+def test_retries_end(serve):
+    server = serve(lambda request: (503, {"detail": "too busy"}))
+    with pytest.raises(RuntimeError, match=r"/reward answered 503: '{\"detail\": \"too busy\"}'\.") as caught:
+        RemoteReward(server.url, retries=2, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
+    assert len(server.requests) == 3
+    assert_names_only(server.url, caught.value)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 501])
+def test_refusals_are_not_repeated(serve, status):
+    server = serve(lambda request: (status, {"detail": "x" * 1000}))
+    with pytest.raises(RuntimeError, match=rf"/reward answered {status}: .*xxx'\.$") as caught:
+        RemoteReward(server.url, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
+    assert len(server.requests) == 1
+    assert_names_only(server.url, caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_servers_that_do_not_answer(serve):
+    over = threading.Event()
+    server = serve(lambda request: over.wait(20) and {"rewards": [1]})
+    try:
+        with pytest.raises(
+            RuntimeError, match="/reward failed: ConnectionError|/reward failed: ReadTimeout"
+        ) as caught:
+            RemoteReward(server.url, timeout=0.1, retries=1, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
+        deadline = time.monotonic() + 10  # the second request may still be on its way
+        while len(server.requests) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(server.requests) == 2
+    finally:
+        over.set()
+    assert_names_only(server.url, caught.value)
+
+
+def test_servers_that_are_not_there(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/reward"
+        with pytest.raises(RuntimeError, match="failed: ConnectionError") as caught:
+            RemoteReward(url, retries=1, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
+    assert_names_only(url, caught.value)
+
+
+def test_the_first_failure_stops_all(serve):
+    def answer(request):
+        if request["labels"] == [0]:
+            return 400, {}
+        time.sleep(0.05)
+        return {"rewards": [1]}
+
+    server = serve(answer)
+    with pytest.raises(RuntimeError, match="answered 400"):
+        RemoteReward(server.url, batch_size=1, concurrency=1)(["?"] * 20, ["a"] * 20, labels=list(range(20)))
+    assert len(server.requests) < 20
+
+
+# In the experience maker
+
+
+def make(*servers, rows=None, **arguments):
+    """Experience of two responses to each row, which depend on nothing but a seed."""
+    model, processor = load("qwen2_5_vl")
+    config = ExperienceConfig(
+        n_samples_per_prompt=2, micro_rollout_batch_size=3, label_column="answer", progress=False
+    )
+    urls = [server.url for server in servers]
+    maker = NaiveExperienceMaker(
+        ActorVL(model, bf16=False),
+        None,
+        None,
+        None,
+        processor.tokenizer,
+        512,
+        None,
+        config,
+        remote_rm_url=urls if len(urls) > 1 else urls[0],
+        processor=processor,
+        **arguments,
+    )
+    torch.manual_seed(0)
+    experiences = maker.make_experience_list(rows or ROWS, max_new_tokens=4)
+    return maker, experiences, torch.cat([each.info["reward"] for each in experiences])
+
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "What is it?"}], "image": PICTURES[0], "answer": "a cat"},
+    {"prompt": [{"role": "user", "content": "Why?"}], "answer": None},
+    {"prompt": user({"type": "image", "image": PICTURES[1]}, {"type": "text", "text": "Who?"}), "answer": "a dog"},
+]
+
+
+def test_experience_maker(serve):
+    server = serve()
+    maker, experiences, rewards = make(server)
+    assert [len(request["completions"]) for request in server.requests] == [3, 3]
+    sent = {name: sum((request[name] for request in server.requests), []) for name in server.requests[0]}
+    assert set(sent) == {"prompts", "completions", "queries", "labels", "images"}
+    assert sent["labels"] == ["a cat"] * 2 + [None] * 2 + ["a dog"] * 2
+    assert sent["prompts"] == ["<image>What is it?"] * 2 + ["Why?"] * 2 + ["<image>Who?"] * 2
+    ids = [each.sequences[:, -each.action_mask.size(1) :] for each in experiences]
+    texts = [words for each in ids for words in maker.tokenizer.batch_decode(each, skip_special_tokens=True)]
+    assert sent["completions"] == texts
+    assert sent["queries"] == [prompt + words for prompt, words in zip(sent["prompts"], texts, strict=True)]
+    assert [len(each) for each in sent["images"]] == [1, 1, 0, 0, 1, 1]
+    for i, picture in ((0, PICTURES[0]), (1, PICTURES[0]), (4, PICTURES[1]), (5, PICTURES[1])):
+        assert np.array_equal(pixels(sent["images"][i][0]), np.asarray(picture))
+    assert rewards.tolist() == [len(words) for words in texts]
+
+
+def test_rewards_of_several_servers_add_up(serve):
+    lengths, answers = serve(), serve(lambda request: {"rewards": [len(x) if x else None for x in request["labels"]]})
+    _, _, total = make(lengths, answers)
+    _, _, first = make(lengths)
+    # One that doesn't apply leaves the other
+    assert (total - first).tolist() == [5, 5, 0, 0, 5, 5]
+
+
+def test_unscorable_responses(serve):
+    server = serve(lambda request: {"rewards": [float(len(x)) if x else None for x in request["labels"]]})
+    _, experiences, rewards = make(server)
+    assert rewards.isnan().tolist() == [False, False, True, True, False, False]
+    assert not any(each.advantages.any() for each in experiences)  # the rest has groups of equal rewards
+
+
+def test_reward_fn_combines_servers(serve):
+    servers = serve(lambda request: {"rewards": [1.0] * len(request["prompts"])}), serve()
+
+    def combine(model_reward_list, labels, label_map):
+        chosen = model_reward_list[label_map["length"]]
+        return [float(r) if label else 0.0 for r, label in zip(chosen, labels, strict=True)], {"all": chosen}
+
+    _, experiences, rewards = make(*servers, reward_fn=combine, reward_fn_label_map={"one": 0, "length": 1})
+    _, _, lengths = make(servers[1])
+    assert rewards.tolist() == [*lengths[:2], 0, 0, *lengths[4:]]
+    assert torch.cat([each.info["reward_metrics"]["all"] for each in experiences]).tolist() == lengths.tolist()
+
+
+def test_recipe_of_servers(serve):
+    servers = serve(lambda request: {"rewards": [1.0] * len(request["prompts"])}), serve()
+    recipe = {"a cat": [("rule", "one", 3.0), ("rule", "length", 1.0)], "a dog": [("rule", "length", 2.0)]}
+    rows = [ROWS[0], ROWS[2]]
+    arguments = {"reward_recipe": recipe, "reward_fn_label_map": {"one": 0, "length": 1}}
+    _, _, rewards = make(*servers, rows=rows, **arguments)
+    _, _, lengths = make(servers[1], rows=rows)
+    assert rewards.tolist() == [lengths[0] + 3, lengths[1] + 3, 2 * lengths[2], 2 * lengths[3]]
+
+
+def test_errors_of_servers_reach_the_caller(serve):
+    server = serve(lambda request: (400, {"detail": "no"}))
+    with pytest.raises(RuntimeError, match=f"{server.url} answered 400"):
+        make(server)
+
+
+# In the trainer
+
+
+def test_trainer_on_audio(serve, tmp_path):
+    server = serve()
+    rows = audio_rows(2)
+    rows = rows.with_format(None).add_column("answer", ["a cat", "a dog"])
+    clips = [sound(0.3 + 0.2 * i, seed=i) for i in range(2)]
+    rows = rows.with_transform(lambda batch: {**batch, "audio": [clips[i] for i in batch["index"]]})
+    trainer = make_trainer(
+        MultimodalGRPOTrainer,
+        "qwen2_audio",
+        rows,
+        tmp_path,
+        reward=RemoteReward(server.url, label_column="answer", batch_size=4),
+        max_steps=1,
+    )
+    trainer.train()
+    assert [len(request["completions"]) for request in server.requests] == [4, 4]
+    total = 0
+    for request in server.requests:
+        assert set(request) == {"prompts", "completions", "queries", "labels", "audios"}
+        for prompt, label, (clip,) in zip(request["prompts"], request["labels"], request["audios"], strict=True):
+            index = ["a cat", "a dog"].index(label)
+            assert prompt == "<audio>" + rows[index]["prompt"][0]["content"]
+            assert np.abs(waveform(clip) - clips[index]["array"]).max() <= 2.0**-15
+        total += sum(map(len, request["completions"]))
+    (reward,) = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert reward == pytest.approx(total / 8, rel=1e-5)
+    assert any("rewards/remote_reward/mean" in entry for entry in trainer.state.log_history)

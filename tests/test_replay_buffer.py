@@ -1,0 +1,1101 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Experiences taken apart and put together without losing media, and the buffer that keeps their samples."""
+
+import gc
+import io
+import multiprocessing
+import os
+import socket
+from dataclasses import fields, replace
+
+import PIL.Image
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from trl_multimodal_rft.algorithms.advantages import whiten
+from trl_multimodal_rft.media.encoding import EncodedPrompt
+from trl_multimodal_rft.replay import (
+    SAVED_CLASSES,
+    BufferItem,
+    BufferItemAL,
+    BufferItemOmni,
+    BufferItemVL,
+    Group,
+    ReplayBuffer,
+    is_vl_experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+    zero_pad_sequences,
+)
+from trl_multimodal_rft.rollout.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
+
+
+properties = settings(max_examples=60, deadline=None, derandomize=True)
+
+ACTION_FIELDS = [
+    "action_log_probs",
+    "base_action_log_probs",
+    "values",
+    "returns",
+    "advantages",
+    "kl",
+    "action_entropy",
+]
+VISION = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
+AUDIO = ["audio_values", "audio_attention_mask"]
+TENSORS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"]
+REST = [*TENSORS, "attention_mask", "action_mask", "info", "action_entropy"]
+
+
+def same(a, b) -> bool:
+    """Equality of values, of dtypes and shapes of tensors, and of types."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (Experience, BufferItem)):
+        return same(vars(a), vars(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def text(size: int = 2, length: int = 6, n_actions: int = 3, **changes) -> dict:
+    """Fields of an experience without padding."""
+    values = torch.arange(size * n_actions, dtype=torch.float32).view(size, n_actions)
+    return {
+        "sequences": torch.arange(1, size * length + 1).view(size, length),
+        **{name: values + i for i, name in enumerate(TENSORS)},
+        "attention_mask": torch.ones(size, length, dtype=torch.long),
+        "action_mask": torch.ones(size, n_actions, dtype=torch.bool),
+        "info": None,
+        **changes,
+    }
+
+
+def item(ids: list[int], attention: list[int] | None = None, actions: list[int] | None = None, **changes):
+    """A sample whose other fields number their columns from 10."""
+    n = len(actions) if actions is not None else len(ids)
+    numbered = {name: torch.arange(10.0, 10 + n) for name in TENSORS}
+    attention = None if attention is None else torch.tensor(attention)
+    actions = None if actions is None else torch.tensor(actions, dtype=torch.bool)
+    rest = {"attention_mask": attention, "action_mask": actions, "info": None, **changes}
+    return BufferItem(sequences=torch.tensor(ids), **{**numbered, **rest})
+
+
+# Classes
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (BufferItem, ["sequences", *REST, "kl"]),
+        (BufferItemVL, ["sequences", *VISION, *REST, "kl", "extra_media"]),
+        (BufferItemAL, ["sequences", *AUDIO, *REST, "kl", "extra_media"]),
+        (BufferItemOmni, ["sequences", *VISION, *AUDIO, *REST, "kl", "extra_media"]),
+    ],
+)
+def test_order_of_fields(cls, names):
+    assert [field.name for field in fields(cls)] == names
+    values = range(len(names))
+    assert list(vars(cls(*values)).values()) == list(values)
+    if cls is not BufferItem:
+        assert [value for value in vars(cls("ids")).values() if value is not None] == ["ids"]
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"])
+@pytest.mark.parametrize("cls", [ExperienceVL, ExperienceOmni, BufferItemVL, BufferItemOmni])
+def test_vision_is_what_holds_images_or_videos(cls, name):
+    assert is_vl_experience(cls(torch.zeros(1, 2), **{name: torch.zeros(1, 3)}))
+    assert not is_vl_experience(cls(torch.zeros(1, 2), values=torch.zeros(1, 2)))
+
+
+@pytest.mark.parametrize("record", [Experience(**text()), BufferItemAL(torch.zeros(1), torch.zeros(1))])
+def test_text_and_audio_are_no_vision(record):
+    assert not is_vl_experience(record)
+
+
+# Padding sequences
+
+
+def test_padding_on_either_side():
+    sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
+    right = zero_pad_sequences(sequences, side="right")
+    assert right.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
+    left = [[0, 1, 2, 3], [0, 0, 4, 5], [6, 7, 8, 9]]
+    assert zero_pad_sequences(sequences, side="left").tolist() == left
+    assert zero_pad_sequences(sequences).tolist() == left
+    assert zero_pad_sequences(sequences, "left", value=-1)[1].tolist() == [-1, -1, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16])
+def test_padding_keeps_dtype_and_leading_dimensions(dtype):
+    padded = zero_pad_sequences([torch.ones(2, 1, 3).to(dtype), torch.ones(2, 1, 1).to(dtype)])
+    assert padded.dtype == dtype
+    assert padded.tolist() == [[[[1, 1, 1]]] * 2, [[[0, 0, 1]]] * 2]
+
+
+def test_padding_of_nothing_or_elsewhere():
+    with pytest.raises(ValueError, match="no sequences"):
+        zero_pad_sequences([])
+    with pytest.raises(AssertionError, match="'middle'"):
+        zero_pad_sequences([torch.ones(1)], side="middle")
+
+
+# There and back. Experiences are drawn as rows of random numbers; media as the shape of the model's tensors.
+
+
+def patches(numbers, generator):
+    """As Qwen-VL takes images: grids, and rows of flattened patches."""
+    grid = torch.randint(1, 4, (sum(numbers), 3), generator=generator)
+    per_medium = grid.prod(1)
+    rows = [int(part.sum()) for part in per_medium.split(numbers)]
+    return (grid, numbers), (torch.randn(int(per_medium.sum()), 5, generator=generator), rows)
+
+
+def whole(numbers, generator, *shape):
+    """A row per medium."""
+    return torch.randn(sum(numbers), *shape, generator=generator), numbers
+
+
+def vision_patches(numbers, generator):
+    grid, pixels = patches(numbers, generator)
+    return {"image_grid_thws": grid, "pixel_values": pixels}, {"image_num": numbers}
+
+
+def vision_images(numbers, generator):
+    return {"pixel_values": whole(numbers, generator, 3, 4, 4)}, {"image_num": numbers}
+
+
+def video(numbers, generator):
+    grid, pixels = patches(numbers, generator)
+    return {"video_grid_thws": grid, "pixel_values_videos": pixels}, {"video_num": numbers}
+
+
+def audio(numbers, generator):
+    mask = torch.randint(0, 2, (sum(numbers), 6), generator=generator), numbers
+    return {"audio_values": whole(numbers, generator, 4, 6), "audio_attention_mask": mask}, {"audio_num": numbers}
+
+
+KINDS = {
+    "text": (Experience, []),
+    "images in patches": (ExperienceVL, [vision_patches]),
+    "images": (ExperienceVL, [vision_images]),
+    "video": (ExperienceVL, [video]),
+    "image and video": (ExperienceVL, [vision_patches, video]),
+    "audio": (ExperienceAL, [audio]),
+    "all": (ExperienceOmni, [vision_images, video, audio]),
+}
+
+
+def numbers_as(form: str, numbers: list[int]):
+    return {"list": list, "float": lambda n: torch.tensor(n, dtype=torch.float32), "long": torch.tensor}[form](numbers)
+
+
+@st.composite
+def experiences(draw, kind: str, told_by: str):
+    """An experience whose media rows are told by `media_rows`, or by numbers in `info`, and its `media_rows`."""
+    cls, modalities = KINDS[kind]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    size = draw(st.integers(1, 4))
+    packed = draw(st.booleans())
+    lengths = draw(st.lists(st.integers(3, 7), min_size=size, max_size=size))
+    n_actions = [draw(st.integers(1, length)) for length in lengths]
+    if not packed:
+        lengths, n_actions = lengths[:1] * size, n_actions[:1] * size
+
+    def rows(sizes, make):
+        values = [make(n) for n in sizes]
+        return values if packed else torch.stack(values)
+
+    given = {name for name in ACTION_FIELDS if draw(st.booleans())}
+    columns = {
+        "sequences": rows(lengths, lambda n: torch.randint(0, 9, (n,), generator=generator)),
+        **{name: rows(n_actions, lambda n: torch.randn(n, generator=generator)) for name in given},
+        **{name: None for name in ACTION_FIELDS if name not in given},
+        "attention_mask": None,
+        "action_mask": None,
+        "info": None,
+    }
+    if draw(st.booleans()):
+        columns["attention_mask"] = rows(lengths, lambda n: torch.randint(0, 2, (n,), generator=generator))
+        columns["action_mask"] = rows(n_actions, lambda n: torch.rand(n, generator=generator) > 0.3)
+    if draw(st.booleans()):
+        columns["info"] = {
+            "reward": torch.randn(size, generator=generator),
+            "steps": torch.randn(size, 2, generator=generator),
+            "name": [f"row {i}" for i in range(size)],
+            "metrics": {"format": torch.randn(size, generator=generator), "deep": {"length": list(range(size))}},
+        }
+
+    numbers = st.lists(st.sampled_from([0, 1, 3]), min_size=size, max_size=size)
+    media, told = {}, {}
+    for modality in modalities:
+        tensors, counts = modality(draw(numbers), generator)
+        media |= tensors
+        told |= counts
+    if media and told_by == "media_rows" and draw(st.booleans()):
+        media["image_sizes"] = whole(draw(numbers), generator, 2)
+    media = {name: (tensor, part) for name, (tensor, part) in media.items() if len(tensor)}
+    if modalities:
+        sizes = media.pop("image_sizes", None)
+        columns |= {name: tensor for name, (tensor, _) in media.items()}
+        if sizes:
+            media["image_sizes"] = sizes
+            columns["extra_media"] = {"image_sizes": sizes[0]}
+        media_rows = {name: part for name, (_, part) in media.items()} or None
+        if issubclass(cls, ExperienceVL) and draw(st.booleans()):
+            picture = PIL.Image.new("RGB", (1, 1))
+            columns["raw_images"] = [None, [], [picture], [picture] * 3][:size]
+            columns["raw_images"][0] = [picture]
+        if told_by == "media_rows":
+            columns["media_rows"] = media_rows
+            return cls(**columns)
+        form = draw(st.sampled_from(["list", "float", "long"]))
+        columns["info"] = {**(columns["info"] or {}), **{k: numbers_as(form, n) for k, n in told.items()}}
+        return cls(**columns), media_rows
+    return cls(**columns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_make_undoes_split(kind):
+    @properties
+    @given(experiences(kind, "media_rows"))
+    def check(experience):
+        packed = isinstance(experience.sequences, list)
+        items = split_experience_batch(experience)
+        assert len(items) == len(experience.sequences)
+        assert same(make_experience_batch(items, packing_samples=packed), experience)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "text"])
+def test_numbers_in_info_tell_the_same_as_media_rows(kind):
+    @properties
+    @given(experiences(kind, "numbers"))
+    def check(drawn):
+        experience, media_rows = drawn
+        packed = isinstance(experience.sequences, list)
+        made = make_experience_batch(split_experience_batch(experience), packing_samples=packed)
+        assert made.media_rows == media_rows
+        assert same(made, replace(experience, media_rows=media_rows))
+
+    check()
+
+
+@st.composite
+def items_of(draw, kind: str):
+    """Samples of several batches, without padding."""
+    items = [
+        own
+        for experience in draw(st.lists(experiences(kind, "media_rows"), min_size=1, max_size=3))
+        for own in split_experience_batch(experience)
+    ]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    for own in items:
+        n_actions = int(torch.randint(1, len(own.sequences) + 1, (), generator=generator))
+        own.action_mask = torch.rand(n_actions, generator=generator) > draw(st.sampled_from([0.0, 0.5]))
+        own.action_mask[0] = True
+        own.attention_mask = torch.ones_like(own.sequences)
+        own.info = None
+        for name in ACTION_FIELDS:
+            setattr(own, name, torch.randn(n_actions, generator=generator))
+    return items
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_comes_and_goes(kind):
+    @properties
+    @given(items_of(kind))
+    def check(items):
+        padded = make_experience_batch(items)
+        back = remove_padding_in_sequences(split_experience_batch(padded))
+        assert same(back, items)
+        assert same(make_experience_batch(back), padded)
+        n_actions = padded.action_mask.size(1)
+        for index, own in enumerate(items):
+            # The action block stays under the tokens that it is about
+            tokens = padded.sequences[index, -n_actions:][padded.action_mask[index]]
+            assert torch.equal(tokens, own.sequences[-len(own.action_mask) :][own.action_mask])
+        packed = make_experience_batch(items, packing_samples=True)
+        assert same(split_experience_batch(packed), items)
+
+    check()
+
+
+def test_types_go_together():
+    for cls, expected in [
+        (Experience, BufferItem),
+        (ExperienceVL, BufferItemVL),
+        (ExperienceAL, BufferItemAL),
+        (ExperienceOmni, BufferItemOmni),
+    ]:
+        items = split_experience_batch(cls(**text()))
+        assert [type(own) for own in items] == [expected] * 2
+        assert type(make_experience_batch(items)) is cls
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [1, 2, 0, 3]])
+def test_items_of_all_types_together(order):
+    picture = PIL.Image.new("RGB", (1, 1))
+    fields_of = [{name: value[0] for name, value in text(1).items() if value is not None} for _ in range(4)]
+    items = [
+        BufferItem(**fields_of[0], info=None),
+        BufferItemVL(**fields_of[1], pixel_values=torch.ones(2, 3, 4, 4), raw_images=[picture] * 2),
+        BufferItemAL(**fields_of[2], audio_values=torch.ones(1, 4, 6), info={"audio_num": torch.tensor(1.0)}),
+        BufferItemVL(**fields_of[3], extra_media={"image_sizes": torch.ones(1, 2)}),
+    ]
+    batch = make_experience_batch([items[i] for i in order])
+    assert type(batch) is ExperienceOmni
+    assert batch.media_rows == {
+        name: [n if i == which else 0 for i in order]
+        for name, which, n in [("pixel_values", 1, 2), ("audio_values", 2, 1), ("image_sizes", 3, 1)]
+    }
+    back = dict(zip(order, split_experience_batch(batch), strict=True))
+    assert [back[i].pixel_values is not None for i in range(4)] == [False, True, False, False]
+    assert [back[i].audio_values is not None for i in range(4)] == [False, False, True, False]
+    assert [back[i].extra_media is not None for i in range(4)] == [False, False, False, True]
+    assert [back[i].raw_images for i in range(4)] == [None, [picture] * 2, None, None]
+    # Where some tell their number of media, all do
+    assert torch.equal(batch.info["audio_num"], torch.tensor([float(i == 2) for i in order]))
+
+
+# Which rows of media are whose
+
+
+@pytest.mark.parametrize("info", [None, {"image_num": [1, 1]}])
+@pytest.mark.parametrize("shape", [(3, 4, 4), (1, 3, 4, 4), (5, 3, 4, 4)])
+def test_image_layouts_without_grid_keep_their_pixels(shape, info):
+    pixels = torch.randn(2, *shape)
+    items = split_experience_batch(ExperienceVL(**text(info=info), pixel_values=pixels))
+    assert [tuple(own.pixel_values.shape) for own in items] == [(1, *shape)] * 2
+    assert torch.equal(make_experience_batch(items).pixel_values, pixels)
+
+
+def test_one_image_per_sample_has_a_grid_of_two_dimensions():
+    grid = torch.tensor([[1, 2, 2], [1, 4, 2]])
+    items = split_experience_batch(ExperienceVL(**text(), pixel_values=torch.randn(12, 5), image_grid_thws=grid))
+    assert [own.image_grid_thws.tolist() for own in items] == [[[1, 2, 2]], [[1, 4, 2]]]
+    assert [len(own.pixel_values) for own in items] == [4, 8]
+
+
+def test_one_number_for_all_samples():
+    batch = ExperienceVL(**text(info={"image_num": 2}), pixel_values=torch.randn(4, 3, 4, 4))
+    items = split_experience_batch(batch)
+    assert [len(own.pixel_values) for own in items] == [2, 2]
+    assert [own.info["image_num"] for own in items] == [2, 2]
+
+
+def test_other_media_follow_the_only_rows_that_fit():
+    grid = torch.tensor([[1, 1, 1], [1, 2, 2], [1, 2, 2]])
+    batch = ExperienceVL(
+        **text(info={"video_num": [1, 2]}),
+        pixel_values_videos=torch.randn(9, 5),
+        video_grid_thws=grid,
+        extra_media={"second_per_grid_ts": torch.tensor([0.5, 1.0, 2.0]), "position_ids": torch.arange(9)},
+    )
+    first, second = split_experience_batch(batch)
+    assert first.extra_media["second_per_grid_ts"].tolist() == [0.5]
+    assert second.extra_media["second_per_grid_ts"].tolist() == [1.0, 2.0]
+    assert second.extra_media["position_ids"].tolist() == list(range(1, 9))
+
+
+AMBIGUOUS = {
+    "more images than samples": ({"pixel_values": torch.ones(3, 3, 4, 4)}, {}, "pixel_values"),
+    "more grids than samples": (
+        {"pixel_values": torch.ones(3, 5), "image_grid_thws": torch.ones(3, 3).long()},
+        {},
+        "image_grid_thws",
+    ),
+    "numbers that don't add up": ({"pixel_values": torch.ones(3, 3, 4, 4)}, {"image_num": [1, 1]}, "pixel_values"),
+    "tiles that happen to be as many as samples": (
+        {"pixel_values": torch.ones(2, 3, 4, 4)},
+        {"image_num": [1, 0]},
+        "pixel_values",
+    ),
+    "a set of images per sample, or an image of tiles": (
+        {"pixel_values": torch.ones(2, 2, 3, 4, 4)},
+        {"image_num": [2, 0]},
+        "pixel_values",
+    ),
+    "other media by sample or by image": (
+        {"pixel_values": torch.ones(2, 3, 4, 4), "extra_media": {"image_sizes": torch.ones(2, 2)}},
+        {"image_num": [2, 0]},
+        "image_sizes",
+    ),
+    "audio windows": ({"audio_values": torch.ones(5, 4, 6)}, {"audio_num": [1, 2]}, "audio_values"),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_unclear_rows_are_refused(case):
+    media, info, name = AMBIGUOUS[case]
+    with pytest.raises(ValueError, match=rf"rows of `{name}`.*`media_rows\['{name}'\]`"):
+        split_experience_batch(ExperienceOmni(**text(info=info), **media))
+
+
+def test_single_images_of_samples_count_as_lists():
+    pictures = [PIL.Image.new("RGB", (1, 1)) for _ in range(2)]
+    batch = make_experience_batch(split_experience_batch(ExperienceVL(**text(), raw_images=pictures)))
+    assert batch.raw_images == [[pictures[0]], [pictures[1]]]
+
+
+def test_media_rows_settle_what_is_unclear():
+    for media, info, _ in AMBIGUOUS.values():
+        extra = media.get("extra_media", {})
+        tensors = {name: value for name, value in (media | extra).items() if name != "extra_media"}
+        rows = {name: [len(tensor), 0] for name, tensor in tensors.items()}
+        batch = ExperienceOmni(**text(info=info), **media, media_rows=rows)
+        assert make_experience_batch(split_experience_batch(batch)).media_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"media_rows": {"pixel_values": [1, 2]}},
+            r"`media_rows\['pixel_values'\]` must split 2 rows among 2 samples",
+        ),
+        ({"media_rows": {"pixel_values": [2]}}, r"`media_rows\['pixel_values'\]` must split 2 rows"),
+        ({"media_rows": {"pixel_values": [3, -1]}}, r"`media_rows\['pixel_values'\]` must split 2 rows"),
+        ({"media_rows": {"pixels": [1, 1]}}, r"tells of `pixels`, but the experience has \['pixel_values'\]"),
+        ({"info": {"image_num": [0.5, 1.5]}}, r"`info\['image_num'\]` must hold a whole number for each of 2 samples"),
+        ({"info": {"image_num": [1, 1, 0]}}, r"`info\['image_num'\]` must hold a whole number"),
+        ({"image_grid_thws": torch.ones(2, 2).long()}, r"`image_grid_thws` must have shape \(N, 3\)"),
+        ({"image_grid_thws": torch.full((2, 3), 2)}, r"`pixel_values` has 2 rows, but its grid tells of 16 patches"),
+        ({"extra_media": {"pixel_values": torch.ones(2)}}, r"`extra_media` gives \['pixel_values'\] a second time"),
+        ({"raw_images": [None]}, r"`raw_images` has 1 entries for 2 samples"),
+        ({"values": torch.ones(3, 3)}, r"`values` has 3 rows, but there are 2 samples"),
+        ({"values": torch.ones(2)}, r"`values` of item 0 has shape \(\), but \(3,\)"),
+        ({"attention_mask": torch.ones(2, 5)}, r"`attention_mask` of item 0 has shape \(5,\), but \(6,\)"),
+        ({"sequences": torch.ones(2)}, r"`sequences` of item 0 has shape \(\), not \(S,\)"),
+        ({"sequences": torch.ones(2, 2), "attention_mask": None}, "3 action columns, but only 2 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        split_experience_batch(ExperienceVL(**{**text(), "pixel_values": torch.ones(2, 5), **changes}))
+
+
+def test_media_of_different_sizes_are_padded_on_the_right():
+    short, long = (BufferItemAL(torch.tensor([1]), audio_values=torch.ones(1, 2, n)) for n in (3, 5))
+    short.audio_attention_mask, long.audio_attention_mask = torch.ones(1, 3).long(), torch.ones(1, 5).long()
+    batch = make_experience_batch([short, long])
+    assert batch.audio_values[0].tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert batch.audio_attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+
+
+def test_positions_of_patches_are_padded_as_by_the_model():
+    items = [BufferItemVL(torch.tensor([1]), extra_media={"image_position_ids": torch.ones(1, n)}) for n in (2, 3)]
+    assert make_experience_batch(items).extra_media["image_position_ids"].tolist() == [[1, 1, -1], [1, 1, 1]]
+
+
+# Info and missing fields
+
+
+def test_info_of_samples():
+    info = {
+        "reward": torch.tensor([1.0, 2.0]),
+        "steps": torch.arange(4).view(2, 2),
+        "name": ["a", "b"],
+        "kl_coef": 0.5,
+        "step": torch.tensor(3),
+        "histogram": torch.arange(3),
+        "tags": ["x"],
+        "metrics": {"format": torch.tensor([0.0, 1.0]), "beta": 0.1},
+    }
+    first, second = (own.info for own in split_experience_batch(Experience(**text(info=info))))
+    assert same(
+        second,
+        {
+            "reward": torch.tensor(2.0),
+            "steps": torch.tensor([2, 3]),
+            "name": "b",
+            "kl_coef": 0.5,
+            "step": torch.tensor(3),
+            "histogram": torch.arange(3),
+            "tags": ["x"],
+            "metrics": {"format": torch.tensor(1.0), "beta": 0.1},
+        },
+    )
+    made = make_experience_batch([BufferItem(*[torch.ones(1)] * 8, own) for own in (first, second)]).info
+    per_sample = {"kl_coef": [0.5] * 2, "step": torch.tensor([3, 3]), "histogram": torch.arange(3).repeat(2, 1)}
+    metrics = {"format": info["metrics"]["format"], "beta": [0.1, 0.1]}
+    assert same(made, {**info, **per_sample, "tags": [["x"], ["x"]], "metrics": metrics})
+
+
+def test_info_that_only_some_have():
+    infos = [None, {"reward": torch.tensor(1.0), "metrics": {"a": 1}}, {"metrics": {"b": 2}}]
+    info = make_experience_batch([item([1], [1], [1], info=info) for info in infos]).info
+    expected = {"reward": [None, torch.tensor(1.0), None], "metrics": {"a": [None, 1, None], "b": [None, None, 2]}}
+    assert same(info, expected)
+
+
+def test_tensors_of_different_shapes_stay_apart():
+    infos = [{"steps": torch.ones(1)}, {"steps": torch.ones(2)}]
+    info = make_experience_batch([item([1], [1], [1], info=info) for info in infos]).info
+    assert same(info, {"steps": [torch.ones(1), torch.ones(2)]})
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("name", ["values", "kl", "action_entropy", "action_mask", "attention_mask"])
+def test_field_that_only_some_have_is_refused(name, missing):
+    items = [item([1, 2], [1, 1], [1, 1], kl=torch.ones(2), action_entropy=torch.ones(2)) for _ in range(2)]
+    setattr(items[missing], name, None)
+    with pytest.raises(ValueError, match=f"`{name}` is None in item {missing}"):
+        make_experience_batch(items)
+
+
+@pytest.mark.parametrize("name", ["values", "kl", "action_entropy"])
+def test_packed_fields_are_lists(name):
+    items = [item([1] * n, [1] * n, [1] * n, kl=torch.ones(n), action_entropy=torch.ones(n)) for n in (2, 3)]
+    packed = make_experience_batch(items, packing_samples=True)
+    assert [len(row) for row in getattr(packed, name)] == [2, 3]
+    packed.values[0].zero_()
+    assert items[0].values.tolist() == [10, 11]
+
+
+def test_masks_are_made_where_there_is_padding():
+    nothing = dict.fromkeys(TENSORS[1:])
+    short = item([5, 6], action_log_probs=torch.ones(1), **nothing)
+    long = item([1, 2, 3], action_log_probs=torch.ones(2), **nothing)
+    batch = make_experience_batch([short, long], pad_token_id=7)
+    assert batch.sequences.tolist() == [[7, 5, 6], [1, 2, 3]]
+    assert batch.attention_mask.tolist() == [[0, 1, 1], [1, 1, 1]]
+    assert batch.action_mask.tolist() == [[False, True], [True, True]]
+    for together, packed in (([long, long], False), ([short, long], True)):
+        batch = make_experience_batch(together, packing_samples=packed)
+        assert batch.attention_mask is None
+        assert batch.action_mask is None
+
+
+def test_nothing_to_make_or_split():
+    with pytest.raises(ValueError, match="no items"):
+        make_experience_batch([])
+    assert split_experience_batch(ExperienceVL(torch.ones(0, 3))) == []
+
+
+# Removing padding: sequence, attention mask, action mask; then the sequence and the columns that are left
+
+
+REMOVED = {
+    "on both sides": ([0, 0, 1, 2, 3, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0, 0], [1, 2, 3], [2, 3, 4]),
+    "more on the left": ([0, 0, 4, 5, 6, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0], [4, 5, 6], [2, 3, 4]),
+    "prompt before the actions": ([0, 4, 5, 7, 8, 0], [0, 1, 1, 1, 1, 0], [1, 1, 0], [4, 5, 7, 8], [0, 1]),
+    "actions padded on the left": ([0, 0, 4, 5, 7], [0, 0, 1, 1, 1], [0, 0, 0, 1], [4, 5, 7], [3]),
+    "gap in the actions": ([4, 7, 0, 8, 0], [1, 1, 1, 1, 0], [1, 0, 1, 0], [4, 7, 0, 8], [0, 1, 2]),
+    "masked last action": ([4, 7, 8, 9], [1, 1, 1, 1], [1, 1, 0], [4, 7, 8, 9], [0, 1, 2]),
+    "no action": ([0, 4, 7, 8, 0], [0, 1, 1, 1, 0], [0, 0, 0], [4, 7, 8], [0, 1]),
+    "no action and a block that is wider": ([0, 0, 4, 7], [0, 0, 1, 1], [0, 0, 0, 0], [4, 7], [2, 3]),
+    "empty response": ([4, 5, 0, 0], [1, 1, 0, 0], [0, 0], [4, 5], []),
+    "gap in the attention": ([0, 4, 0, 5, 7], [0, 1, 0, 1, 1], [1], [4, 0, 5, 7], [0]),
+    "no padding": ([4, 5, 7], [1, 1, 1], [1, 1], [4, 5, 7], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", REMOVED)
+def test_padding_is_removed(case):
+    ids, attention, actions, expected_ids, expected_columns = REMOVED[case]
+    own = item(ids, attention, actions, kl=torch.arange(10.0, 10 + len(actions)), info={"reward": 1.0})
+    before = {name: value.clone() for name, value in vars(own).items() if isinstance(value, torch.Tensor)}
+    (clean,) = remove_padding_in_sequences([own])
+    assert clean.sequences.tolist() == expected_ids
+    assert len(clean.attention_mask) == len(expected_ids)
+    for name in (*TENSORS, "kl"):
+        assert getattr(clean, name).tolist() == [10 + column for column in expected_columns], name
+    assert clean.action_mask.tolist() == [bool(actions[column]) for column in expected_columns]
+    assert clean.info == {"reward": 1.0}
+    assert clean.action_entropy is None
+    (again,) = remove_padding_in_sequences([clean])
+    assert same(again, clean)
+    # The sample itself stays
+    assert clean is not own
+    assert all(torch.equal(getattr(own, name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("ids", "actions", "expected", "columns"),
+    [
+        ([0, 0, 1, 2, 3, 0, 0], None, [1, 2, 3], [2, 3, 4]),
+        ([0, 4, 0, 5, 0], None, [4, 0, 5], [1, 2, 3]),
+        # The padding id may be that of the end, which is an action
+        ([0, 4, 5, 7, 0, 0], [1, 1, 0], [4, 5, 7, 0], [0, 1]),
+    ],
+)
+def test_padding_is_removed_by_id(ids, actions, expected, columns):
+    own = item(ids, None, actions)
+    (clean,) = remove_padding_in_sequences([own], pad_token_id=0)
+    assert clean.sequences.tolist() == expected
+    assert clean.attention_mask is None
+    assert clean.values.tolist() == [10 + column for column in columns]
+
+
+def test_padding_that_cannot_be_told_is_refused():
+    with pytest.raises(ValueError, match="Item 1 has no `attention_mask`, so `pad_token_id`"):
+        remove_padding_in_sequences([item([1], [1]), item([1])])
+    with pytest.raises(ValueError, match="Item 0 has no token"):
+        remove_padding_in_sequences([item([1, 2], [0, 0])])
+
+
+def test_media_and_their_samples_stay_when_padding_goes():
+    own = BufferItemVL(torch.tensor([0, 1]), pixel_values=torch.ones(1, 5), attention_mask=torch.tensor([0, 1]))
+    (clean,) = remove_padding_in_sequences([own])
+    assert type(clean) is BufferItemVL
+    assert clean.pixel_values is own.pixel_values
+
+
+# Memory
+
+
+def bytes_alive() -> int:
+    """Memory of all tensors."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def group_batch() -> ExperienceVL:
+    """Three groups of four completions on one image each, as a batch in which every completion has its own copy."""
+    return ExperienceVL(**text(12), pixel_values=torch.randn(3, 3, 64, 64).repeat_interleave(4, 0))
+
+
+IMAGE_BYTES = 3 * 64 * 64 * 4
+
+
+def test_samples_do_not_keep_the_batch():
+    before = bytes_alive()
+    images = torch.randn(12, 3, 64, 64)
+    info = {"vectors": images[4:8], "list": list(images[8:]), "for all": images[0, 0, 0, :2]}
+    items = split_experience_batch(ExperienceVL(**text(4, info=info), pixel_values=images[:4]))
+    del images, info
+    assert bytes_alive() - before > 12 * IMAGE_BYTES
+    kept = items[2]
+    del items
+    assert 3 * IMAGE_BYTES < bytes_alive() - before < 3.1 * IMAGE_BYTES
+    assert kept.pixel_values.shape == (1, 3, 64, 64)
+    assert len(kept.info) == 3
+
+
+def test_samples_have_no_gradient_history():
+    weight = torch.ones(2, 3, requires_grad=True)
+    own = split_experience_batch(Experience(**text(action_log_probs=weight * 2)))[0]
+    assert not own.action_log_probs.requires_grad
+
+
+def test_media_of_a_group_are_held_once():
+    items = split_experience_batch(group_batch())
+    images = [own.pixel_values for own in items]
+    assert len({id(image) for image in images}) == 3
+    assert [images[i] is images[0] for i in range(5)] == [True] * 4 + [False]
+    buffer = ReplayBuffer()
+    before = bytes_alive()
+    buffer.append(group_batch())
+    assert 3 * IMAGE_BYTES < bytes_alive() - before < 3.3 * IMAGE_BYTES
+
+
+def saved_and_loaded(state: dict) -> tuple[dict, int]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    size = file.tell()
+    file.seek(0)
+    with torch.serialization.safe_globals([*SAVED_CLASSES]):
+        return torch.load(file, weights_only=True), size
+
+
+def test_media_of_a_group_are_saved_once():
+    buffer = ReplayBuffer()
+    buffer.append(group_batch())
+    state, size = saved_and_loaded(buffer.state_dict())
+    assert 3 * IMAGE_BYTES < size < 4 * IMAGE_BYTES
+    loaded = ReplayBuffer()
+    loaded.load_state_dict(state)
+    assert same(list(loaded), list(buffer))
+    assert len({own.pixel_values.data_ptr() for own in loaded}) == 3
+
+
+def test_what_was_cut_off_is_not_kept():
+    own = item([0] * 100 + [1], [0] * 100 + [1], [0] * 50 + [1])
+    (clean,) = remove_padding_in_sequences([own])
+    tensors = [value for value in vars(clean).values() if isinstance(value, torch.Tensor)]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+
+
+# The buffer
+
+
+def ragged(lengths: list[int], **changes) -> Experience:
+    """A batch of samples that are told apart by their first token, half of each actions."""
+    n_actions = [length // 2 for length in lengths]
+    sequences = zero_pad_sequences([torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)])
+    values = zero_pad_sequences([torch.arange(1.0, n + 1) * (i + 1) for i, n in enumerate(n_actions)])
+    return Experience(
+        sequences=sequences,
+        attention_mask=zero_pad_sequences([torch.ones(n, dtype=torch.long) for n in lengths]),
+        action_mask=zero_pad_sequences([torch.ones(n, dtype=torch.bool) for n in n_actions]),
+        **{**dict.fromkeys(TENSORS, values), "info": None, **changes},
+    )
+
+
+def names(entries) -> list[int]:
+    """Which samples these are."""
+    return [int(own.sequences[0]) // 100 for own in entries]
+
+
+def names_in(batch: Experience) -> list[int]:
+    return names(remove_padding_in_sequences(split_experience_batch(batch)))
+
+
+def test_experiences_come_in_as_samples_without_padding():
+    buffer = ReplayBuffer()
+    batch = ragged([4, 6], info={"reward": torch.ones(2)})
+    before = vars(batch).copy()
+    buffer.append(batch)
+    assert len(buffer) == 2
+    assert buffer[0].sequences.tolist() == [1, 2, 3, 4]
+    assert buffer[0].advantages.tolist() == [1, 2]
+    assert all(value is before[name] for name, value in vars(batch).items())
+    buffer.append(make_experience_batch([item([301, 302])], packing_samples=True))
+    assert names(buffer) == [0, 1, 3]
+
+
+def test_padded_experience_needs_its_mask():
+    with pytest.raises(ValueError, match="has no `attention_mask`"):
+        ReplayBuffer().append(replace(ragged([4, 6]), attention_mask=None))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_limit_keeps_the_newest(packed):
+    buffer = ReplayBuffer(limit=3)
+    parts = [ragged([2, 2]), ragged([4, 4])]
+    for part in parts:
+        if packed:
+            part = make_experience_batch(remove_padding_in_sequences(split_experience_batch(part)), True)
+        buffer.append(part)
+    assert [len(own.sequences) for own in buffer] == [2, 4, 4]
+    assert names(buffer) == [1, 0, 1]
+
+
+def test_samples_are_drawn_without_replacement():
+    buffer, again = ReplayBuffer(seed=1), ReplayBuffer(seed=1)
+    for b in (buffer, again):
+        b.append(ragged([2] * 20))
+    drawn = [names(buffer.sample(5)) for _ in range(4)]
+    assert drawn == [names(again.sample(5)) for _ in range(4)]
+    assert all(len(set(part)) == 5 for part in drawn)
+    assert len({tuple(part) for part in drawn}) == 4
+    assert sorted(names(buffer.sample(100))) == list(range(20))
+    assert len(buffer) == 20
+    other = ReplayBuffer(seed=2)
+    other.append(ragged([2] * 20))
+    assert names(other.sample(5)) != drawn[0]
+
+
+def test_oldest_are_taken_out():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([2] * 3))
+    assert names(buffer.take(2)) == [0, 1]
+    assert names(buffer) == [2]
+    assert names(buffer.take(2)) == [2]
+    assert buffer.take(2) == []
+
+
+def test_clear():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([2, 4]))
+    buffer.normalize()
+    buffer.clear()
+    assert len(buffer) == 0
+    buffer.append(ragged([2, 4]))
+    buffer.normalize()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_of_a_size(packed):
+    buffer = ReplayBuffer()
+    buffer.append(ragged([2, 4, 6, 8, 10]))
+    batches = list(buffer.batches(packing_samples=packed, batch_size=2, shuffle=False))
+    assert same(batches, [make_experience_batch(buffer[i : i + 2], packed) for i in (0, 2, 4)])
+
+
+def test_batches_are_shuffled_each_time():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([2, 4, 6, 8, 10]))
+    epochs = [[names_in(batch) for batch in buffer.batches(batch_size=2)] for _ in range(3)]
+    assert all(sorted(sum(epoch, [])) == list(range(5)) for epoch in epochs)
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert names(buffer) == list(range(5))
+
+
+def test_padding_id_of_batches():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([2, 4]))
+    (batch,) = buffer.batches(batch_size=2, shuffle=False, pad_token_id=9)
+    assert batch.sequences[0].tolist() == [9, 9, 1, 2]
+
+
+def test_first_fit_decreasing():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([4, 2, 14, 6, 8, 2, 4]))
+    packed = buffer.batches(packing_samples=True, max_tokens=12, shuffle=False)
+    # 14 | 8 4 | 6 4 2 | 2
+    assert [[len(s) for s in batch.sequences] for batch in packed] == [[14], [8, 4], [6, 4, 2], [2]]
+    padded = buffer.batches(max_tokens=12, shuffle=False)
+    assert [tuple(batch.sequences.shape) for batch in padded] == [(1, 14), (1, 8), (2, 6), (3, 4)]
+
+
+@properties
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=12), st.integers(4, 30), st.booleans(), st.booleans())
+def test_batches_within_a_budget(lengths, max_tokens, packed, shuffle):
+    buffer, again = ReplayBuffer(seed=3), ReplayBuffer(seed=3)
+    for b in (buffer, again):
+        b.append(ragged(lengths))
+    options = {"packing_samples": packed, "max_tokens": max_tokens, "shuffle": shuffle}
+    batches = list(buffer.batches(**options))
+    assert same(batches, list(again.batches(**options)))
+    assert sorted(int(row[-1]) // 100 for batch in batches for row in batch.sequences) == list(range(len(lengths)))
+    for batch in batches:
+        tokens = sum(len(row) for row in batch.sequences)
+        assert tokens <= max_tokens or len(batch.sequences) == 1
+    if packed:  # no two experiences fit into one
+        sizes = [sum(len(row) for row in batch.sequences) for batch in batches]
+        assert all(a + b > max_tokens for i, a in enumerate(sizes) for b in sizes[:i])
+
+
+def test_shuffled_budget_batches_differ_from_epoch_to_epoch():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([4] * 8))
+    epochs = [[names_in(batch) for batch in buffer.batches(max_tokens=8)] for _ in range(3)]
+    assert len({str(sorted(map(sorted, epoch))) for epoch in epochs}) == 3
+    buffer.clear()
+    buffer.append(ragged([2, 4, 6, 8]))
+    epochs = [names_in(batch) for _ in range(4) for batch in buffer.batches(max_tokens=4)]
+    assert sorted(epochs) == sorted([[0], [1], [2], [3]] * 4)
+    assert len({str(epochs[start : start + 4]) for start in (0, 4, 8, 12)}) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2, "max_tokens": 8}])
+def test_batches_need_one_size(options):
+    with pytest.raises(ValueError, match="either `max_tokens` or `batch_size`"):
+        ReplayBuffer().batches(**options)
+
+
+# Normalization
+
+
+@pytest.mark.parametrize("attribute", ["advantages", "returns"])
+def test_normalization_counts_each_action_once(attribute):
+    buffer, generator = ReplayBuffer(), torch.Generator().manual_seed(0)
+    batch = ragged([4, 10, 6])
+    values = torch.randn(3, 5, generator=generator) * 3 + 7  # masked columns are not 0
+    batch.action_mask[1, 2] = False
+    setattr(batch, attribute, values)
+    buffer.append(batch)
+    handed_out = list(buffer)
+    before = [getattr(own, attribute).clone() for own in handed_out]
+    buffer.normalize(attribute)
+    made = make_experience_batch(list(buffer))
+    assert_close(getattr(made, attribute), whiten(values, batch.action_mask), rtol=0, atol=1e-6)
+    assert torch.equal(made.action_log_probs, batch.action_log_probs)
+    assert all(torch.equal(getattr(own, attribute), b) for own, b in zip(handed_out, before, strict=True))
+
+
+@pytest.mark.parametrize("constant", [0.1, 1 / 3, 1e4 + 0.1])
+def test_values_equal_up_to_rounding_become_zero(constant):
+    buffer, values = ReplayBuffer(), torch.full((3, 5), constant)
+    values[:, ::2] = values[:, ::2].nextafter(torch.tensor(torch.inf))
+    buffer.append(ragged([4, 10, 6], advantages=values))
+    buffer.normalize()
+    assert all(own.advantages.tolist() == [0] * len(own.advantages) for own in buffer)
+
+
+def test_normalization_without_action_mask():
+    buffer = ReplayBuffer()
+    buffer.append(Experience(**text(action_mask=None)))
+    buffer.normalize()
+    values = torch.cat([own.advantages for own in buffer])
+    assert_close(values.mean(), torch.tensor(0.0))
+    assert_close(values.std(correction=0), torch.tensor(1.0))
+
+
+def test_normalization_happens_once():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([4, 6]))
+    buffer.normalize()
+    with pytest.raises(RuntimeError, match="`advantages` has been normalized before"):
+        buffer.normalize()
+    buffer.normalize("returns")
+    with pytest.raises(RuntimeError, match=r"\['advantages', 'returns'\] have been normalized"):
+        buffer.append(ragged([4, 6]))
+    loaded = ReplayBuffer()
+    loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
+    with pytest.raises(RuntimeError, match="before"):
+        loaded.normalize()
+
+
+def test_normalization_needs_the_field():
+    buffer = ReplayBuffer()
+    buffer.append(ragged([4, 6], returns=None))
+    with pytest.raises(ValueError, match="`returns` of item 0 is None"):
+        buffer.normalize("returns")
+
+
+def process_of_two(rank: int, port: int, results) -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    buffer = ReplayBuffer()
+    if rank == 0:
+        buffer.append(ragged([4, 10, 6]))
+    buffer.normalize(accelerator=accelerator)
+    buffer.clear()
+    buffer.append(ragged([[4, 10], [12]][rank]))
+    buffer.normalize(accelerator=accelerator)
+    results.put((rank, [own.advantages.tolist() for own in buffer]))
+    torch.distributed.destroy_process_group()
+
+
+def test_normalization_over_processes():
+    """The first time one of them has nothing to normalize."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = context.Queue()
+    processes = [context.Process(target=process_of_two, args=(rank, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    values = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    own = [[1, 2], [2, 4, 6, 8, 10]], [[1, 2, 3, 4, 5, 6]]
+    everything = torch.tensor([x for rank in own for row in rank for x in row], dtype=torch.float64)
+    for rank in range(2):
+        for row, normalized in zip(own[rank], values[rank], strict=True):
+            expected = (torch.tensor(row) - everything.mean()) / everything.std(correction=0)
+            assert_close(torch.tensor(normalized).double(), expected.double(), rtol=0, atol=1e-6)
+
+
+# Groups
+
+
+def group(number: int, step: int = 0, size: int = 2) -> Group:
+    ids = torch.tensor([number])
+    prompt = EncodedPrompt(ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], images=["decoded"])
+    return Group(prompt, {"completion_ids": torch.full((size, 3), number), "live": torch.ones(size)}, step)
+
+
+def prompts_in(groups) -> list[int]:
+    return [int(own.prompt.input_ids) for own in groups]
+
+
+def test_newest_groups_are_kept_without_images():
+    buffer, own = ReplayBuffer(2, max_age=5, seed=0), group(1)
+    buffer.append([group(0), own, group(2)])
+    assert prompts_in(buffer) == [1, 2]
+    assert own.prompt.images == ["decoded"]
+    assert buffer[0].prompt.images == []
+    buffer.append([group(3)])
+    assert prompts_in(buffer) == [2, 3]
+
+
+def test_old_groups_are_forgotten():
+    buffer = ReplayBuffer(0, max_age=2, seed=0)
+    buffer.append([group(number, step=number) for number in range(5)])
+    assert sorted(prompts_in(buffer.sample(9, step=4))) == [2, 3, 4]
+    assert prompts_in(buffer) == [2, 3, 4]
+    with pytest.raises(ValueError, match="`sample` needs the current `step`"):
+        buffer.sample(1)
+    forever = ReplayBuffer()
+    forever.append([group(0, step=0)])
+    assert prompts_in(forever.sample(1, step=10**6)) == [0]
+
+
+def test_without_offload_things_stay_where_they_are():
+    """The meta device stands for a GPU: nothing gets from there to the CPU."""
+    entries = [make_experience_batch([item([1, 2])], packing_samples=True).to_device("meta"), [group(1).to("meta")]]
+    for entry in entries:
+        buffer = ReplayBuffer(cpu_offload=False)
+        buffer.append(entry)
+        kept = buffer[0].rows["completion_ids"] if isinstance(buffer[0], Group) else buffer[0].sequences
+        assert kept.is_meta
+        with pytest.raises(NotImplementedError, match="meta"):
+            ReplayBuffer().append(entry)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_what_is_kept_is_a_copy(offload):
+    buffer, batch, own = ReplayBuffer(cpu_offload=offload), ragged([4]), group(1)
+    buffer.append(batch)
+    batch.sequences.zero_()
+    assert buffer[0].sequences.tolist() == [1, 2, 3, 4]
+    buffer = ReplayBuffer(cpu_offload=offload)
+    buffer.append([own])
+    own.rows["completion_ids"].zero_()
+    assert buffer[0].rows["completion_ids"].tolist() == [[1] * 3] * 2
+
+
+def test_experiences_have_no_age():
+    with pytest.raises(ValueError, match="experiences have none"):
+        ReplayBuffer(max_age=3).append(ragged([4]))
+
+
+def test_groups_are_no_experiences():
+    buffer = ReplayBuffer()
+    buffer.append([group(0)])
+    for call in (lambda: buffer.batches(batch_size=1), buffer.normalize):
+        with pytest.raises(TypeError, match="`join_groups`"):
+            call()
+
+
+# Checkpoints
+
+
+def test_loaded_buffer_goes_on_as_the_saved():
+    picture = PIL.Image.new("RGB", (1, 1))
+    info = {"reward": torch.tensor([1.0, 2.0]), "name": ["a", "b"], "metrics": {"format": torch.tensor([0.0, 1.0])}}
+    vision = ExperienceVL(**text(info=info), pixel_values=torch.randn(2, 3, 4, 4), raw_images=[[picture], None])
+    audio = ExperienceAL(**text(), audio_values=torch.randn(2, 4, 6))
+    omni = ExperienceOmni(**text(), extra_media={"sizes": torch.ones(2, 2)})
+    buffer = ReplayBuffer(limit=9, seed=5)
+    for batch in (ragged([4, 6]), vision, audio, omni):
+        buffer.append(batch)
+    buffer.sample(3)
+    loaded = ReplayBuffer(limit=9, seed=6)
+    loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
+    assert buffer[2].raw_images == [picture]
+    assert loaded[2].raw_images is None
+    expected = [replace(own, raw_images=None) if isinstance(own, BufferItemVL) else own for own in buffer]
+    assert same(list(loaded), expected)
+    assert same([own.sequences for own in loaded.sample(4)], [own.sequences for own in buffer.sample(4)])
+    smaller = ReplayBuffer(limit=2)
+    smaller.load_state_dict(buffer.state_dict())
+    assert same(list(smaller), list(buffer)[-2:])
+
+
+def test_groups_survive_a_checkpoint():
+    buffer = ReplayBuffer(3, max_age=2, seed=0)
+    buffer.append([group(number) for number in range(3)])
+    loaded = ReplayBuffer(3, max_age=2, seed=1)
+    loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
+    assert prompts_in(loaded) == [0, 1, 2]
+    assert prompts_in(loaded.sample(2, 0)) == prompts_in(buffer.sample(2, 0))
+
+
+def test_empty_buffer():
+    buffer = ReplayBuffer()
+    buffer.normalize()
+    assert list(buffer.batches(batch_size=3)) == []
+    assert buffer.sample(1) == buffer.take(1) == []
