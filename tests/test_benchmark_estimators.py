@@ -23,17 +23,17 @@ def estimators():
     return module
 
 
-@pytest.mark.parametrize("gaps", [False, True])
-def test_benchmark(estimators, gaps, capsys):
+@pytest.mark.parametrize(("gaps", "clock"), [(False, "wall"), (True, "cpu")])
+def test_benchmark(estimators, gaps, clock, capsys):
     threads = torch.get_num_threads()
-    estimators.main([*SMALL, "--threads", str(threads), "--json", *["--gaps"] * gaps])
+    estimators.main([*SMALL, "--threads", str(threads), "--clock", clock, "--json", *["--gaps"] * gaps])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
 
     for name in FUNCTIONS:
         ours, usual = result["ours"][f"{name}_s"], result["usual"][f"{name}_s"]
         assert ours > 0 and result[f"{name}_ratio"] == usual / ours
         assert 0 <= result["difference"][name] < 1e-5
-    expected = {"rows": 8, "tokens": 150, "group_size": 4, "gaps": gaps, "repetitions": 1, "threads": threads}
+    expected = {"rows": 8, "tokens": 150, "group_size": 4, "gaps": gaps, "clock": clock, "threads": threads}
     assert expected.items() <= result["setting"].items()
     assert {"cpu", "cores", "gpu"} == result["hardware"].keys()
     assert {"python", "trl-multimodal-rft", "torch"} == result["versions"].keys()
@@ -92,6 +92,7 @@ def test_disagreement_is_an_error(estimators, name, fault, monkeypatch, capsys):
         (["--group-size", "1"], "at least 2"),
         (["--tokens", "8"], "at least 16"),
         (["--repetitions", "0"], "at least 1"),
+        (["--device", "cuda", "--clock", "cpu"], "--clock wall"),
     ],
 )
 def test_unusable_options_are_refused(estimators, options, message, capsys):

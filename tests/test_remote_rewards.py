@@ -479,7 +479,7 @@ ROWS = [
 
 def test_experience_maker(serve):
     server = serve()
-    maker, experiences, rewards = make(server)
+    maker, experiences, rewards = make(server, rows=[{**row, "labels": "not these"} for row in ROWS])
     assert [len(request["completions"]) for request in server.requests] == [3, 3]
     sent = {name: sum((request[name] for request in server.requests), []) for name in server.requests[0]}
     assert set(sent) == {"prompts", "completions", "queries", "labels", "images"}

@@ -322,13 +322,19 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _whiten(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    values, weights = values.double(), weights.double()
-    total = weights.sum().clamp(min=1)
-    mean = (values * weights).sum() / total
-    variance = ((values - mean).square() * weights).sum() / total
-    if variance.sqrt() <= _TOLERANCE * mean.abs().clamp(min=1):
+    """Shifts first by the mean as the dtype has it, so that what is left loses nothing to the size of the mean."""
+    total = weights.sum(dtype=torch.float64).clamp(min=1)
+
+    def mean(x):
+        return (x * weights).sum(dtype=torch.float64) / total
+
+    shift = mean(values)
+    centred = values - shift.to(values.dtype)
+    offset = mean(centred)
+    std = (mean(centred.square()) - offset.square()).clamp(min=0).sqrt()
+    if std <= _TOLERANCE * shift.abs().clamp(min=1):
         return torch.zeros_like(values)
-    return (values - mean) / variance.sqrt()
+    return (centred - offset) / std
 
 
 def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
@@ -385,20 +391,22 @@ def gae(
         and 0 outside the mask.
     """
     mask = mask.bool()
-    after = values.new_zeros(len(values)) if bootstrap is None else bootstrap
 
     def advantages(r, v, valid):
-        following = torch.cat([v[:, 1:], v.new_zeros(len(v), 1)], dim=1)
-        last = valid & ~torch.cat([valid[:, 1:], valid.new_zeros(len(valid), 1)], dim=1)
-        delta = r + gamma * torch.where(last, after[:, None], following) - v
-        return _suffix_sums(torch.where(valid, delta, 0), gamma * lam)
+        delta = r - v
+        delta[:, :-1] += gamma * v[:, 1:]
+        if bootstrap is not None:
+            steps = torch.arange(valid.size(1), device=valid.device)
+            last = torch.where(valid, steps, 0).amax(1, keepdim=True)
+            delta.scatter_add_(1, last, gamma * bootstrap[:, None].to(delta.dtype))
+        return _suffix_sums(delta, gamma * lam)
 
     result = _over_valid_tokens(mask, advantages, rewards, values)
     return result, torch.where(mask, result + values, 0)
 
 
 def _over_valid_tokens(mask: torch.Tensor, function: Callable, *values: torch.Tensor) -> torch.Tensor:
-    """Applies a function of rows whose valid tokens are adjacent."""
+    """Applies a function of rows whose valid tokens are adjacent, and 0 elsewhere; it may return anything elsewhere."""
     values = [torch.where(mask, value, 0) for value in values]
     starts = mask[:, 1:] & ~mask[:, :-1]
     if (starts.sum(1) + mask[:, 0] <= 1).all():

@@ -317,14 +317,14 @@ class ReplayBuffer:
         """What a checkpoint holds: `SAVED_CLASSES`, and what `info` holds. Raw images are left out."""
         entries = [replace(e, raw_images=None) if isinstance(e, VisionRecord) else e for e in self._groups]
         return {
-            "entries": entries,
+            "groups": entries,
             "normalized": sorted(self._normalized),
             "generator": self._generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what [`state_dict`] gave."""
-        self._groups = state["entries"][-self.limit :]
+        self._groups = state["groups"][-self.limit :]
         self._normalized = set(state["normalized"])
         self._generator.set_state(state["generator"])
 

@@ -275,6 +275,7 @@ class NaiveExperienceMaker:
 
     @property
     def _placeholder_ids(self) -> set[int]:
+        """Tokens that stand for media."""
         return set().union(*placeholder_token_ids(self.actor.base_model, self.processor or self.tokenizer).values())
 
     # Experience
