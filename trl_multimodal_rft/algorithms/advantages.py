@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 
-# Rewards of a group count as equal within this much, relative to their mean or 1: what float32 may differ by when the
-# same reward is computed in another order.
-_TOLERANCE = 1e-6
+# Numbers count as equal within this much, relative to their mean or 1: what float32 may differ by when the same reward
+# is computed in another order.
+TOLERANCE = 1e-6
 
 # Names of the estimators; the values say what each needs beside the rewards.
 ESTIMATORS = {
@@ -93,7 +93,7 @@ def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupSta
     count = total(scorable.double())
     mean = total(values) / count.clamp(min=1)
     spread = extreme(-torch.inf, "amax") - extreme(torch.inf, "amin")
-    live = (count >= 2) & (spread > _TOLERANCE * mean.abs().clamp(min=1))
+    live = (count >= 2) & (spread > TOLERANCE * mean.abs().clamp(min=1))
     centred = torch.where(scorable & live[index], values - mean[index], 0)
     return GroupStatistics(index, centred, total(centred.square()), count, live)
 
@@ -332,7 +332,7 @@ def _whiten(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     centred = values - shift.to(values.dtype)
     offset = mean(centred)
     std = (mean(centred.square()) - offset.square()).clamp(min=0).sqrt()
-    if std <= _TOLERANCE * shift.abs().clamp(min=1):
+    if std <= TOLERANCE * shift.abs().clamp(min=1):
         return torch.zeros_like(values)
     return (centred - offset) / std
 

@@ -3,9 +3,7 @@
 
 import torch
 
-
-# Rewards are equal if they spread by no more than this, relative to their mean or 1
-_TOLERANCE = 1e-6
+from .advantages import TOLERANCE
 
 
 class RunningScale:
@@ -41,7 +39,7 @@ class RunningScale:
     def std(self) -> float:
         """Unbiased standard deviation; 1 as long as rewards have been equal."""
         std = (self.squares / max(self.count - 1, 1)) ** 0.5
-        return std if std > _TOLERANCE * max(abs(self.mean), 1) else 1.0
+        return std if std > TOLERANCE * max(abs(self.mean), 1) else 1.0
 
     def state_dict(self) -> dict:
         """What a checkpoint holds."""

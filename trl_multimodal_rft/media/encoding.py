@@ -296,10 +296,22 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
     for prompt in prompts:
         for name, value in prompt.media.items():
             collected.setdefault(name, []).append(value)
-    return {name: _cat_padded(values, MEDIA_PADDING.get(name, 0)) for name, values in collected.items()}
+    return {name: cat_padded(values, MEDIA_PADDING.get(name, 0)) for name, values in collected.items()}
 
 
-def _cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+def cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+    """
+    Concatenates tensors on the first dimension, the others padded on the right to the largest.
+
+    Args:
+        tensors (`list[torch.Tensor]`):
+            Tensors of one rank.
+        value (`int`):
+            What pads them.
+
+    Returns:
+        `torch.Tensor`: All of them.
+    """
     largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:

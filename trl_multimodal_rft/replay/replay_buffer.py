@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
+from ..algorithms.advantages import TOLERANCE
 from ..media.encoding import EncodedPrompt
 from ..packing.forward import left_pad
 from ..rollout.experience import Experience, VisionRecord
@@ -125,9 +126,6 @@ def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device
 
 # Classes in what [`ReplayBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
 SAVED_CLASSES = (EncodedPrompt, frozenset, Group, BufferItem, BufferItemVL, BufferItemAL, BufferItemOmni)
-
-# Values count as equal when their standard deviation is within this much, relative to their mean or 1.
-_TOLERANCE = 1e-6
 
 
 class ReplayBuffer:
@@ -301,7 +299,7 @@ class ReplayBuffer:
         total, squares, count = statistics.sum(0).tolist()
         mean = total / max(count, 1)
         std = max(squares / max(count, 1) - mean**2, 0) ** 0.5
-        scale = 0.0 if std <= _TOLERANCE * max(abs(mean), 1) else 1 / std
+        scale = 0.0 if std <= TOLERANCE * max(abs(mean), 1) else 1 / std
         for index, item in enumerate(items):
             value = getattr(item, attribute)
             result = torch.where(_valid(item, attribute), (value.double() - mean) * scale, 0).to(value.dtype)

@@ -14,7 +14,7 @@ import PIL.Image
 import torch
 import torch.nn.functional as F
 
-from ..media.encoding import MEDIA_PADDING, _cat_padded
+from ..media.encoding import MEDIA_PADDING, cat_padded
 from ..rollout.experience import (
     AUDIO_FIELDS,
     VISION_FIELDS,
@@ -288,7 +288,7 @@ def make_experience_batch(
         for name, tensor in _media(item).items():
             media.setdefault(name, []).append(tensor)
             media_rows.setdefault(name, [0] * len(items))[index] = len(tensor)
-    joined = {name: _cat_padded(tensors, MEDIA_PADDING.get(name, 0)) for name, tensors in media.items()}
+    joined = {name: cat_padded(tensors, MEDIA_PADDING.get(name, 0)) for name, tensors in media.items()}
 
     has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
     experience_type, _ = _TYPES[has_vision, has_audio]

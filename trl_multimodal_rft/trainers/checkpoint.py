@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..media.encoding import EncodedPrompt
-from ..replay import Group
+from ..replay import SAVED_CLASSES
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:
@@ -42,5 +41,5 @@ def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, 
     path = Path(checkpoint, f"rollout_state_{process_index}.pt")
     if not path.exists():
         return None
-    with torch.serialization.safe_globals([EncodedPrompt, Group, frozenset]):
+    with torch.serialization.safe_globals([*SAVED_CLASSES]):
         return torch.load(path, map_location="cpu", weights_only=True)

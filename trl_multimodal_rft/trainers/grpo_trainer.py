@@ -20,7 +20,7 @@ from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
 from ..algorithms.rewards import RunningScale
-from ..replay import Group, ReplayBuffer, join_groups, split_groups
+from ..replay import ReplayBuffer, join_groups, split_groups
 from .fetch import FetchOnce
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
@@ -165,7 +165,11 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         self._replay = ReplayBuffer(
             args.replay_buffer_size, args.replay_max_age, args.seed + self.accelerator.process_index
         )
-        self._surplus: list[Group] = []  # groups with signal that the last batch had no room for
+        # Groups with signal that the last batch had no room for. While one process lacks groups all draw, so that
+        # another's surplus could grow and grow old without a limit.
+        self._surplus = ReplayBuffer(
+            args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+        )
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         self._extra_rows = None
 
@@ -292,18 +296,19 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         args, step = self.args, self.state.global_step
         drawn = split_groups(batch, self.num_generations, step)
         size, rounds = len(drawn), 1
-        chosen = self._surplus + [group for group in drawn if group.rows["live"].all()]
+        waiting = self._surplus.take(len(self._surplus))
+        chosen = waiting + [group for group in drawn if group.rows["live"].all()]
         while (
             args.dynamic_sampling
             and rounds < args.dynamic_sampling_max_rounds
             and self._any_process(len(chosen) < size)
         ):
             drawn += split_groups(self._draw(self._draw_prompts(size)), self.num_generations, step)
-            chosen = self._surplus + [group for group in drawn if group.rows["live"].all()]
+            chosen = waiting + [group for group in drawn if group.rows["live"].all()]
             rounds += 1
         live = [group for group in drawn if group.rows["live"].all()]
-        # While one process lacks groups all draw, so that another's surplus could grow and grow old
-        self._surplus = [group.to("cpu") for group in chosen[size:][-size:]] if args.dynamic_sampling else []
+        if args.dynamic_sampling:
+            self._surplus.append(chosen[size:])
         chosen = chosen[:size]
         replayed = self._replay.sample(size - len(chosen), step)
         if args.replay_buffer_size > 0:
@@ -562,7 +567,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             "kl_controller": self._kl_controller.state_dict(),
             "reward_scale": self._reward_scale.state_dict(),
             "replay": self._replay.state_dict(),
-            "surplus": self._surplus,
+            "surplus": self._surplus.state_dict(),
             "n_extra_prompts": self._n_extra_prompts,
         }
 
@@ -576,5 +581,5 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         if self.args.replay_buffer_size > 0:
             self._replay.load_state_dict(state["replay"])
         if self.args.dynamic_sampling:
-            self._surplus = state["surplus"]
+            self._surplus.load_state_dict(state["surplus"])
         self._n_extra_prompts = state["n_extra_prompts"]
