@@ -856,14 +856,14 @@ def test_padding_defaults_to_the_end_of_sequence():
     batch, actor = some_prompts(), make("qwen2_5_vl")
     args = {"attention_mask": batch.prompt_mask, **batch.media, "max_new_tokens": 8, "do_sample": False}
     free, *_ = actor.generate(batch.prompt_ids, **args, eos_token_id=399)
-    end = free[0, batch.prompt_ids.size(1) + 1].item()
+    stop = batch.prompt_ids.size(1) + 2
+    end = free[0, stop].item()
+    assert end not in free[0, stop - 2 : stop] and end not in free[1]
     actor.model.generation_config.pad_token_id = None
     for eos in (end, [end, 398]):
         sequences, _, mask = actor.generate(batch.prompt_ids, **args, eos_token_id=eos)
-        assert mask[0].tolist() == [True, True] + [False] * (mask.size(1) - 2)
-        assert (sequences[0, batch.prompt_ids.size(1) + 1 :] == end).all()
-    sequences, _, mask = actor.generate(batch.prompt_ids, **args)
-    assert mask.size(1) <= 8
+        assert mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]
+        assert (sequences[0, stop:] == end).all() and torch.equal(sequences[1], free[1])
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "gemma3", "voxtral"])
@@ -914,7 +914,11 @@ def test_the_policy_itself_is_sampled():
         ({"top_k": 5}, {}, "`top_p` and `top_k` cut off tokens"),
         ({}, {"top_k": 5}, "`top_p` and `top_k` cut off tokens"),
         ({}, {"temperature": 0.1}, "Sampling at temperature 0.1"),
-        ({"generation_config": transformers.GenerationConfig(temperature=0.3)}, {}, "Sampling at temperature 0.3"),
+        (
+            {"generation_config": transformers.GenerationConfig(do_sample=True, temperature=0.3)},
+            {},
+            "Sampling at temperature 0.3",
+        ),
         ({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, {"top_k": 5, "temperature": 0.1}, None),
         ({}, {}, None),
         ({"temperature": 0.8, "top_k": 5, "do_sample": False}, {}, None),

@@ -404,7 +404,12 @@ def test_refusals_are_not_repeated(serve, status):
 
 def test_servers_that_do_not_answer(serve):
     over = threading.Event()
-    server = serve(lambda request: over.wait(20) and {"rewards": [1]})
+
+    def answer(request):
+        over.wait(3)
+        return {"rewards": [1]}  # too late
+
+    server = serve(answer)
     try:
         with pytest.raises(
             RuntimeError, match="/reward failed: ConnectionError|/reward failed: ReadTimeout"

@@ -525,8 +525,8 @@ def test_rollout_func_works_as_in_trl():
         run(trainer, "qwen2_5_vl", text_rows(), **options) for trainer in (GRPOTrainer, MultimodalGRPOTrainer)
     )
     assert norm(theirs.update) > 0.01
-    assert relative_difference(theirs.update, ours.update) <= 1e-5  # advantages are rounded later
-    assert largest_difference(theirs.history, ours.history)[0] == 0
+    assert relative_difference(theirs.update, ours.update) <= 1e-5  # TRL rounds its advantages earlier
+    assert largest_difference(theirs.history, ours.history)[0] <= 1e-5
 
 
 class Calling:

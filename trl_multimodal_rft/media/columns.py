@@ -121,13 +121,23 @@ def iter_refs(value: Any) -> Iterator[MediaRef]:
 
 
 def restore_media(value: Any) -> Any:
-    """Returns `value` with each [`MediaRef`] replaced by its raw medium, for reward functions that read prompts."""
+    """
+    Undoes [`rows_to_messages`] for functions that read prompts.
+
+    Args:
+        value (`Any`):
+            Messages, or any nesting of lists and dictionaries of them.
+
+    Returns:
+        `Any`: A copy in which each [`MediaRef`] is replaced by its raw medium, with the options of its block beside it.
+    """
     if isinstance(value, MediaRef):
         return value.source
     if isinstance(value, list):
         return [restore_media(item) for item in value]
     if isinstance(value, dict):
-        return {key: restore_media(item) for key, item in value.items()}
+        options = [item.options for item in value.values() if isinstance(item, MediaRef)]
+        return {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {})
     return value
 
 

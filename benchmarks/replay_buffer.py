@@ -1,0 +1,398 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+The replay buffer: speed of taking batches apart and making new ones, memory, and how full its packed rows are.
+
+```bash
+python benchmarks/replay_buffer.py                                # 512 samples in groups of 8, an image per group
+python benchmarks/replay_buffer.py --threads 1 --clock cpu --json
+```
+
+The batches are those of a rollout: prompts padded on the left, responses of all lengths padded on the right, and images
+as Qwen2.5-VL takes them, patches and grids of different sizes, repeated for each response to a prompt. All is seeded.
+
+- **Speed** of `split_experience_batch`, `remove_padding_in_sequences`, `make_experience_batch` (padded and packed) and
+  `ReplayBuffer.append`, against plain loops over samples that index, clone, pad with `pad_sequence` and concatenate.
+  These hold dictionaries, check nothing, and know no other media than these. The results are compared first: the
+  script exits with an error unless all values are equal. Then calls of the two alternate, and the *minimum* of each is
+  reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` measures CPU time, which is comparable
+  for `--threads 1`.
+- **Memory**: bytes of all different tensor storages that the buffer holds, against those of the batches that were
+  appended, and of what the loops keep.
+- **Token efficiency**: real tokens over what is forwarded at a budget of tokens, which is as many tokens as the budget
+  for each packed row (a row that isn't full counts as if it were). In comparison, real tokens over tokens with padding
+  when the samples are dealt out at random to as many padded batches; and over the budgets of padded batches, when
+  padding counts in a budget of the same size.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from trl_multimodal_rft.replay import (
+    BufferItemVL,
+    ReplayBuffer,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+from trl_multimodal_rft.rollout.experience import ExperienceVL
+
+
+TEXT = (16, 256)  # tokens of a prompt beside its image
+SIDE = (8, 32)  # patches along a side of an image; four patches are a token
+LONGEST_PROMPT = TEXT[1] + SIDE[1] ** 2 // 4
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+ACTION_FIELDS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl", "action_mask"]
+FIELDS = ["sequences", "attention_mask", *ACTION_FIELDS]
+MEDIA = ["pixel_values", "image_grid_thws"]
+
+
+def build_batches(
+    samples: int, group_size: int, batch_size: int, tokens: int, patch_values: int
+) -> list[ExperienceVL]:
+    """Batches of seeded samples; responses have up to `tokens` tokens."""
+    generator, pixel_generator = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+
+    def integers(low, high, size):
+        return torch.randint(low, high + 1, (size,), generator=generator)
+
+    batches = []
+    for start in range(0, samples, batch_size):
+        size = min(batch_size, samples - start)
+        groups = size // group_size
+        sides = [2 * integers(SIDE[0] // 2, SIDE[1] // 2, groups) for _ in range(2)]
+        grids = torch.stack([torch.ones(groups, dtype=torch.long), *sides], dim=1)
+        patches = grids.prod(1)
+        pixels = torch.randn(int(patches.sum()), patch_values, generator=pixel_generator).split(patches.tolist())
+        prompts = (integers(*TEXT, groups) + patches // 4).repeat_interleave(group_size)[:, None]
+        responses = integers(min(16, tokens), tokens, size)[:, None]
+        n_prompt, n_actions = int(prompts.max()), int(responses.max())
+        column = torch.arange(n_prompt + n_actions)
+        attention_mask = (column >= n_prompt - prompts) & (column < n_prompt + responses)
+        action_mask = torch.arange(n_actions) < responses
+        values = torch.randn(len(ACTION_FIELDS) - 1, size, n_actions, generator=generator) * action_mask
+        ids = torch.randint(1, 150_000, (size, n_prompt + n_actions), generator=generator) * attention_mask
+        rows = patches.repeat_interleave(group_size).tolist()
+        batches.append(
+            ExperienceVL(
+                sequences=ids,
+                attention_mask=attention_mask.long(),
+                action_mask=action_mask,
+                **dict(zip(ACTION_FIELDS[:-1], values, strict=True)),
+                pixel_values=torch.cat([own for own in pixels for _ in range(group_size)]),
+                image_grid_thws=grids.repeat_interleave(group_size, 0),
+                media_rows={"pixel_values": rows, "image_grid_thws": [1] * size},
+                info={"reward": torch.randn(size, generator=generator), "response_length": responses[:, 0].float()},
+            )
+        )
+    return batches
+
+
+# The usual way: plain loops over samples
+
+
+def split_loop(batch: ExperienceVL) -> list[dict]:
+    """Samples of a batch."""
+    items, start = [], 0
+    for i, grid in enumerate(batch.image_grid_thws):
+        stop = start + int(grid.prod())
+        item = {name: getattr(batch, name)[i].clone() for name in FIELDS}
+        item["pixel_values"] = batch.pixel_values[start:stop].clone()
+        item["image_grid_thws"] = grid[None].clone()
+        item["info"] = {key: value[i].clone() for key, value in batch.info.items()}
+        items.append(item)
+        start = stop
+    return items
+
+
+def remove_loop(items: list[dict]) -> list[dict]:
+    """Samples without padding."""
+    clean = []
+    for item in items:
+        real, actions = item["attention_mask"].bool(), item["action_mask"]
+        own = {name: item[name][real] for name in ("sequences", "attention_mask")}
+        clean.append({**item, **own, **{name: item[name][actions] for name in ACTION_FIELDS}})
+    return clean
+
+
+def make_loop(items: list[dict], packed: bool) -> dict:
+    """A batch of samples."""
+    batch = {}
+    for name in FIELDS:
+        column = [item[name] for item in items]
+        if packed:
+            batch[name] = [value.clone() for value in column]
+        else:
+            batch[name] = pad_sequence(column, batch_first=True, padding_side="left")
+    for name in MEDIA:
+        batch[name] = torch.cat([item[name] for item in items])
+    batch["info"] = {key: torch.stack([item["info"][key] for item in items]) for key in items[0]["info"]}
+    return batch
+
+
+# Measurements
+
+
+def seconds(function: Callable, arguments: list, now: Callable[[], float]) -> float:
+    """Time of a call for each of the arguments, whose results are dropped."""
+    start = now()
+    for argument in arguments:
+        function(argument)
+    return now() - start
+
+
+def append_all(batches: list[ExperienceVL]) -> ReplayBuffer:
+    """A buffer with all samples."""
+    buffer = ReplayBuffer()
+    for batch in batches:
+        buffer.append(batch)
+    return buffer
+
+
+def append_loop(batches: list[ExperienceVL]) -> list[dict]:
+    """A list of all samples."""
+    items = []
+    for batch in batches:
+        items += remove_loop(split_loop(batch))
+    return items
+
+
+def as_dict(record: BufferItemVL | ExperienceVL) -> dict:
+    """What a loop knows of a sample or batch."""
+    return {name: getattr(record, name) for name in (*FIELDS, *MEDIA, "info")}
+
+
+def equal(ours, usual) -> bool:
+    """Whether our result and that of a loop hold the same values."""
+    if isinstance(ours, (BufferItemVL, ExperienceVL)):
+        ours = as_dict(ours)
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == usual.dtype and torch.equal(ours, usual)
+    if isinstance(ours, dict):
+        return ours.keys() == usual.keys() and all(equal(ours[name], usual[name]) for name in ours)
+    return len(ours) == len(usual) and all(map(equal, ours, usual))
+
+
+def storages(value) -> dict[int, int]:
+    """Bytes of the different storages of all tensors in there, by their address."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
+    if isinstance(value, (BufferItemVL, ExperienceVL)):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return {address: size for part in parts for address, size in storages(part).items()}
+
+
+def held(value) -> int:
+    """Bytes of all tensors in there."""
+    return sum(storages(value).values())
+
+
+def token_efficiency(buffer: ReplayBuffer, max_tokens: int) -> dict[str, float]:
+    """How many rows and batches there are, and real tokens over what they hold or may hold."""
+    real = sum(len(item.sequences) for item in buffer)
+    rows = sum(1 for _ in buffer.batches(packing_samples=True, max_tokens=max_tokens))
+    dealt = [batch.sequences.numel() for batch in buffer.batches(batch_size=math.ceil(len(buffer) / rows))]
+    within_budget = sum(1 for _ in buffer.batches(max_tokens=max_tokens))
+    return {
+        "real_tokens": real,
+        "packed_rows": rows,
+        "packed_efficiency": real / (rows * max_tokens),
+        "padded_batches": len(dealt),
+        "padded_efficiency": real / sum(dealt),
+        "padded_budget_batches": within_budget,
+        "padded_budget_efficiency": real / (within_budget * max_tokens),
+    }
+
+
+def contests(batches: list[ExperienceVL], made_size: int) -> dict[str, tuple[Callable, Callable, list, list]]:
+    """By the name of what is measured, our function and the usual loop, and the arguments of each."""
+    padded = [split_experience_batch(batch) for batch in batches]
+    plain = [[as_dict(item) for item in items] for items in padded]
+    clean = remove_padding_in_sequences([item for items in padded for item in items])
+    order = torch.randperm(len(clean), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = [[clean[i] for i in order[start : start + made_size]] for start in range(0, len(clean), made_size)]
+    plain_parts = [[as_dict(item) for item in items] for items in parts]
+    return {
+        "split": (split_experience_batch, split_loop, batches, batches),
+        "remove_padding": (remove_padding_in_sequences, remove_loop, padded, plain),
+        "make_padded": (make_experience_batch, lambda items: make_loop(items, False), parts, plain_parts),
+        "make_packed": (
+            lambda items: make_experience_batch(items, packing_samples=True),
+            lambda items: make_loop(items, True),
+            parts,
+            plain_parts,
+        ),
+        "append": (append_all, append_loop, [batches], [batches]),
+    }
+
+
+def hardware() -> dict:
+    """What it ran on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": os.cpu_count()}
+
+
+def run(args: argparse.Namespace) -> dict:
+    """
+    Runs the benchmark.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `dict`: Ratios (time of the usual loops over ours, bytes of the batches over those of the buffer), samples per
+        second and the times they come from, bytes, token efficiency, setting, hardware and versions.
+
+    Raises:
+        `SystemExit`: If ours and the usual loops don't give the same.
+    """
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    batches = build_batches(args.samples, args.group_size, args.batch_size, args.tokens, args.patch_values)
+    functions = contests(batches, args.made_size)
+    for name, (ours, usual, *arguments) in functions.items():
+        if not all(equal(ours(own), usual(plain)) for own, plain in zip(*arguments, strict=True)):
+            raise SystemExit(f"{name}: ours and the usual loop don't give the same")
+
+    # Below the 32 MiB up to which glibc adapts (M_MMAP_THRESHOLD of mallopt), see `estimators.py`
+    torch.empty(30 * 2**20, dtype=torch.uint8)
+    best = {"ours": dict.fromkeys(functions, math.inf), "usual": dict.fromkeys(functions, math.inf)}
+    for name, (*pair, own, plain) in functions.items():
+        for _ in range(args.repetitions):
+            for times, function, arguments in zip(best.values(), pair, (own, plain), strict=True):
+                times[name] = min(times[name], seconds(function, arguments, CLOCKS[args.clock]))
+
+    buffer = append_all(batches)
+    lengths = [len(item.sequences) for item in buffer]
+    memory = {
+        "batch_bytes": sum(map(held, batches)),
+        "usual_bytes": held(append_loop(batches)),
+        "buffer_bytes": held(list(buffer)),
+    }
+    return {
+        **{f"{name}_ratio": best["usual"][name] / best["ours"][name] for name in functions},
+        "memory_ratio": memory["batch_bytes"] / memory["buffer_bytes"],
+        **token_efficiency(buffer, args.max_tokens),
+        **memory,
+        **{
+            side: {
+                **{f"{name}_s": value for name, value in times.items()},
+                **{f"{name}_per_s": args.samples / value for name, value in times.items()},
+            }
+            for side, times in best.items()
+        },
+        "setting": {
+            **{name: value for name, value in vars(args).items() if name != "json"},
+            "shortest_sample": min(lengths),
+            "longest_sample": max(lengths),
+            "threads": torch.get_num_threads(),
+            "dtype": str(batches[0].values.dtype).removeprefix("torch."),
+        },
+        "hardware": hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("trl-multimodal-rft", "torch")},
+        },
+    }
+
+
+def table(result: dict) -> str:
+    """
+    The result as text.
+
+    Args:
+        result (`dict`):
+            What [`run`] returns.
+
+    Returns:
+        `str`: A few lines about the setting and a table.
+    """
+    setting, ours, usual = result["setting"], result["ours"], result["usual"]
+    clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
+    lines = [
+        f"{setting['samples']} samples of {setting['shortest_sample']} to {setting['longest_sample']} tokens in groups "
+        f"of {setting['group_size']}, batches of {setting['batch_size']} taken apart and of "
+        f"{setting['made_size']} made, {setting['patch_values']} values per patch in "
+        f"{setting['dtype']};",
+        f"{result['hardware']['cpu']}, {setting['threads']} threads; torch {result['versions']['torch']}; {clock} time, "
+        f"minimum of {setting['repetitions']}",
+    ]
+    names = [name.removesuffix("_s") for name in ours if not name.endswith("_per_s")]
+    width = max(map(len, names))
+    lines += ["", f"{'samples/s':{width}}  {'usual loop':>12}  {'ours':>12}  {'ours / usual':>12}"]
+    lines += [
+        f"{name:{width}}  {usual[f'{name}_per_s']:>12,.0f}  {ours[f'{name}_per_s']:>12,.0f}  "
+        f"{result[f'{name}_ratio']:>11.2f}x"
+        for name in names
+    ]
+    mib = {name: result[f"{name}_bytes"] / 2**20 for name in ("batch", "usual", "buffer")}
+    lines += [
+        "",
+        f"memory: {mib['batch']:.1f} MiB appended, {mib['usual']:.1f} MiB kept by the loop, {mib['buffer']:.1f} MiB by "
+        f"the buffer: {result['memory_ratio']:.2f}x less than appended",
+        f"token efficiency at a budget of {setting['max_tokens']}: {result['packed_efficiency']:.1%} in "
+        f"{result['packed_rows']} packed rows; {result['padded_efficiency']:.1%} in {result['padded_batches']} padded "
+        f"batches dealt at random, {result['padded_budget_efficiency']:.1%} in {result['padded_budget_batches']} padded "
+        "batches within the budget",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=512, help="samples in the buffer")
+    parser.add_argument("--group-size", type=int, default=8, help="responses to a prompt and its image")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples in a batch that is appended")
+    parser.add_argument("--made-size", type=int, default=8, help="samples in a batch that is made")
+    parser.add_argument("--tokens", type=int, default=1024, help="longest response")
+    parser.add_argument("--patch-values", type=int, default=1176, help="values of a patch, as in Qwen2.5-VL")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="budget of a packed row")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="which time is measured")
+    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
+    parser.add_argument("--repetitions", type=int, default=10, help="how many repetitions the minimum is taken over")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
+    args = parser.parse_args(argv)
+    if min(args.repetitions, args.tokens, args.patch_values, args.made_size) < 1:
+        parser.error("`--repetitions`, `--tokens`, `--patch-values` and `--made-size` must be at least 1")
+    if args.group_size < 1 or args.batch_size < 1 or args.batch_size % args.group_size:
+        parser.error("`--batch-size` must be a multiple of `--group-size`")
+    if args.samples < 1 or args.samples % args.group_size:
+        parser.error("`--samples` must be a multiple of `--group-size`")
+    if args.max_tokens < LONGEST_PROMPT + args.tokens:
+        parser.error(f"`--max-tokens` must be at least {LONGEST_PROMPT} more than `--tokens`: that long is a prompt")
+
+    result = run(args)
+    print(table(result))
+    if args.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()
