@@ -7,15 +7,15 @@ python benchmarks/replay_buffer.py                                # 512 samples 
 python benchmarks/replay_buffer.py --threads 1 --clock cpu --json
 ```
 
-The batches are those of a rollout: prompts padded on the left, responses of all lengths padded on the right, and images
-as Qwen2.5-VL takes them, patches and grids of different sizes, repeated for each response to a prompt. All is seeded.
+The batches are those of a rollout: prompts padded on the left, responses of all lengths padded on the right, and
+images as Qwen2.5-VL takes them, patches and grids of different sizes, repeated for each response. All is seeded.
 
 - **Speed** of `split_experience_batch`, `remove_padding_in_sequences`, `make_experience_batch` (padded and packed) and
   `ReplayBuffer.append`, against plain loops over samples that index, clone, pad with `pad_sequence` and concatenate.
   These hold dictionaries, check nothing, and know no other media than these. The results are compared first: the
   script exits with an error unless all values are equal. Then calls of the two alternate, and the *minimum* of each is
-  reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` measures CPU time, which is comparable
-  for `--threads 1`.
+  reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` measures CPU time, which is
+  comparable for `--threads 1`.
 - **Memory**: bytes of all different tensor storages that the buffer holds, against those of the batches that were
   appended, and of what the loops keep.
 - **Token efficiency**: real tokens over what is forwarded at a budget of tokens, which is as many tokens as the budget
@@ -324,12 +324,11 @@ def table(result: dict) -> str:
     setting, ours, usual = result["setting"], result["ours"], result["usual"]
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
     lines = [
-        f"{setting['samples']} samples of {setting['shortest_sample']} to {setting['longest_sample']} tokens in groups "
-        f"of {setting['group_size']}, batches of {setting['batch_size']} taken apart and of "
-        f"{setting['made_size']} made, {setting['patch_values']} values per patch in "
-        f"{setting['dtype']};",
-        f"{result['hardware']['cpu']}, {setting['threads']} threads; torch {result['versions']['torch']}; {clock} time, "
-        f"minimum of {setting['repetitions']}",
+        f"{setting['samples']} samples of {setting['shortest_sample']} to {setting['longest_sample']} tokens in "
+        f"groups of {setting['group_size']}, batches of {setting['batch_size']} taken apart and of "
+        f"{setting['made_size']} made, {setting['patch_values']} values per patch in {setting['dtype']};",
+        f"{result['hardware']['cpu']}, {setting['threads']} threads; torch {result['versions']['torch']}; "
+        f"{clock} time, minimum of {setting['repetitions']}",
     ]
     names = [name.removesuffix("_s") for name in ours if not name.endswith("_per_s")]
     width = max(map(len, names))
@@ -342,12 +341,12 @@ def table(result: dict) -> str:
     mib = {name: result[f"{name}_bytes"] / 2**20 for name in ("batch", "usual", "buffer")}
     lines += [
         "",
-        f"memory: {mib['batch']:.1f} MiB appended, {mib['usual']:.1f} MiB kept by the loop, {mib['buffer']:.1f} MiB by "
-        f"the buffer: {result['memory_ratio']:.2f}x less than appended",
+        f"memory: {mib['batch']:.1f} MiB appended, {mib['usual']:.1f} MiB kept by the loop, {mib['buffer']:.1f} MiB "
+        f"by the buffer: {result['memory_ratio']:.2f}x less than appended",
         f"token efficiency at a budget of {setting['max_tokens']}: {result['packed_efficiency']:.1%} in "
-        f"{result['packed_rows']} packed rows; {result['padded_efficiency']:.1%} in {result['padded_batches']} padded "
-        f"batches dealt at random, {result['padded_budget_efficiency']:.1%} in {result['padded_budget_batches']} padded "
-        "batches within the budget",
+        f"{result['packed_rows']} packed rows; {result['padded_efficiency']:.1%} in {result['padded_batches']} "
+        f"padded batches dealt at random, {result['padded_budget_efficiency']:.1%} in "
+        f"{result['padded_budget_batches']} padded batches within the budget",
     ]
     return "\n".join(lines)
 

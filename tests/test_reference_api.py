@@ -29,11 +29,11 @@ from trl_multimodal_rft.rollout.experience import Experience, ExperienceVL
 from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
-# Names and signatures, as on the pages. Where a page shows no default, ours may have one; `gradient_checkpointing_kwargs`
-# has another of the same meaning. What comes before `/` is compared by position only.
+# Names and signatures, as on the pages. Where a page shows no default, ours may have one;
+# `gradient_checkpointing_kwargs` has another of the same meaning. What is before `/` is compared by position only.
 
-ACTOR = """pretrain_or_model, use_flash_attention_2, bf16, lora_rank, lora_alpha, lora_dropout, target_modules, ds_config,
-    device_map, packing_samples"""
+ACTOR = """pretrain_or_model, use_flash_attention_2, bf16, lora_rank, lora_alpha, lora_dropout, target_modules,
+    ds_config, device_map, packing_samples"""
 FORWARD = """sequences, num_actions=None, attention_mask=None, pixel_values=None, image_grid_thw=None,
     pixel_values_videos=None, video_grid_thw=None, return_output=False, packed_seq_lens=None"""
 VISION = "pixel_values=None, image_grid_thws=None, pixel_values_videos=None, video_grid_thws=None, raw_images=None"
@@ -67,8 +67,8 @@ SIGNATURES = {
     "replay.replay_buffer_utils:split_experience_batch": "experience",
     "replay.replay_buffer_utils:zero_pad_sequences": "sequences, side='left'",
     # Here these take more than tensors, so the first argument has another name
-    "rollout.experience:to": "tensor, /, device",
-    "rollout.experience:pin_memory": "tensor, /",
+    "rollout.experience:to": "tensor, device",
+    "rollout.experience:pin_memory": "tensor",
     "rollout.experience:clip_filter_like_weight_func": "rewards, clip_filter_like_weight_clip_eps=3.0, lamda=1.0",
     "rollout.experience:Experience": f"sequences, {ACTIONS}, kl=None, action_entropy=None",
     "rollout.experience:Experience.to_device": "self, device",

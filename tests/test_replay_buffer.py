@@ -1099,3 +1099,26 @@ def test_empty_buffer():
     buffer.normalize()
     assert list(buffer.batches(batch_size=3)) == []
     assert buffer.sample(1) == buffer.take(1) == []
+
+
+def test_group_spread_over_batches_shares_its_media():
+    """Three of a group in one batch, one and another group in the next."""
+    buffer = ReplayBuffer()
+    image, other = torch.randn(4, 6), torch.randn(4, 6)
+    grid = torch.tensor([[1, 2, 2]])
+    for images in ([image, image, image], [image, other]):
+        buffer.append(
+            ExperienceVL(
+                sequences=torch.ones(len(images), 3, dtype=torch.long),
+                attention_mask=torch.ones(len(images), 3, dtype=torch.long),
+                action_mask=torch.ones(len(images), 2, dtype=torch.bool),
+                pixel_values=torch.cat(images),
+                image_grid_thws=grid.repeat(len(images), 1),
+                extra_media={"image_sizes": torch.cat([i[:1, :2] for i in images])},
+                info={},
+            )
+        )
+    items = list(buffer)
+    assert len({id(item.pixel_values) for item in items}) == 2
+    assert len({id(item.extra_media["image_sizes"]) for item in items}) == 2
+    assert [torch.equal(item.pixel_values, image) for item in items] == [True] * 4 + [False]

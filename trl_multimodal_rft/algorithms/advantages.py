@@ -30,7 +30,7 @@ ESTIMATORS = {
 ALIASES = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_baseline": "reinforce_baseline"}
 
 # Columns that a recurrence handles in one matrix product.
-_CHUNK = 64
+_CHUNK = 32
 
 
 @dataclass(eq=False)
@@ -423,21 +423,17 @@ def _over_valid_tokens(mask: torch.Tensor, function: Callable, *values: torch.Te
 
 
 def _suffix_sums(x: torch.Tensor, decay: float) -> torch.Tensor:
-    """`y[:, t] = x[:, t] + decay * y[:, t + 1]`, chunk by chunk: one product within chunks, a short loop across."""
+    """`y[:, t] = x[:, t] + decay * y[:, t + 1]`: one product within chunks of columns, and the same again across them."""
     rows, width = x.shape
     steps = torch.arange(_CHUNK, device=x.device)
     distance = steps[:, None] - steps  # from row j of the product to its column i
     kernel = torch.where(distance >= 0, float(decay) ** distance.clamp(min=0).to(x.dtype), 0)
-    chunks = torch.nn.functional.pad(x, (0, -width % _CHUNK)).view(rows, -1, _CHUNK)
-    sums = chunks @ kernel
-    carry = x.new_zeros(rows)
-    carries = []  # what follows each chunk, from the right
-    for first in sums[..., 0].flip(1).unbind(1):
-        carries.append(carry)
-        carry = first + decay**_CHUNK * carry
-    following = torch.stack(carries, dim=1).flip(1)
-    fade = float(decay) ** (_CHUNK - steps).to(x.dtype)
-    return (sums + following[..., None] * fade).view(rows, -1)[:, :width]
+    sums = torch.nn.functional.pad(x, (0, -width % _CHUNK)).view(rows, -1, _CHUNK) @ kernel
+    if sums.size(1) > 1:
+        following = _suffix_sums(sums[..., 0], decay**_CHUNK).roll(-1, dims=1)
+        following[:, -1] = 0
+        sums.addcmul_(following[..., None], float(decay) ** (_CHUNK - steps).to(x.dtype))
+    return sums.view(rows, -1)[:, :width]
 
 
 def estimate_advantages(

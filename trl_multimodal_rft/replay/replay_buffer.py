@@ -20,6 +20,7 @@ from .replay_buffer_utils import (
     BufferItemVL,
     make_experience_batch,
     remove_padding_in_sequences,
+    share_media,
     split_experience_batch,
 )
 
@@ -182,6 +183,8 @@ class ReplayBuffer:
             kept = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
             if not isinstance(batch.sequences, list):
                 kept = remove_padding_in_sequences(kept)
+            if len(self) > 0 and kept:
+                share_media(self[-1], kept)  # a group may be spread over batches
         else:
             kept = []
             for group in experience[-self.limit :]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import PIL.Image
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ..media.encoding import MEDIA_PADDING, cat_padded
 from ..rollout.experience import (
@@ -183,6 +184,8 @@ def zero_pad_sequences(
     assert side in ("left", "right"), f"`side` must be 'left' or 'right', not {side!r}."
     if not sequences:
         raise ValueError("There are no sequences to pad.")
+    if all(sequence.dim() == 1 for sequence in sequences):
+        return pad_sequence(list(sequences), batch_first=True, padding_value=value, padding_side=side)
     longest = max(sequence.size(-1) for sequence in sequences)
     gaps = [longest - sequence.size(-1) for sequence in sequences]
     pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
@@ -477,6 +480,31 @@ def _media(record: Record) -> dict[str, torch.Tensor]:
     if twice := own.keys() & extra.keys():
         raise ValueError(f"`extra_media` gives {sorted(twice)} a second time.")
     return own | extra
+
+
+def share_media(previous: BufferItem, items: Sequence[BufferItem]) -> None:
+    """
+    Gives samples the media tensors of the one before them where they are equal, in place.
+
+    Args:
+        previous ([`BufferItem`]):
+            The sample before.
+        items (`Sequence[BufferItem]`):
+            Samples of one experience, adjacent ones of a group with the same tensors.
+    """
+    names = [name for name in (*VISION_FIELDS, *AUDIO_FIELDS) if hasattr(previous, name) and hasattr(items[0], name)]
+    for name in names:
+        known, new = getattr(previous, name), getattr(items[0], name)
+        if known is not None and new is not None and torch.equal(known, new):
+            for item in items:
+                if getattr(item, name) is new:
+                    setattr(item, name, known)
+    known_extra = getattr(previous, "extra_media", None) or {}
+    for name, new in (getattr(items[0], "extra_media", None) or {}).items():
+        if name in known_extra and torch.equal(known_extra[name], new):
+            for item in items:
+                if item.extra_media and item.extra_media.get(name) is new:
+                    item.extra_media = {**item.extra_media, name: known_extra[name]}
 
 
 def _split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | None]:

@@ -22,12 +22,12 @@ from ..algorithms.advantages import clip_filter_like_weights, group_statistics
 Tokens = torch.Tensor | list[torch.Tensor]
 
 
-def to(value: Any, device: torch.device | str) -> Any:
+def to(tensor: Any, device: torch.device | str) -> Any:
     """
     Moves tensors to a device, however deep they lie.
 
     Args:
-        value (`Any`):
+        tensor (`Any`):
             A tensor, or lists, tuples and dicts that hold tensors.
         device (`torch.device` or `str`):
             Where the tensors go.
@@ -35,23 +35,23 @@ def to(value: Any, device: torch.device | str) -> Any:
     Returns:
         `Any`: New containers of moved tensors. Everything else is passed on as it is.
     """
-    return map_tensors(lambda tensor: tensor.to(device), value)
+    return map_tensors(lambda each: each.to(device), tensor)
 
 
-def pin_memory(value: Any) -> Any:
+def pin_memory(tensor: Any) -> Any:
     """
     Pins tensors on the CPU, however deep they lie, so that they get to a GPU faster.
 
     Args:
-        value (`Any`):
+        tensor (`Any`):
             A tensor, or lists, tuples and dicts that hold tensors.
 
     Returns:
-        `Any`: New containers of pinned tensors; the value itself where there is no CUDA.
+        `Any`: New containers of pinned tensors; the argument itself where there is no CUDA.
     """
     if not torch.cuda.is_available():
-        return value
-    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, value)
+        return tensor
+    return map_tensors(lambda each: each.pin_memory() if each.device.type == "cpu" else each, tensor)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
