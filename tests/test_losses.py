@@ -12,7 +12,15 @@ from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
 from trl_multimodal_rft.algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from trl_multimodal_rft.algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
+from trl_multimodal_rft.algorithms.losses import (
+    aggregate,
+    cpgd_loss,
+    dual_clip_loss,
+    explained_variance,
+    gmpo_loss,
+    policy_drift,
+    value_loss,
+)
 
 
 NAN, INF = math.nan, math.inf
@@ -373,3 +381,35 @@ def test_rows_compete_within_the_batch():
     entropies, mask = tensor([[3, 2, 1], [0.1, 0.2, 0.3]]), torch.ones(2, 3)
     assert high_entropy_mask(entropies, mask, 0.3).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert high_entropy_mask(entropies, mask, 0.3, scope="sequence").tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+# The critic
+
+
+def test_value_loss_by_hand():
+    values, old, returns = (
+        torch.tensor([[1.0, 0.0, 0.5]]),
+        torch.tensor([[0.0, 0.0, 0.5]]),
+        torch.tensor([[1.0, 1.0, 0.5]]),
+    )
+    assert value_loss(values, old, returns).tolist() == [[0.0, 0.5, 0.0]]
+    # The first moved by 1 to where it should be, of which 0.2 count
+    assert value_loss(values, old, returns, clip=0.2).tolist() == [[pytest.approx(0.32), 0.5, 0.0]]
+
+
+def test_clipped_values_get_no_gradient():
+    """A value that moved too far towards its return is left there; away from it, it is pulled back."""
+    values = torch.tensor([[1.0, -1.0]], requires_grad=True)
+    value_loss(values, torch.zeros(1, 2), torch.full((1, 2), 2.0), clip=0.2).sum().backward()
+    assert values.grad.tolist() == [[0.0, -3.0]]
+
+
+def test_explained_variance():
+    returns = torch.tensor([[1.0, 2.0, 3.0, 99.0]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(returns + 5, returns, mask) == 1  # a constant is no variance
+    assert explained_variance(torch.zeros(1, 4), returns, mask) == 0
+    assert explained_variance(-returns, returns, mask) == -3
+    assert explained_variance(returns, torch.ones(1, 4), mask).isnan()
+    assert explained_variance(returns, returns, torch.zeros(1, 4)).isnan()

@@ -126,6 +126,53 @@ def gmpo_loss(
     return -mean.exp() * advantages
 
 
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = None
+) -> torch.Tensor:
+    r"""
+    Half the squared error of the critic, clipped around its old values as in [PPO](https://huggingface.co/papers/1707.06347):
+    $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
+
+    Args:
+        values (`torch.Tensor`):
+            Current values, shape `(B, T)`.
+        old_values (`torch.Tensor`):
+            Values when the completions were sampled, shape `(B, T)`.
+        returns (`torch.Tensor`):
+            Returns, shape `(B, T)`.
+        clip (`float`, *optional*):
+            How far values may move from the old ones to be rewarded for it. `None` doesn't clip.
+
+    Returns:
+        `torch.Tensor`: Loss of each token, shape `(B, T)`.
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.max(error, (clipped - returns).square())
+    return error / 2
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    r"""
+    How much of the returns the critic knows before: $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
+
+    Args:
+        values (`torch.Tensor`):
+            Values, shape `(B, T)`.
+        returns (`torch.Tensor`):
+            Returns, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+
+    Returns:
+        `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.
+    """
+    returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
+    variance = returns.var(correction=0) if len(returns) > 1 else returns.new_zeros(())
+    return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
+
+
 def aggregate(
     values: torch.Tensor,
     mask: torch.Tensor,

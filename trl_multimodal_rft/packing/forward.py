@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..media.encoding import EncodedPrompt, join_media
-from .layout import group_by_prompt, pack, split_samples
+from .layout import PackedRow, group_by_prompt, pack, split_samples
 from .masks import field_fill, linear_masks
 
 
@@ -86,21 +86,86 @@ def completion_scores(
         is 0, and the auxiliary loss or `None`.
     """
     score = packed_scores if packed else padded_scores
-    args = (model, unwrapped_model)
+
+    def part(prompts, ids, mask):
+        return score(model, unwrapped_model, prompts, ids, mask, output_router_logits)
+
+    logps, entropies, aux_losses = _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
+    return logps, entropies, None if aux_losses is None else aux_losses.mean()
+
+
+def completion_values(
+    critic: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    packed: bool = True,
+    apart: Literal["media", "prompt"] | None = None,
+    min_forwards: int = 1,
+) -> torch.Tensor:
+    """
+    Values of the states before each completion token, packed or padded.
+
+    Args:
+        critic (`torch.nn.Module`):
+            A [`~actors.Critic`]: called like a model, with the ids first, it returns the value after every token.
+        unwrapped_model ([`~transformers.PreTrainedModel`]):
+            Its model.
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`; samples of a group hold the same object.
+        completion_ids (`torch.Tensor`):
+            Right-padded completions, shape `(B, C)`.
+        completion_mask (`torch.Tensor`):
+            1 on completion tokens, shape `(B, C)`.
+        packed (`bool`, *optional*, defaults to `True`):
+            See [`completion_scores`].
+        apart (`str`, *optional*):
+            See [`completion_scores`].
+        min_forwards (`int`, *optional*, defaults to `1`):
+            See [`completion_scores`].
+
+    Returns:
+        `torch.Tensor`: Values, shape `(B, C)`, 0 where the mask is 0.
+    """
+
+    def part(prompts, ids, mask):
+        if packed:
+            row, inputs = _packed_inputs(unwrapped_model, prompts, ids, mask)
+            with inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids):
+                values = critic(inputs.pop("input_ids"), **inputs)[0][row.score_index]
+        else:
+            # A state is that of the token before
+            inputs = _padded_inputs(unwrapped_model, prompts, ids, mask)
+            values = critic(inputs.pop("input_ids"), **inputs)[:, -ids.size(1) - 1 : -1]
+        return (torch.where(mask.bool(), values, 0.0),)
+
+    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)[0]
+
+
+def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwards) -> tuple:
+    """Scores with as many forwards as `apart` asks for; a scalar of each part is stacked."""
     if apart is None:
-        return score(*args, prompts, completion_ids, completion_mask, output_router_logits)
+        return score(prompts, completion_ids, completion_mask)
     rows = split_samples(prompts, apart)
     surplus = max(min_forwards - len(rows), 0)
     results = []
     for row in rows + rows[-1:] * surplus:
-        part = (completion_ids[row], completion_mask[row])
-        results.append(score(*args, [prompts[i] for i in row], *part, output_router_logits))
+        results.append(score([prompts[i] for i in row], completion_ids[row], completion_mask[row]))
     order = torch.tensor([i for row in rows for i in row], device=completion_ids.device).argsort()
-    logps, entropies, aux_losses = zip(*results, strict=True)
-    total = torch.cat(logps[: len(rows)])[order] + 0.0 * sum(extra.sum() for extra in logps[len(rows) :])
-    entropy = None if entropies[0] is None else torch.cat(entropies[: len(rows)])[order]
-    aux_loss = None if aux_losses[0] is None else torch.stack(aux_losses[: len(rows)]).mean()
-    return total, entropy, aux_loss
+
+    def join(values):
+        if values[0] is None:
+            return None
+        if values[0].dim() == 0:
+            return torch.stack(values[: len(rows)])
+        return torch.cat(values[: len(rows)])[order]
+
+    first, *others = [join(values) for values in zip(*results, strict=True)]
+    # Surplus forwards weigh nothing, but have a backward like the others
+    first = first + 0.0 * sum(result[0].sum() for result in results[len(rows) :])
+    return (first, *others)
 
 
 def packed_scores(
@@ -119,21 +184,10 @@ def packed_scores(
 
     Arguments and return value are those of [`completion_scores`].
     """
-    longest = int(completion_mask.sum(1).max())
-    masks = [linear_masks(unwrapped_model, prompt, longest) for prompt in group_by_prompt(prompts)]
-    row = pack(prompts, completion_ids, completion_mask, masks, field_fill(unwrapped_model))
-    decoder_kwargs = {"prefix_layout": row.layout, "position_ids": row.position_ids}
-    with inject(unwrapped_model.get_decoder(), **decoder_kwargs):
-        outputs = model(
-            input_ids=row.input_ids,
-            attention_mask=torch.ones_like(row.input_ids),
-            position_ids=row.position_ids,
-            **to_model(join_media(row.prompts), unwrapped_model, completion_ids.device),
-            **row.token_fields,
-            **({"output_router_logits": True} if output_router_logits else {}),
-            shift_labels=row.shift_labels,
-            fused_lm_head=True,
-        )
+    row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
+    router = {"output_router_logits": True} if output_router_logits else {}
+    with inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids):
+        outputs = model(**inputs, **router, shift_labels=row.shift_labels, fused_lm_head=True)
 
     def unpack(values):
         return torch.where(completion_mask.bool(), values[0][row.score_index], 0.0)
@@ -156,32 +210,48 @@ def padded_scores(
     For models whose completions can't share their prompt, and for prompts too short to gain from it. Arguments and
     return value are those of [`completion_scores`].
     """
+    n_new = completion_ids.size(1)
+    inputs = _padded_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[:, :-n_new] = -100
+    router = {"output_router_logits": True} if output_router_logits else {}
+    outputs = model(**inputs, **router, labels=labels, fused_lm_head=True)
+    entropy = None if outputs.entropy is None else outputs.entropy[:, -n_new:]
+    return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss
+
+
+def _packed_inputs(model, prompts, completion_ids, completion_mask) -> tuple[PackedRow, dict[str, torch.Tensor]]:
+    """The packed row, and what a forward takes."""
+    longest = int(completion_mask.sum(1).max())
+    masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
+    row = pack(prompts, completion_ids, completion_mask, masks, field_fill(model))
+    inputs = {
+        "input_ids": row.input_ids,
+        "attention_mask": torch.ones_like(row.input_ids),
+        "position_ids": row.position_ids,
+        **to_model(join_media(row.prompts), model, completion_ids.device),
+        **row.token_fields,
+    }
+    return row, inputs
+
+
+def _padded_inputs(model, prompts, completion_ids, completion_mask) -> dict[str, torch.Tensor]:
+    """What a forward takes, one row per completion."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
-    fill = field_fill(unwrapped_model)
-    pad_token_id = unwrapped_model.config.get_text_config().pad_token_id or 0
-    batch = left_pad(prompts, pad_token_id)
-    input_ids = torch.cat([batch["input_ids"].to(device), completion_ids], dim=1)
-    attention_mask = torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1)
+    fill = field_fill(model)
+    batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
     positions = batch["position_ids"].to(device)
-    positions = torch.cat([positions, positions[..., -1:] + 1 + torch.arange(n_new, device=device)], dim=-1)
     fields = {
         name: F.pad(value, (0, n_new), value=fill.get(name, 0)).to(device) for name, value in batch["fields"].items()
     }
-    labels = input_ids.masked_fill(attention_mask == 0, -100)
-    labels[:, :-n_new] = -100
-    outputs = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions,
-        **to_model(join_media(prompts), unwrapped_model, device),
+    return {
+        "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
+        "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
+        "position_ids": torch.cat([positions, positions[..., -1:] + 1 + torch.arange(n_new, device=device)], dim=-1),
+        **to_model(join_media(prompts), model, device),
         **fields,
-        **({"output_router_logits": True} if output_router_logits else {}),
-        labels=labels,
-        fused_lm_head=True,
-    )
-    entropy = None if outputs.entropy is None else outputs.entropy[:, -n_new:]
-    return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss
+    }
 
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:

@@ -1,0 +1,138 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The critic: values of the states before the actions, packed as padded, and no value without its media."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import FAMILIES
+from test_packing import G, encode_chats, random_completions
+from trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
+
+from trl_multimodal_rft.actors import Actor, Critic
+from trl_multimodal_rft.media import MediaError
+from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
+from trl_multimodal_rft.packing.forward import completion_values
+from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+
+
+SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
+
+
+def build(name):
+    """A critic with a head that isn't 0, prompts of its family and completions of them."""
+    model, processor = FAMILIES[name].build()
+    critic = Critic(model)
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    prompts = [p for p in encode_chats(model, processor, FAMILIES[name].prompts()) for _ in range(G)]
+    apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+    return critic, prompts, *random_completions(len(prompts)), apart
+
+
+def gradients(critic, values, mask):
+    weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(1))
+    critic.zero_grad(set_to_none=True)
+    (values * weights * mask).sum().backward()
+    return torch.cat([p.grad.flatten() for p in critic.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", SHAREABLE)
+def test_packed_equals_padded(name):
+    critic, prompts, ids, mask, apart = build(name)
+
+    def run(packed, apart):
+        values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, apart=apart)
+        return values, gradients(critic, values, mask)
+
+    # Padded each prompt by itself, so that no padding on the left disturbs it
+    (packed, packed_gradient), (padded, padded_gradient) = run(True, apart), run(False, "prompt")
+    assert packed[mask.bool()].std() > 0.1
+    assert not packed[mask == 0].any()
+    assert (packed - padded).abs().max() <= 1e-4
+    assert (packed_gradient - padded_gradient).norm() <= 1e-4 * padded_gradient.norm()
+
+
+def test_values_are_those_before_the_actions():
+    critic, prompts, ids, mask, _ = build("qwen2_5_vl")
+    values = completion_values(critic, critic.model, prompts, ids, mask)
+    # The first action is not seen by its own value, the second by no value but those after it
+    other = ids.clone()
+    other[:, 1] = (other[:, 1] + 1) * mask[:, 1]
+    changed = completion_values(critic, critic.model, prompts, other, mask)
+    assert torch.equal(values[:, :2], changed[:, :2])
+    later = (mask[:, 2] == 1).nonzero()[:, 0]
+    assert (values[later, 2] != changed[later, 2]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl"])
+def test_media_change_the_values(name):
+    critic, prompts, ids, mask, _ = build(name)
+    silent = {
+        id(p): replace(p, media={k: v * 0 if v.is_floating_point() else v for k, v in p.media.items()}, mask_cache={})
+        for p in prompts
+    }
+    values, without = (
+        completion_values(critic, critic.model, samples, ids, mask)
+        for samples in (prompts, [silent[id(p)] for p in prompts])
+    )
+    moved = [not torch.equal(a, b) for a, b in zip(values, without, strict=True)]
+    assert moved == [bool(p.media) for p in prompts]
+
+
+def test_first_values_are_0():
+    model, processor = FAMILIES["qwen2_audio"].build()
+    prompts = encode_chats(model, processor, FAMILIES["qwen2_audio"].prompts())
+    ids, mask = random_completions(len(prompts))
+    critic = Critic(model.to(torch.bfloat16))
+    assert critic.head.weight.dtype == torch.float32
+    assert not completion_values(critic, critic.model, prompts, ids, mask).any()
+
+
+def test_saved_critic_is_the_same(tmp_path):
+    critic, prompts, ids, mask, _ = build("qwen2_5_vl")
+    critic.save_pretrained(tmp_path)
+    again = Critic.from_pretrained(tmp_path, type(critic.model))
+    a, b = (completion_values(each, each.model, prompts, ids, mask) for each in (critic, again))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"), [("qwen2_5_vl", image_rows), ("qwen2_audio", audio_rows), ("qwen2_5_vl", text_rows)]
+)
+def test_experience_maker_takes_values_from_it(family, rows):
+    model, processor = load(family)
+    critic = Critic(load(family)[0])
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    config = ExperienceConfig("gae", n_samples_per_prompt=3, micro_rollout_batch_size=6, progress=False)
+    maker = NaiveExperienceMaker(
+        Actor(model, bf16=False, packing_samples=True),
+        critic,
+        None,
+        None,
+        processor.tokenizer,
+        512,
+        None,
+        config,
+        reward_fn=length_and_sum,
+        processor=processor,
+    )
+    (samples,) = maker.generate_samples(list(rows(2)), max_new_tokens=5)
+    experience = maker.make_experience(samples)
+    expected = completion_values(
+        critic, critic.model, samples.encoded_prompts, samples.sequences[:, -5:], samples.action_mask.long()
+    )
+    assert experience.values.shape == experience.action_mask.shape
+    difference = (experience.values - expected)[samples.action_mask]
+    assert difference.abs().max() <= 1e-4 and expected.std() > 0.1
+
+
+def test_wrong_input_is_refused():
+    model, processor = FAMILIES["qwen2_audio"].build()
+    critic = Critic(model)
+    prompt = next(p for p in encode_chats(model, processor, FAMILIES["qwen2_audio"].prompts()) if p.media)
+    with pytest.raises(MediaError, match="pass it"):
+        critic(prompt.input_ids[None], 2)
+    with pytest.raises(ValueError, match="`num_actions`"):
+        critic(torch.ones(1, 3, dtype=torch.long), 3)
