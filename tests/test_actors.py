@@ -36,6 +36,7 @@ from trl_multimodal_rft.actors.towers import find_tower, linear_layers
 from trl_multimodal_rft.media.columns import MediaError
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, join_media, placeholder_token_ids
 from trl_multimodal_rft.media.tensors import token_fields
+from trl_multimodal_rft.packing.forward import left_pad
 from trl_multimodal_rft.packing.masks import field_fill
 from trl_multimodal_rft.rollout.generation import mask_responses
 
@@ -1894,3 +1895,27 @@ def test_zero3(tmp_path):
         assert result["in parts"] and result["numbers"] == numbers
         assert max(result["padded"], result["packed"]) <= 1e-5
         assert result["sequences"] == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["granite_speech", "qwen3_omni_moe"])
+def test_clips_of_different_lengths_where_the_encoder_would_mix_them(name):
+    """Two rows whose clips were padded to one length by whoever joined them."""
+    model, processor = FAMILIES[name].build()
+    actor = ActorAL(model, bf16=False)
+    prompts = encode_chats(model, processor, [chat(audio(seconds), text("What?")) for seconds in (0.4, 1.2)])
+    batch, media = left_pad(prompts, 0), join_media(prompts)
+    with pytest.raises(MediaError, match="clips of different lengths"):
+        actor(batch["input_ids"], 2, batch["attention_mask"], **media)
+    one = prompts[0]
+    assert actor(one.input_ids[None].repeat(2, 1), 2, **join_media([one, one])).shape == (2, 2)
+
+
+def test_bf16_instance_is_a_bf16_path(tmp_path):
+    """Parameters are cast and buffers aren't: rounded frequencies would turn rotary positions."""
+    model, _ = FAMILIES["qwen2_5_vl"].build()
+    model.save_pretrained(tmp_path)
+    by_path, by_instance = ActorVL(str(tmp_path)).base_model, ActorVL(model).base_model
+    for (name, a), (_, b) in zip(by_path.named_buffers(), by_instance.named_buffers(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    for (name, a), (_, b) in zip(by_path.named_parameters(), by_instance.named_parameters(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name

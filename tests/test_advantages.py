@@ -498,3 +498,12 @@ def test_running_scale_of_equal_rewards_is_1(constant, dtype):
         for _ in range(5):
             scale.update(torch.full((n,), constant, dtype=dtype))
             assert scale.std == 1
+
+
+def test_autocast_leaves_the_precision():
+    rewards, values, mask = torch.randn(2, 100), torch.randn(2, 100), torch.ones(2, 100)
+    expected = gae(rewards, values, mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        advantages, returns = gae(rewards, values, mask)
+    assert_close(advantages, expected[0], rtol=0, atol=0)
+    assert_close(returns, expected[1], rtol=0, atol=0)

@@ -1473,3 +1473,39 @@ def test_entropies_of_samples_made_by_hand():
     found = maker.make_experience(samples)
     assert_close(found.action_log_probs, expected.action_log_probs, rtol=1e-4, atol=2e-5)
     assert_close(found.action_entropy, expected.action_entropy, rtol=1e-4, atol=2e-5)
+
+
+def test_columns_named_like_what_the_model_made_do_not_replace_it():
+    seen = []
+
+    def reward(completions, queries, **kwargs):
+        seen.extend([*completions, *queries])
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": text, "completions": "GOLD", "queries": "GOLD"} for text in TEXT]
+    make(arguments={"reward_fn": reward}).make_experience_list(rows, max_new_tokens=3)
+    assert seen and "GOLD" not in seen
+
+
+def test_sampling_takes_nothing_from_the_checkpoint():
+    """An option that only the checkpoint's generation config has would sample from another policy than the scored one."""
+    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+    policy.base_model.generation_config.update(min_p=0.99, no_repeat_ngram_size=1, epsilon_cutoff=0.9)
+    own = policy.base_model.generation_config
+    torch.manual_seed(0)
+    changed = make(policy=policy).generate_samples(TEXT, max_new_tokens=5)
+    torch.manual_seed(0)
+    plain = make().generate_samples(TEXT, max_new_tokens=5)
+    assert all(torch.equal(a.sequences, b.sequences) for a, b in zip(changed, plain, strict=True))
+    assert policy.base_model.generation_config is own
+
+
+def test_another_policy_is_warned_about(caplog):
+    make().generate_samples(TEXT, max_new_tokens=3, temperature=0.5, top_k=3)
+    assert "temperature" in caplog.text and "top_k" in caplog.text
+
+
+def test_reference_of_another_temperature_is_refused():
+    reference = ActorVL(load("qwen2_5_vl")[0], bf16=False, temperature=0.5)
+    with pytest.raises(ValueError, match="temperature 0.5"):
+        make(ref=reference)

@@ -631,7 +631,7 @@ class Scoring(Recorded):
         ("sequence", "rollout", False, {"loss_type": "cpgd", "cpgd_drift_coef": 0.5}),
         ("sequence", "current", True, {"loss_type": "dual_clip"}),
         ("micro_batch", "rollout", True, {}),
-        ("micro_batch", "current", True, {"loss_type": "gmpo"}),
+        ("micro_batch", "current", True, {"loss_type": "dual_clip"}),
         ("batch", "rollout", False, {"loss_type": "gmpo"}),
         ("batch", "rollout", False, {"advantage_estimator": "reinforce", "kl_in_reward": False}),
     ],

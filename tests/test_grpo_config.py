@@ -89,6 +89,9 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             for name, value in (("importance_sampling_level", "sequence"), ("loss_type", "gmpo"))
         ),
         ({"advantage_estimator": "reinforce", "loss_type": "gmpo"}, "`loss_type='gmpo'` takes one advantage per"),
+        ({"loss_type": "gmpo", "entropy_renormalize": True}, "`entropy_renormalize` has no effect with"),
+        ({"loss_type": "cpgd", "cpgd_drift_coef": -1.0}, "`cpgd_drift_coef` (-1.0) must be at least 0"),
+        ({"loss_type": "cpgd", "cpgd_drift_clamp": 0.0}, "(0.0) above 0"),
         ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
         ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),
         *(

@@ -4,6 +4,7 @@
 import inspect
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from transformers.utils import ModelOutput, is_peft_available
 from trl.trainer.utils import add_fused_lm_head
 
 from ..media.columns import MediaError
-from ..media.encoding import TOKEN_FIELDS, EncodedPrompt, placeholder_token_ids, prompt_position_ids
+from ..media.encoding import (
+    JOIN_ONLY_EQUAL_MEDIA,
+    TOKEN_FIELDS,
+    EncodedPrompt,
+    placeholder_token_ids,
+    prompt_position_ids,
+)
 from ..media.tensors import check_media, modality_of, split_media, token_fields
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.forward import to_model
@@ -108,7 +115,7 @@ class Actor(nn.Module):
         self.packing_samples = packing_samples
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
-        if isinstance(pretrain_or_model, str):
+        if isinstance(pretrain_or_model, (str, Path)):
             # transformers looks at the object while it lives
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
@@ -130,7 +137,7 @@ class Actor(nn.Module):
             if lora_rank > 0 and model is not self._base(model):
                 raise ValueError("The instance has an adapter already; pass the model without, or `lora_rank=0`.")
             if bf16 and not getattr(self._base(model), "is_quantized", False):
-                model = model.to(torch.bfloat16)
+                _cast(model, torch.bfloat16)
         base = self._base(model)
         base.config.use_cache = False
         frozen = [
@@ -320,6 +327,15 @@ class Actor(nn.Module):
         own = {name: media[name] for name in TOKEN_FIELDS if name in media}
         media = {name: value for name, value in media.items() if name not in own}
         check_media(model, sequences, media)
+        masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
+        if masks and model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
+            parts = split_media(model, sequences, media)
+            for name in masks:
+                if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
+                    raise MediaError(
+                        f"`{name}` has clips of different lengths, and this family's encoder would mix them with their "
+                        "padding; pass rows with clips of one length at a time."
+                    )
         if not own:
             own = token_fields(model, sequences)
             videos = any(modality_of(name) == "video" for name in media)
@@ -382,7 +398,7 @@ class Actor(nn.Module):
         if suppressed:
             kwargs["suppress_tokens"] = sorted(suppressed)
         if options["do_sample"]:
-            kwargs = {**kwargs, **self._sampling_options(options)}
+            kwargs = {**kwargs, **self.sampling_options(options)}
         training = [module for module in self.modules() if module.training]  # a frozen encoder may be in another mode
         self.eval()
         try:
@@ -404,8 +420,18 @@ class Actor(nn.Module):
         given = {name: value for name, value in config.to_dict().items() if value is not None}
         return {**self.base_model.generation_config.to_dict(), **given, **kwargs}
 
-    def _sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Where nothing is said, the policy's: transformers has a `top_k` of 50."""
+    def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """
+        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they make
+        another policy than the one whose log-probabilities are computed.
+
+        Args:
+            options (`dict`):
+                What was asked for; `None` for nothing.
+
+        Returns:
+            `dict`: The three options.
+        """
         own = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         own = {name: value if options[name] is None else options[name] for name, value in own.items()}
         if own["temperature"] != self.temperature:
@@ -497,6 +523,14 @@ def _placeholders(model: PreTrainedModel) -> list[int]:
     return sorted(set().union(*placeholder_token_ids(model, model).values()))
 
 
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions."""
+    kept = tuple(Actor._base(model)._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
 def _load(path, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map) -> PreTrainedModel:
     if model_class is None:
         config = AutoConfig.from_pretrained(path)
@@ -544,5 +578,6 @@ def _score_logits(logits, sequences, num_actions, temperature) -> tuple[torch.Te
     for row, ids in zip(logits[:, length - 1 - num_actions : length - 1], sequences, strict=True):
         log_softmax = (row.float() / temperature).log_softmax(-1)
         logps.append(log_softmax.gather(-1, ids[length - num_actions :, None])[:, 0])
-        entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
-    return torch.stack(logps), torch.stack(entropies).detach()
+        with torch.no_grad():
+            entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
+    return torch.stack(logps), torch.stack(entropies)

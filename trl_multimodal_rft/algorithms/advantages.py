@@ -76,9 +76,11 @@ def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupSta
             Group of each sample, any integers in any order, shape `(N,)`.
 
     Returns:
-        [`GroupStatistics`]: The statistics.
+        [`GroupStatistics`]: The statistics, on the CPU.
     """
-    index = group_ids.unique(return_inverse=True)[1]
+    # On the CPU: they are few, and not every device has float64
+    rewards = rewards.cpu()
+    index = group_ids.cpu().unique(return_inverse=True)[1]
     n_groups = int(index.max()) + 1
     scorable = ~rewards.isnan()
     values = torch.where(scorable, rewards, 0).double()
@@ -127,10 +129,10 @@ def group_norm(
     if scale == "group":
         advantages = advantages / (groups.std(correction=1) + eps)[groups.index]
     elif scale == "batch":
-        scorable = rewards[~rewards.isnan()].double()
+        scorable = rewards[~rewards.isnan()].cpu().double()
         std = scorable.std() if len(scorable) > 1 else scorable.new_zeros(())
         advantages = advantages / (std + eps)
-    return advantages.to(rewards.dtype)
+    return advantages.to(rewards)
 
 
 def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
@@ -168,7 +170,7 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """
     groups = group_statistics(rewards, group_ids)
     factor = groups.count / (groups.count - 1).clamp(min=1)
-    return (groups.centred * factor[groups.index]).to(rewards.dtype)
+    return (groups.centred * factor[groups.index]).to(rewards)
 
 
 def cpgd(
@@ -199,7 +201,7 @@ def cpgd(
         weights = clip_filter_like_weights(groups.live)
     else:
         weights = torch.ones_like(groups.squares)
-    return (groups.centred * weights[groups.index]).to(rewards.dtype)
+    return (groups.centred * weights[groups.index]).to(rewards)
 
 
 def clip_filter_like_weights(live: torch.Tensor, clip: float = 3.0, dead_weight: float = 1.0) -> torch.Tensor:
@@ -251,10 +253,10 @@ def reinforce_baseline(
         `torch.Tensor`: Advantages, shape `(N,)`.
     """
     groups = group_statistics(rewards, group_ids)
-    weights = mask.sum(1).double() if norm_level == "token" else torch.ones_like(groups.centred)
-    weights = torch.where(rewards.isnan(), 0, weights)
-    whitened = _whiten(groups.centred, weights)
-    return torch.where(groups.live[groups.index] & ~rewards.isnan(), whitened, 0).to(rewards.dtype)
+    weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
+    scorable = ~rewards.isnan().cpu()
+    whitened = _whiten(groups.centred, torch.where(scorable, weights, 0))
+    return torch.where(groups.live[groups.index] & scorable, whitened, 0).to(rewards)
 
 
 def reinforce(
@@ -424,11 +426,14 @@ def _over_valid_tokens(mask: torch.Tensor, function: Callable, *values: torch.Te
 
 def _suffix_sums(x: torch.Tensor, decay: float) -> torch.Tensor:
     """`y[:, t] = x[:, t] + decay * y[:, t + 1]`: one product within chunks of columns, and the same again across them."""
+    if x.is_cuda and x.dtype == torch.float32:
+        return _suffix_sums(x.double(), decay).float()  # TF32, where it is on, would round to 10 bits
     rows, width = x.shape
     steps = torch.arange(_CHUNK, device=x.device)
     distance = steps[:, None] - steps  # from row j of the product to its column i
     kernel = torch.where(distance >= 0, float(decay) ** distance.clamp(min=0).to(x.dtype), 0)
-    sums = torch.nn.functional.pad(x, (0, -width % _CHUNK)).view(rows, -1, _CHUNK) @ kernel
+    with torch.autocast(x.device.type, enabled=False):
+        sums = torch.nn.functional.pad(x, (0, -width % _CHUNK)).view(rows, -1, _CHUNK) @ kernel
     if sums.size(1) > 1:
         following = _suffix_sums(sums[..., 0], decay**_CHUNK).roll(-1, dims=1)
         following[:, -1] = 0

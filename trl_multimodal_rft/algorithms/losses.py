@@ -123,7 +123,7 @@ def gmpo_loss(
         advantages[:, None] > 0, log_ratio.clamp(max=epsilon_high), log_ratio.clamp(min=-epsilon_low)
     )
     mean = torch.where(mask.bool(), clipped * mask, 0).sum(1) / mask.sum(1).clamp(min=1)
-    return -mean.exp() * advantages
+    return -mean.clamp(max=_LARGEST_LOG_RATIO).exp() * advantages
 
 
 def value_loss(

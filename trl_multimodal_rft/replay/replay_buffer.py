@@ -110,7 +110,9 @@ def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device
         `dict`: `prompt_ids` and `prompt_mask`, padded on the left, the values of the completions, padded on the right,
         and `encoded_prompts`. What counts over the whole batch is for the caller to add.
     """
-    prompts = [group.prompt for group in groups for _ in range(len(group.rows["completion_ids"]))]
+    # Copies, or masks made for the batch would stay with a group that is kept
+    own = [replace(group.prompt, mask_cache={}) for group in groups]
+    prompts = [p for p, group in zip(own, groups, strict=True) for _ in range(len(group.rows["completion_ids"]))]
     padded = left_pad(prompts, pad_token_id)
     width = max(group.rows["completion_ids"].size(1) for group in groups)
     padding = {"completion_ids": pad_token_id, **_PADDING}
@@ -171,10 +173,11 @@ class ReplayBuffer:
             `ValueError`: If samples are to be kept by age, which only groups have.
             `RuntimeError`: If what is there has been normalized, and what comes has not.
         """
-        if self._normalized:
+        if self._normalized and self._groups:
             raise RuntimeError(
                 f"{sorted(self._normalized)} have been normalized; call `clear` before you add to them."
             )
+        self._normalized = set()
         kept: list[Any]
         if isinstance(experience, Experience):
             if self.max_age is not None:
@@ -189,7 +192,7 @@ class ReplayBuffer:
             kept = []
             for group in experience[-self.limit :]:
                 copy = group.to("cpu" if self.cpu_offload else group.rows["completion_ids"].device)
-                kept.append(replace(copy, prompt=replace(copy.prompt, images=[])))
+                kept.append(replace(copy, prompt=replace(copy.prompt, images=[], mask_cache={})))
         self._groups = (self._groups + kept)[-self.limit :]
 
     def sample(self, n: int, step: int | None = None) -> list[Group] | list[BufferItem]:

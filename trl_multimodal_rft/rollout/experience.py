@@ -100,7 +100,7 @@ def clip_filter_like_weight_func(
     live = group_statistics(rewards.flatten(), ids).live
     weights = clip_filter_like_weights(live, clip_filter_like_weight_clip_eps, lamda)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
-    return weights.to(dtype)[:, None].repeat(1, n_samples)
+    return weights.to(rewards.device, dtype)[:, None].repeat(1, n_samples)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
-from ..actors import Actor
+from ..actors import Actor, Critic
 from ..algorithms.advantages import (
     ALIASES,
     ESTIMATORS,
@@ -40,6 +40,7 @@ from ..media.encoding import (
 )
 from ..media.tensors import token_fields
 from ..packing import completion_scores
+from ..packing.forward import completion_values
 from ..packing.layout import split_samples
 from ..rewards.recipe import add_rewards, combine_rewards
 from ..rewards.remote import RemoteReward
@@ -218,6 +219,11 @@ class NaiveExperienceMaker:
             for url in urls
         ]
         self.reward_scale = RunningScale()
+        if initial_model is not None and initial_model.temperature != actor.temperature:
+            raise ValueError(
+                f"The reference is an actor for temperature {initial_model.temperature}, the policy for {actor.temperature}, so "
+                "that their KL divergence would mean nothing; make them equal."
+            )
         needs_critic = strategy.advantage_estimator == "gae"
         if needs_critic != (critic is not None):
             have = "none was passed" if needs_critic else "one was passed, which would not be used"
@@ -329,7 +335,7 @@ class NaiveExperienceMaker:
             `ValueError`: If an option isn't known, or if a prompt is too long or holds placeholders without media.
         """
         # Those that the config doesn't know would have no effect
-        unknown = generate_kwargs.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences"})
+        unknown = generate_kwargs.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
         if unknown:
             raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
         rows = [
@@ -387,12 +393,9 @@ class NaiveExperienceMaker:
         config = GenerationConfig(
             **{
                 "do_sample": True,
-                "temperature": self.actor.temperature,
-                # Those of the policy, whatever the checkpoint recommends
-                "top_k": 0,
-                "top_p": 1.0,
-                "repetition_penalty": 1.0,
+                "max_new_tokens": model.generation_config.max_new_tokens,
                 **options,
+                **self.actor.sampling_options({name: options.get(name) for name in ("temperature", "top_k", "top_p")}),
                 "eos_token_id": eos_ids,
                 "pad_token_id": pad_id,
                 "suppress_tokens": suppressed or None,
@@ -428,7 +431,8 @@ class NaiveExperienceMaker:
 
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> torch.Tensor:
         parts = split_samples(prompts, _apart(self.actor))
-        with _in_eval_mode(self.actor):
+        # Where the config says nothing, `generate` would take what the checkpoint recommends
+        with _in_eval_mode(self.actor), _generation_config(self.actor.base_model, config):
             outputs = [
                 generate_completions(
                     self.actor.model, self.actor.base_model, [prompts[i] for i in part], config, pad_id, self.device
@@ -453,14 +457,11 @@ class NaiveExperienceMaker:
             `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the number, and
             metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
-        mask, media = samples.action_mask, self._media(samples)
+        mask = samples.action_mask
         logps, entropy = self._log_probs(self.actor, samples)
         base_logps = None if self.initial_model is None else self._log_probs(self.initial_model, samples)[0]
-        values = None
-        if self.critic is not None:
-            with _in_eval_mode(self.critic):
-                values = self.critic(samples.sequences, samples.num_actions, samples.attention_mask, **media)
-        rewards, metrics = self._rewards(samples, media)
+        values = None if self.critic is None else self._values(samples)
+        rewards, metrics = self._rewards(samples)
         kl = torch.zeros_like(logps) if base_logps is None else self._kl(logps, base_logps, mask)
         info = {
             "reward": rewards.to(self.device),
@@ -495,6 +496,21 @@ class NaiveExperienceMaker:
     def _kl(self, logps, base_logps, mask) -> torch.Tensor:
         return approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
 
+    def _values(self, samples: Samples) -> torch.Tensor:
+        with _in_eval_mode(self.critic):
+            if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
+                return completion_values(
+                    self.critic,
+                    self.critic.model,
+                    samples.encoded_prompts,
+                    samples.sequences[:, -samples.num_actions :],
+                    samples.action_mask.long(),
+                    packed=self.actor.packing_samples,
+                    apart=_apart(self.actor),
+                )
+            media = self._media(samples)
+            return self.critic(samples.sequences, samples.num_actions, samples.attention_mask, **media)
+
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""
         media = join_media(samples.encoded_prompts or [])
@@ -524,7 +540,7 @@ class NaiveExperienceMaker:
 
     # Rewards
 
-    def _rewards(self, samples: Samples, media: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    def _rewards(self, samples: Samples) -> tuple[torch.Tensor, dict]:
         responses = [ids[keep].tolist() for ids, keep in zip(*self._responses(samples), strict=True)]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
@@ -532,6 +548,8 @@ class NaiveExperienceMaker:
         conversational = not isinstance(prompts[0], str)
         names = sorted({name for row in rows for name in row} - {"prompt"})
         known = {
+            # Columns first: what the model made must not be replaced by a column of the same name
+            **{name: [row.get(name) for row in rows] for name in names},
             "queries": self.tokenizer.batch_decode(samples.sequences, skip_special_tokens=False),
             "labels": samples.labels,
             "refs": samples.labels,
@@ -539,9 +557,9 @@ class NaiveExperienceMaker:
             "prompts": prompts,
             "completions": [[{"role": "assistant", "content": t}] for t in texts] if conversational else texts,
             "completion_ids": responses,
-            **{name: [row.get(name) for row in rows] for name in names},
         }
         sources = []
+        media = self._media(samples) if self.reward_models else {}
         for model in self.reward_models:
             with _in_eval_mode(model):
                 reward = model(samples.sequences, samples.attention_mask, **media)
@@ -592,6 +610,12 @@ class NaiveExperienceMaker:
         """
         args = self.strategy
         sizes = [len(each.sequences) for each in experiences]
+        in_groups = ESTIMATORS[args.advantage_estimator] == "group"
+        if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
+            raise ValueError(
+                f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
+                "experiences of a rollout."
+            )
         rewards = self._gather(torch.cat([each.info["reward"] for each in experiences]).float())
         if args.reward_running_scale:
             self.reward_scale.update(rewards)
@@ -600,7 +624,7 @@ class NaiveExperienceMaker:
             rewards = rewards.clamp(*args.reward_clip_range)
         for experience, part in zip(experiences, self._local(rewards).split(sizes), strict=True):
             experience.info["reward"] = part
-        if ESTIMATORS[args.advantage_estimator] == "group":
+        if in_groups:
             masks = self._gather(_pad_right([each.action_mask for each in experiences]))
             kl_coef = self.kl_ctl.value if args.kl_in_reward and self.initial_model is not None else 0.0
             logps = {}
@@ -731,9 +755,14 @@ class NaiveExperienceMaker:
         accelerator = self.strategy.accelerator
         if accelerator is None or accelerator.num_processes == 1:
             return values
+        counts = accelerator.gather(torch.tensor([len(values)], device=accelerator.device))
+        if (counts != counts[0]).any():
+            raise ValueError(f"Processes have {counts.tolist()} samples; give each as many prompts.")
+        # Padding makes integers of booleans, and only where there is any
+        padded = values.int() if values.dtype == torch.bool else values
         if values.dim() > 1:
-            values = accelerator.pad_across_processes(values, dim=1)
-        return accelerator.gather(values.contiguous())
+            padded = accelerator.pad_across_processes(padded, dim=1)
+        return accelerator.gather(padded.contiguous()).to(values.dtype)
 
     def _local(self, values: torch.Tensor) -> torch.Tensor:
         """This process's rows of what was gathered."""
@@ -741,6 +770,16 @@ class NaiveExperienceMaker:
         if accelerator is None or accelerator.num_processes == 1:
             return values
         return values.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+@contextmanager
+def _generation_config(model: nn.Module, config: GenerationConfig):
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _apart(actor: Actor) -> str | None:

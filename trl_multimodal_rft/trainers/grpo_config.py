@@ -81,9 +81,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         entropy_source (`str`, *optional*, defaults to `"rollout"`):
             Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a generation
             batch once more, unless TRL does already; `"current"` with the scope `"batch"` forwards everything twice. The
-            metric `extra_scoring_time` has the seconds.
+            metric `extra_scoring_time` has the seconds of each optimizer step with such passes.
         entropy_renormalize (`bool`, *optional*, defaults to `False`):
-            Whether to average the policy loss over the tokens that are trained on instead of all.
+            Whether to average the policy loss over the tokens that are trained on instead of all. GMPO does so anyway.
 
         > Parameters that control what is trained on when a prompt's completions all get the same reward
 
@@ -326,6 +326,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
             )
+        if self.loss_type == "gmpo" and self.entropy_renormalize:
+            raise ValueError(
+                "`entropy_renormalize` has no effect with `loss_type='gmpo'`, whose geometric mean is over the tokens that "
+                "are trained on anyway; remove it."
+            )
+        if self.cpgd_drift_coef < 0 or self.cpgd_drift_clamp <= 0:
+            raise ValueError(
+                f"`cpgd_drift_coef` ({self.cpgd_drift_coef}) must be at least 0 and `cpgd_drift_clamp` "
+                f"({self.cpgd_drift_clamp}) above 0."
+            )
         if self.loss_type == "cpgd" and self.epsilon >= 1:
             raise ValueError(
                 f"`loss_type='cpgd'` clips at log(1 - epsilon), so `epsilon` ({self.epsilon}) must be below 1."
@@ -339,8 +349,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 )
         elif self.delta is not None:
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
-        token_correction = self.vllm_importance_sampling_mode.startswith("token")
-        if self.loss_type == "gmpo" and self.use_vllm and token_correction:
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        if self.loss_type == "gmpo" and corrects and self.vllm_importance_sampling_mode.startswith("token"):
             raise ValueError(
                 "`loss_type='gmpo'` weighs whole completions; set `vllm_importance_sampling_mode` to 'sequence_mask' or "
                 "'sequence_truncate'."

@@ -26,6 +26,10 @@ from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
 
 
+# Loss types that are a mean over a micro-batch, divided by the accumulation steps
+_MEAN_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "gmpo")
+
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -170,6 +174,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         self._surplus = ReplayBuffer(
             args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
         )
+        self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         self._extra_rows = None
 
@@ -219,7 +224,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
                 batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
                 compute_entropy=True,
             )
-        self._metrics["train" if training else "eval"]["extra_scoring_time"].append(time.perf_counter() - start)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._extra_scoring_time += time.perf_counter() - start
         return logps, entropies
 
     def _set_advantages(self, output: dict[str, Any]) -> None:
@@ -244,8 +251,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         if args.multi_objective_aggregation == "normalize_then_sum":
             # TRL's own, but where no reward function tells the completions of a group apart
             statistics = [group_statistics(column, group_ids) for column in per_func.T]
-            live = torch.stack([each.live[each.index] for each in statistics]).any(0)
+            live = torch.stack([each.live[each.index] for each in statistics]).any(0).to(rewards.device)
             output["advantages"] = torch.where(live[rows], output["advantages"], 0)
+            self._log_advantages(self.accelerator.gather(output["advantages"]))
         else:
             mask = self._loss_mask(output)
             n_tokens = mask.size(1)
@@ -264,10 +272,17 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
                 norm_level=args.norm_level,
                 weight=args.cpgd_weight,
             )
+            per_completion = args.loss_type == "gmpo" or args.importance_sampling_level == "sequence"
+            if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
+                option = "loss_type" if args.loss_type == "gmpo" else "importance_sampling_level"
+                raise ValueError(
+                    f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage estimator "
+                    "return (N,)."
+                )
             output["advantages"] = advantages[rows] if advantages.dim() == 1 else advantages[rows, :n_tokens]
             self._log_advantages(advantages)
             live = group_statistics(rewards, group_ids)
-            live = live.live[live.index]
+            live = live.live[live.index].to(rewards.device)
             if args.kl_in_reward:
                 kl = approx_kl(old_logps, ref_logps, mask, "k1")
                 self._metrics[mode]["kl"].append(self._token_mean(kl, mask))
@@ -448,10 +463,15 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             own_loss = own_loss + self.beta * self._kl_loss(logps, old_logps, mask, inputs)
         metrics = self._metrics["train" if self.model.training else "eval"]
         if "policy_loss" in metrics and (own_policy or own_kl):  # logged by TRL with an entropy bonus
-            metrics["policy_loss"][-1] += self.accelerator.gather(own_loss.detach()).mean().item()
+            # Like TRL, before the division by accumulation steps where the loss type has it
+            scale = self._accumulation() if args.loss_type in _MEAN_LOSS_TYPES else 1
+            metrics["policy_loss"][-1] += scale * self.accelerator.gather(own_loss.detach()).mean().item()
         loss = loss + own_loss
         if args.kl_target is not None and self.model.training:
             self._adapt_kl(logps, mask, inputs)
+        if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
+            metrics["extra_scoring_time"].append(self._extra_scoring_time)
+            self._extra_scoring_time = 0.0
         return loss
 
     @contextmanager
@@ -480,10 +500,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             )
         clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
         if args.loss_type == "gmpo":
-            if advantages.dim() == 2:
-                raise ValueError(
-                    "`loss_type='gmpo'` takes one advantage per completion; let the advantage estimator return (N,)."
-                )
             low, high = -self.epsilon_low, self.epsilon_high
             per_sequence = gmpo_loss(log_ratio, advantages, mask * self._entropy_weights, **clip)[:, None] * correction
             loss = per_sequence.sum() / (len(mask) * self._accumulation())
@@ -561,6 +577,15 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     # Checkpoints
 
+    def _batches(self) -> dict[str, Any]:
+        args = self.args
+        filtered = args.top_entropy_quantile < 1
+        return {
+            **super()._batches(),
+            "advantage_estimator": args.to_dict()["advantage_estimator"],
+            "entropies": args.entropy_source if filtered else None,
+        }
+
     def _rollout_state(self) -> dict[str, Any]:
         return {
             **super()._rollout_state(),
@@ -578,8 +603,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             self._kl_controller.load_state_dict(state["kl_controller"])
             self.beta = self._kl_controller.value
         self._reward_scale.load_state_dict(state["reward_scale"])
-        if self.args.replay_buffer_size > 0:
-            self._replay.load_state_dict(state["replay"])
-        if self.args.dynamic_sampling:
-            self._surplus.load_state_dict(state["surplus"])
+        if state["batches"] == self._batches():
+            if self.args.replay_buffer_size > 0:
+                self._replay.load_state_dict(state["replay"])
+            if self.args.dynamic_sampling:
+                self._surplus.load_state_dict(state["surplus"])
         self._n_extra_prompts = state["n_extra_prompts"]

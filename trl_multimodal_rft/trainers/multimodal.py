@@ -450,7 +450,7 @@ class MultimodalMixin:
         """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
         reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         return {
-            "sizes": self._sizes(),
+            "batches": self._batches(),
             "step": self._step,
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
@@ -460,25 +460,34 @@ class MultimodalMixin:
             "share_prefill": self._share_prefill,
         }
 
-    def _sizes(self) -> dict[str, int]:
-        """What a generation batch depends on."""
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-        sizes = {name: getattr(self.args, name) for name in (*names, "num_generations", "num_iterations")}
-        return {**sizes, "num_processes": self.accelerator.num_processes}
+    def _batches(self) -> dict[str, Any]:
+        """What the size and the contents of a generation batch depend on."""
+        args = self.args
+        return {
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "steps_per_generation": args.steps_per_generation,
+            "num_generations": args.num_generations,
+            "num_iterations": args.num_iterations,
+            "num_processes": self.accelerator.num_processes,
+            "reference": args.beta != 0,
+        }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        if state["sizes"] != self._sizes():
-            logger.warning(
-                f"Sizes have changed from {state['sizes']} to {self._sizes()}, so the run goes on with new completions."
-            )
-        else:
+        """Restores what is the same on all processes, and a process's own completions if they still fit."""
+        if state["batches"] == self._batches():
             self._step = state["step"]
+            self._metrics["train"].update(state["metrics"])
             if state["buffered_inputs"] is not None:
                 self._buffered_inputs = [
                     {name: _to_device(value, self.accelerator.device) for name, value in batch.items()}
                     for batch in state["buffered_inputs"]
                 ]
-        self._metrics["train"].update(state["metrics"])
+        else:
+            logger.warning(
+                f"Batches have changed from {state['batches']} to {self._batches()}, so the run goes on with new "
+                "completions."
+            )
         self._self_check = None if state["self_check"] is None else SelfCheck(**state["self_check"])
         self._apart, self._can_pack = state["apart"], state["can_pack"]
         self._share_prefill = state["share_prefill"]
@@ -496,13 +505,10 @@ class MultimodalMixin:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state = load_rollout_state(checkpoint, self.accelerator.process_index)
+        # A process that the run before hadn't takes what is the same for all from the first
+        state = load_rollout_state(checkpoint, self.accelerator.process_index) or load_rollout_state(checkpoint, 0)
         if state is None:
-            logger.warning(
-                f"{checkpoint} has no state of the rollouts of process {self.accelerator.process_index}; the run goes on "
-                "with new completions.",
-                main_process_only=False,
-            )
+            logger.warning(f"{checkpoint} has no state of the rollouts; the run goes on with new completions.")
         else:
             self._load_rollout_state(state)
 

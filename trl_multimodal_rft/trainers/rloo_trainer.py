@@ -99,3 +99,9 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+
+    def _compute_loss(self, model, inputs):
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._scores.clear()  # they would keep the graph
