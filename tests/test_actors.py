@@ -1919,3 +1919,15 @@ def test_bf16_instance_is_a_bf16_path(tmp_path):
         assert a.dtype == b.dtype and torch.equal(a, b), name
     for (name, a), (_, b) in zip(by_path.named_parameters(), by_instance.named_parameters(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def test_padding_does_not_move_the_positions_of_a_language_model():
+    """Learned positions, unlike rotary ones, tell where the padding ends."""
+    config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    actor = Actor(transformers.GPT2LMHeadModel(config).eval(), bf16=False)
+    ids = torch.randint(1, 50, (1, 8))
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    with torch.no_grad():
+        assert (actor(ids, 4) - actor(padded, 4, mask)).abs().max() <= 1e-5

@@ -44,8 +44,8 @@ def run(engine, scenarios, folder, only_two):
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    only_two = ["sampled", "exchanged", "resumed", "refused"]
-    return run("ddp", [*DDP, *ALGORITHMS], tmp_path_factory.mktemp("ddp"), only_two)
+    only_two = ["sampled", "exchanged", "resumed", "resumed_by_more", "refused"]
+    return run("ddp", [*DDP, *ALGORITHMS, "experience"], tmp_path_factory.mktemp("ddp"), only_two)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,26 @@ def test_ddp_resumed_run_is_the_uninterrupted_run(ddp):
         assert rank["otherwise"] == []
         assert rank["logs"][0] == rank["logs"][1]
     assert any(step.get("replay/frac", 0) > 0 for step in first["logs"][0][3:])
+
+
+def test_processes_that_the_run_before_did_not_have_agree_with_the_others(ddp):
+    first, second = ddp[0]["resumed_by_more"]
+    assert first["shared"] == second["shared"]
+    assert first["shared"][0] != first["expected_before"] != 0.1  # adapted before and after
+    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
+    assert norm(first["update"]) > 0.01
+
+
+def test_statistics_of_experience_are_those_of_all_processes(ddp):
+    two, (one,) = ddp[0]["experience"], ddp[1]["experience"]
+    widths = [max(map(len, rank["advantages"]["reinforce"])) for rank in two]
+    assert widths[0] != widths[1]
+    for estimator, expected in one["advantages"].items():
+        actual = two[0]["advantages"][estimator] + two[1]["advantages"][estimator]
+        assert len(actual) == len(expected) == 12
+        assert max(map(abs, sum(expected, []))) > 0.1
+        for a, b in zip(actual, expected, strict=True):
+            assert a == pytest.approx(b, abs=1e-5), estimator
 
 
 def test_groups_that_straddle_processes_are_not_exchanged(ddp):

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from families import FAMILIES, RATE, audio, image
@@ -24,6 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.actors import Actor
+from trl_multimodal_rft.algorithms.kl import FixedKLController
+from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
 
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
@@ -353,6 +357,77 @@ def resumed(folder):
         "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
         "logs": logs,
     }
+
+
+def resumed_by_more(folder):
+    """The second process has no state of its own, as after a run of one process."""
+    options = {**EXCHANGED, "max_steps": 4, "kl_target": 0.01, "kl_horizon": 100, "self_check": True}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    train(folder / "before", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **saving)
+    checkpoint = folder / "before" / "output" / "checkpoint-2"
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        (checkpoint / "rollout_state_1.pt").unlink()
+        saved = load_rollout_state(checkpoint, 0)
+        saved["batches"]["num_processes"] = 1
+        save_rollout_state(checkpoint, 0, saved)
+    state.wait_for_everyone()
+    trainer, result = train(folder / "after", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
+    shared = [trainer.beta, trainer._n_extra_prompts, dataclasses.asdict(trainer._self_check)]
+    return {**result, "shared": shared, "expected_before": load_rollout_state(checkpoint, 0)["kl_controller"]["value"]}
+
+
+class InjectingMaker(NaiveExperienceMaker):
+    """Takes responses that depend on the prompt alone; those to later prompts are longer."""
+
+    def _generate(self, prompts, config, pad_id):
+        responses = []
+        for i, prompt in enumerate(prompts):
+            place = int(self.tokenizer.decode(prompt.input_ids).split("number ")[1].split()[0])
+            generator = torch.Generator().manual_seed(100 * place + i)
+            length = 2 + 2 * place + int(torch.randint(0, 3, (), generator=generator))
+            responses.append(torch.randint(50, 200, (length,), generator=generator))
+        return torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=pad_id)
+
+
+def experience(folder):
+    """Statistics of the experience maker are those of all processes, whose responses have different widths."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model, processor = FAMILIES["qwen2_5_vl"].build()
+    reference = FAMILIES["qwen2_5_vl"].build()[0]
+    with torch.no_grad():
+        reference.get_output_embeddings().weight.mul_(1.2)
+    prompts = [f"Is there a bird in number {i} of them?" for i in range(4)]
+    each = len(prompts) // accelerator.num_processes
+    prompts = prompts[accelerator.process_index * each :][:each]
+    advantages = {}
+    for estimator in ("group_norm", "rloo", "reinforce", "reinforce_baseline", "cpgd", "dr_grpo"):
+        config = ExperienceConfig(
+            estimator,
+            n_samples_per_prompt=3,
+            micro_rollout_batch_size=3,
+            kl_in_reward=estimator != "cpgd",
+            reward_running_scale=True,
+            progress=False,
+            accelerator=accelerator,
+        )
+        maker = InjectingMaker(
+            Actor(model, bf16=False),
+            None,
+            None,
+            Actor(reference, bf16=False),
+            processor.tokenizer,
+            64,
+            FixedKLController(0.1),
+            config,
+            reward_fn=lambda completion_ids, **kwargs: [sum(ids) % 11 / 10 for ids in completion_ids],
+        )
+        made = maker.make_experience_list(prompts)
+        rows = [a[mask].tolist() for e in made for a, mask in zip(e.advantages, e.action_mask, strict=True)]
+        advantages[estimator] = rows
+    return {"advantages": advantages}
 
 
 def refused(folder):

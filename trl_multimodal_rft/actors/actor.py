@@ -239,6 +239,9 @@ class Actor(nn.Module):
             attention_mask = torch.ones_like(sequences)
         inputs = self._inputs(sequences, media, num_actions or 0)
         inputs["attention_mask"] = attention_mask
+        if self.config.get_text_config() is self.config:
+            # Language models number their positions from the left edge, padding included
+            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         if num_actions is None:
             return self.model(input_ids=sequences, **inputs)
         if return_output:
