@@ -330,7 +330,7 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
         {"steps_per_generation": 2},
         {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
         {"num_iterations": 1},
-        {"num_generations": 2},
+        {"num_generations": 2, "steps_per_generation": 2},
         {"beta": 0.1},
         {"advantage_estimator": "reinforce"},
         {"top_entropy_quantile": 0.5},
