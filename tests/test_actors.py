@@ -1882,7 +1882,7 @@ def test_zero3(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert process.returncode == 0, process.stderr[-6000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
