@@ -33,12 +33,12 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.actors.actor import _score_logits
 from trl_multimodal_rft.actors.towers import find_tower, linear_layers
+from trl_multimodal_rft.algorithms.responses import mask_responses
 from trl_multimodal_rft.media.columns import MediaError
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, join_media, placeholder_token_ids
 from trl_multimodal_rft.media.tensors import token_fields
 from trl_multimodal_rft.packing.forward import left_pad
 from trl_multimodal_rft.packing.masks import field_fill
-from trl_multimodal_rft.rollout.generation import mask_responses
 
 
 TEMPERATURE = 0.7

@@ -9,10 +9,11 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from trainer_utils import (
     Injected,
+    RemembersPacking,
+    assert_equal,
     audio_rows,
     image_rows,
     images_rows,
-    largest_difference,
     load,
     make_trainer,
     norm,
@@ -43,13 +44,8 @@ class InjectedTRL(InjectedIds, RLOOTrainer):
     pass
 
 
-class InjectedOurs(InjectedIds, MultimodalRLOOTrainer):
-    """Also remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.scored_packed = [*getattr(self, "scored_packed", []), self._packed]
-        return scores
+class InjectedOurs(RemembersPacking, InjectedIds, MultimodalRLOOTrainer):
+    pass
 
 
 # Two updates on one generation batch, each from two of its four micro-batches, and the first of them again
@@ -96,14 +92,6 @@ def our_run(rows=None, **options):
     """With TRL's shuffle, which puts the same completions into a micro-batch."""
     options = {"self_check": False, "keep_groups_together": False, **options}
     return run(InjectedOurs, FAMILY, rows or dataset(), **options)
-
-
-def assert_equal(theirs, ours, *, same_metrics=True):
-    assert norm(theirs.update) > 0.01
-    assert relative_difference(theirs.update, ours.update) <= 1e-5
-    if same_metrics:
-        worst, where = largest_difference(theirs.history, ours.history)
-        assert worst <= 1e-4, where
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, *EQUIVALENTS])

@@ -10,11 +10,10 @@ from peft import LoraConfig
 from trainer_utils import (
     InjectedOurs,
     InjectedTRL,
+    assert_equal,
     image_rows,
     images_rows,
-    largest_difference,
     load,
-    norm,
     relative_difference,
     run,
     saved,
@@ -86,15 +85,6 @@ def dataset():
 @functools.cache
 def trl_run(name):
     return run(InjectedTRL, FAMILY, dataset(), **{**OPTIONS, **EQUIVALENTS}[name])
-
-
-def assert_equal(theirs, ours, *, same_metrics=True):
-    difference = relative_difference(theirs.update, ours.update)
-    assert norm(theirs.update) > 0.01
-    assert difference <= 1e-5
-    if same_metrics:
-        worst, where = largest_difference(theirs.history, ours.history)
-        assert worst <= 1e-4, where
 
 
 def our_run(rows=None, **options):

@@ -125,13 +125,17 @@ class InjectedTRL(Injected, GRPOTrainer):
     pass
 
 
-class InjectedOurs(Injected, MultimodalGRPOTrainer):
-    """Also remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
+class RemembersPacking:
+    """Remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self.scored_packed = [*getattr(self, "scored_packed", []), self._packed]
         return scores
+
+
+class InjectedOurs(RemembersPacking, Injected, MultimodalGRPOTrainer):
+    pass
 
 
 class Recording:
@@ -328,3 +332,12 @@ def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
         for key in x
     ]
     return max(differences)
+
+
+def assert_equal(theirs: Run, ours: Run, *, same_metrics: bool = True) -> None:
+    """Two runs made the same update, which is one, and logged the same."""
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    if same_metrics:
+        worst, where = largest_difference(theirs.history, ours.history)
+        assert worst <= 1e-4, where

@@ -15,19 +15,17 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import ModelOutput, is_peft_available
 from trl.trainer.utils import add_fused_lm_head
 
+from ..algorithms.responses import mask_responses
 from ..media.columns import MediaError
 from ..media.encoding import (
-    JOIN_ONLY_EQUAL_MEDIA,
     TOKEN_FIELDS,
     EncodedPrompt,
     placeholder_token_ids,
     prompt_position_ids,
 )
-from ..media.tensors import check_media, modality_of, split_media, token_fields
+from ..media.tensors import modality_of, split_media, token_fields
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
-from ..packing.forward import to_model
-from ..packing.masks import field_fill
-from ..rollout.generation import mask_responses
+from .inputs import bare_inputs
 from .towers import find_tower, linear_layers
 
 
@@ -325,32 +323,8 @@ class Actor(nn.Module):
         return set(inspect.signature(type(self.base_model).forward).parameters) - _NOT_MEDIA
 
     def _inputs(self, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int) -> dict[str, Any]:
-        """What the model needs beside ids and mask; positions are the model's own business."""
-        model = self.base_model
-        own = {name: media[name] for name in TOKEN_FIELDS if name in media}
-        media = {name: value for name, value in media.items() if name not in own}
-        check_media(model, sequences, media)
-        masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
-        if masks and model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
-            parts = split_media(model, sequences, media)
-            for name in masks:
-                if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
-                    raise MediaError(
-                        f"`{name}` has clips of different lengths, and this family's encoder would mix them with their "
-                        "padding; pass rows with clips of one length at a time."
-                    )
-        if not own:
-            own = token_fields(model, sequences)
-            videos = any(modality_of(name) == "video" for name in media)
-            if "mm_token_type_ids" in own and videos and not (own["mm_token_type_ids"] == 2).any():
-                raise MediaError(
-                    "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
-                )
-            for name, fill in field_fill(model).items() if num_actions else ():
-                own[name] = own[name].clone()
-                own[name][:, -num_actions:] = fill
         router = {"output_router_logits": True} if self._has_router else {}
-        return {**to_model(media, model, sequences.device), **own, **router}
+        return {**bare_inputs(self.base_model, sequences, media, num_actions), **router}
 
     # Sampling
 

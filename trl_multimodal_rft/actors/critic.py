@@ -8,10 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..media.tensors import check_media, token_fields
 from ..packing import install_prefix_attention, sharing_obstacle
-from ..packing.forward import to_model
-from ..packing.masks import field_fill
+from .inputs import bare_inputs
 
 
 _HEAD = "value_head.safetensors"
@@ -71,12 +69,7 @@ class Critic(nn.Module):
             if not 0 <= num_actions < length:
                 raise ValueError(f"`num_actions` ({num_actions}) must be between 0 and {length - 1}.")
             # Called with bare tensors, as an actor is
-            check_media(self.model, sequences, inputs)
-            fields = token_fields(self.model, sequences)
-            for name, fill in field_fill(self.model).items() if num_actions else ():
-                fields[name] = fields[name].clone()
-                fields[name][:, -num_actions:] = fill
-            inputs = {**to_model(inputs, self.model, sequences.device), **fields}
+            inputs = bare_inputs(self.model, sequences, inputs, num_actions)
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         # Not the model's own forward, which may cap or scale what its head returns
         backbone = self.model.base_model

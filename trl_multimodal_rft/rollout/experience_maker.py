@@ -28,6 +28,7 @@ from ..algorithms.advantages import (
     whiten,
 )
 from ..algorithms.kl import FixedKLController, approx_kl
+from ..algorithms.responses import mask_responses
 from ..algorithms.rewards import RunningScale
 from ..media.columns import restore_media, rows_to_messages
 from ..media.encoding import (
@@ -45,7 +46,7 @@ from ..packing.layout import split_samples
 from ..rewards.recipe import add_rewards, combine_rewards
 from ..rewards.remote import RemoteReward
 from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
-from .generation import generate_completions, mask_responses
+from .generation import generate_completions
 
 
 # Names of media tensors in experiences, where they aren't those of the model

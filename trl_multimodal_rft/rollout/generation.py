@@ -8,6 +8,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..algorithms.responses import up_to_first_end
 from ..media.encoding import EncodedPrompt, join_media
 from ..packing.forward import left_pad, to_model
 from ..packing.layout import group_by_prompt
@@ -132,50 +133,5 @@ def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -
     Returns:
         `list[list[int]]`: The completions, each with its end-of-sequence token if it has one.
     """
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
-    after = is_eos.int().cumsum(1) - is_eos.int() > 0
-    lengths = (~after).sum(1).tolist()
+    lengths = up_to_first_end(completion_ids, eos_token_ids).sum(1).tolist()
     return [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths, strict=True)]
-
-
-def mask_responses(
-    sequences: torch.Tensor,
-    input_len: int,
-    eos_token_id: int | Sequence[int] | None,
-    pad_token_id: int,
-    prompt_attention_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Masks of sampled sequences: a response goes up to its first end-of-sequence token, that token included.
-
-    Args:
-        sequences (`torch.Tensor`):
-            Padded prompts and responses, shape `(B, S)`; left as they are.
-        input_len (`int`):
-            Length of the padded prompts.
-        eos_token_id (`int` or `Sequence[int]`, *optional*):
-            Tokens that end a response.
-        pad_token_id (`int`):
-            Token written after the end. Where it ends no response, those at the end of a row are padding: the response
-            was stopped otherwise.
-        prompt_attention_mask (`torch.Tensor`, *optional*):
-            1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
-
-    Returns:
-        `tuple`: A copy of the sequences with padding after the responses, their attention mask `(B, S)` (`int64`), the
-        action mask `(B, S - input_len)` (`bool`), and whether each response was cut off, `(B,)`.
-    """
-    eos_ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    prompts, responses = sequences[:, :input_len], sequences[:, input_len:]
-    is_eos = torch.isin(responses, torch.tensor(eos_ids, dtype=responses.dtype, device=responses.device))
-    actions = is_eos.long().cumsum(1) - is_eos.long() == 0
-    truncated = ~is_eos.any(1)
-    if pad_token_id not in eos_ids:
-        trailing = (responses == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
-        actions = actions & ~trailing
-        truncated = truncated & ~trailing.any(1)
-    if prompt_attention_mask is None:
-        prompt_attention_mask = (prompts == pad_token_id).long().cumprod(1) == 0
-    sequences = torch.cat([prompts, responses.masked_fill(~actions, pad_token_id)], dim=1)
-    attention_mask = torch.cat([prompt_attention_mask.long(), actions.long()], dim=1)
-    return sequences, attention_mask, actions, truncated

@@ -20,7 +20,7 @@ from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
 from ..algorithms.rewards import RunningScale
-from ..replay import ReplayBuffer, join_groups, split_groups
+from ..replay import Group, ReplayBuffer, join_groups, split_groups
 from .fetch import FetchOnce
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
@@ -311,24 +311,22 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         args, step = self.args, self.state.global_step
         drawn = split_groups(batch, self.num_generations, step)
         size, rounds = len(drawn), 1
-        waiting = self._surplus.take(len(self._surplus))
-        chosen = waiting + [group for group in drawn if group.rows["live"].all()]
+        chosen = self._surplus.take(len(self._surplus)) + _with_signal(drawn)
         while (
             args.dynamic_sampling
             and rounds < args.dynamic_sampling_max_rounds
             and self._any_process(len(chosen) < size)
         ):
-            drawn += split_groups(self._draw(self._draw_prompts(size)), self.num_generations, step)
-            chosen = waiting + [group for group in drawn if group.rows["live"].all()]
-            rounds += 1
-        live = [group for group in drawn if group.rows["live"].all()]
+            more = split_groups(self._draw(self._draw_prompts(size)), self.num_generations, step)
+            drawn, chosen, rounds = drawn + more, chosen + _with_signal(more), rounds + 1
         if args.dynamic_sampling:
             self._surplus.append(chosen[size:])
         chosen = chosen[:size]
         replayed = self._replay.sample(size - len(chosen), step)
         if args.replay_buffer_size > 0:
             self._replay.append(chosen)
-        dead = [group for group in drawn if not group.rows["live"].all()]
+        live = _with_signal(drawn)
+        dead = [group for group in drawn if group not in live]
         joined = chosen + replayed + dead[: size - len(chosen) - len(replayed)]
 
         result = join_groups(joined, self._tokenizer.pad_token_id, self.accelerator.device)
@@ -609,3 +607,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             if self.args.dynamic_sampling:
                 self._surplus.load_state_dict(state["surplus"])
         self._n_extra_prompts = state["n_extra_prompts"]
+
+
+def _with_signal(groups: list[Group]) -> list[Group]:
+    return [group for group in groups if group.rows["live"].all()]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.logging import get_logger
 
+from ..algorithms.responses import up_to_first_end
 from ..media.encoding import EncodedPrompt, placeholder_token_ids
 from ..packing.layout import group_by_prompt
 
@@ -148,8 +149,7 @@ def _sample(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor,
     output = trainer._sample_completions([prompt, prompt], config)
     logits = torch.stack(output.logits, dim=1).float() / trainer.temperature
     ids = output.sequences[:, -logits.size(1) :]
-    is_eos = torch.isin(ids, torch.tensor(trainer.eos_token_ids, device=ids.device)).int()
-    mask = (is_eos.cumsum(1) - is_eos == 0).long()
+    mask = up_to_first_end(ids, trainer.eos_token_ids).long()
     sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return ids, mask, sampled
 

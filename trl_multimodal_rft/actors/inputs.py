@@ -1,0 +1,59 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a model's forward takes beside ids and mask, from bare tensors."""
+
+import torch
+from transformers import PreTrainedModel
+
+from ..media.columns import MediaError
+from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, TOKEN_FIELDS
+from ..media.tensors import check_media, modality_of, split_media, token_fields
+from ..packing.forward import to_model
+from ..packing.masks import field_fill
+
+
+def bare_inputs(
+    model: PreTrainedModel, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int
+) -> dict[str, torch.Tensor]:
+    """
+    Checks media against the ids and adds the per-token fields that the model needs. Positions are the model's own business.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+        sequences (`torch.Tensor`):
+            Prompts and responses, shape `(B, S)`.
+        media (`dict[str, torch.Tensor]`):
+            Media of all sequences, and per-token fields if they are known.
+        num_actions (`int`):
+            Number of action tokens, the last ones.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Media on the device and in the dtype of the forward, and per-token fields.
+
+    Raises:
+        [`MediaError`]: If placeholders and media don't agree, if clips would be mixed with their padding, or if the
+            fields can't be told from the ids.
+    """
+    own = {name: media[name] for name in TOKEN_FIELDS if name in media}
+    media = {name: value for name, value in media.items() if name not in own}
+    check_media(model, sequences, media)
+    masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
+    if masks and model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
+        parts = split_media(model, sequences, media)
+        for name in masks:
+            if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
+                raise MediaError(
+                    f"`{name}` has clips of different lengths, and this family's encoder would mix them with their "
+                    "padding; pass rows with clips of one length at a time."
+                )
+    if not own:
+        own = token_fields(model, sequences)
+        videos = any(modality_of(name) == "video" for name in media)
+        if "mm_token_type_ids" in own and videos and not (own["mm_token_type_ids"] == 2).any():
+            raise MediaError(
+                "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
+            )
+        for name, fill in field_fill(model).items() if num_actions else ():
+            own[name] = own[name].clone()
+            own[name][:, -num_actions:] = fill
+    return {**to_model(media, model, sequences.device), **own}
