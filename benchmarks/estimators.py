@@ -25,17 +25,13 @@ before, after which the C library keeps freed memory instead of returning it; th
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from measuring import CLOCKS, hardware, versions
 
 from trl_multimodal_rft.algorithms.advantages import cumulative_returns, gae, group_norm, whiten
 
@@ -43,7 +39,6 @@ from trl_multimodal_rft.algorithms.advantages import cumulative_returns, gae, gr
 GAMMA, LAM = 0.99, 0.95
 GAPS = 4  # per row, with `--gaps`
 TOLERANCE = 1e-4
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,18 +169,6 @@ def seconds(function: Callable, device: str, now: Callable[[], float]) -> float:
     return now() - start
 
 
-def hardware(device: str) -> dict:
-    """What it ran on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-    }
-
-
 def run(args: argparse.Namespace) -> dict:
     """
     Runs the benchmark.
@@ -232,10 +215,7 @@ def run(args: argparse.Namespace) -> dict:
             "dtype": str(batch.values.dtype).removeprefix("torch."),
         },
         "hardware": hardware(args.device),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("trl-multimodal-rft", "torch")},
-        },
+        "versions": versions("trl-multimodal-rft", "torch"),
     }
 
 

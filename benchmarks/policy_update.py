@@ -31,10 +31,7 @@ projects completion tokens only, so that there is nothing to save there.
 
 import argparse
 import gc
-import importlib.metadata
 import json
-import os
-import platform
 import tempfile
 import time
 from collections import defaultdict
@@ -44,6 +41,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from measuring import hardware, versions
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -423,17 +421,6 @@ def gradient_difference(expected: torch.nn.Module, actual: torch.nn.Module) -> f
     return (difference / torch.stack([a.float().norm() for a, _ in pairs]).norm()).item()
 
 
-def hardware(device: str) -> dict:
-    """What it ran on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-    }
-
-
 def run(args: argparse.Namespace) -> dict:
     """
     Runs the benchmark.
@@ -500,13 +487,7 @@ def run(args: argparse.Namespace) -> dict:
             "step_completion_tokens": LONGEST,
         },
         "hardware": hardware(args.device),
-        "versions": {
-            "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name)
-                for name in ("trl-multimodal-rft", "trl", "transformers", "torch")
-            },
-        },
+        "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
     }
 
 

@@ -25,16 +25,12 @@ images as Qwen2.5-VL takes them, patches and grids of different sizes, repeated 
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from measuring import CLOCKS, hardware, versions
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_multimodal_rft.replay import (
@@ -50,7 +46,6 @@ from trl_multimodal_rft.rollout.experience import ExperienceVL
 TEXT = (16, 256)  # tokens of a prompt beside its image
 SIDE = (8, 32)  # patches along a side of an image; four patches are a token
 LONGEST_PROMPT = TEXT[1] + SIDE[1] ** 2 // 4
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 ACTION_FIELDS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl", "action_mask"]
 FIELDS = ["sequences", "attention_mask", *ACTION_FIELDS]
@@ -237,14 +232,6 @@ def contests(batches: list[ExperienceVL], made_size: int) -> dict[str, tuple[Cal
     }
 
 
-def hardware() -> dict:
-    """What it ran on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": os.cpu_count()}
-
-
 def run(args: argparse.Namespace) -> dict:
     """
     Runs the benchmark.
@@ -303,10 +290,7 @@ def run(args: argparse.Namespace) -> dict:
             "dtype": str(batches[0].values.dtype).removeprefix("torch."),
         },
         "hardware": hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("trl-multimodal-rft", "torch")},
-        },
+        "versions": versions("trl-multimodal-rft", "torch"),
     }
 
 

@@ -10,7 +10,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+for folder in ("examples", "benchmarks"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 import torch  # noqa: E402
 
