@@ -18,6 +18,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
@@ -225,6 +227,7 @@ def moved(family: str, distance: float = 0.02) -> dict:
 # Runs
 
 CONFIGS = {
+    MultimodalPPOTrainer: MultimodalPPOConfig,  # before its bases
     MultimodalGRPOTrainer: MultimodalGRPOConfig,
     MultimodalRLOOTrainer: MultimodalRLOOConfig,
     GRPOTrainer: GRPOConfig,

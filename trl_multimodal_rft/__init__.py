@@ -1,7 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Reinforcement fine-tuning for models that see and hear, on TRL."""
 
-from .trainers import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
+from .trainers import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
 
 
 __version__ = "0.1.0"

@@ -5,4 +5,4 @@ from .actor import Actor
 from .actor_al import ActorAL
 from .actor_omni import ActorOmni
 from .actor_vl import ActorVL
-from .critic import Critic
+from .critic import Critic, ValueHead

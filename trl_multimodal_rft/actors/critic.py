@@ -4,9 +4,11 @@
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from ..packing import install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs
@@ -15,27 +17,86 @@ from .inputs import bare_inputs
 _HEAD = "value_head.safetensors"
 
 
+class ValueHead(nn.Linear):
+    """
+    From hidden states to values: linear, in float32, and 0 before it is trained.
+
+    Args:
+        hidden_size (`int`):
+            Size of the hidden states.
+        device (`torch.device` or `str`, *optional*):
+            Where it is.
+    """
+
+    def __init__(self, hidden_size: int, device: torch.device | str | None = None):
+        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Values of states.
+
+        Args:
+            hidden_states (`torch.Tensor`):
+                Last hidden states, shape `(..., hidden_size)`.
+
+        Returns:
+            `torch.Tensor`: Values, float32, shape `(...)`.
+        """
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            # An engine may have cast the weight
+            return super().forward(hidden_states.to(self.weight.dtype))[..., 0].float()
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """
+        Saves the head.
+
+        Args:
+            folder (`str` or `Path`):
+                Where to.
+            state_dict (`dict[str, torch.Tensor]`, *optional*):
+                Its whole weights, where processes hold them in part.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        save_file({name: value.float().contiguous() for name, value in state_dict.items()}, Path(folder, _HEAD))
+
+    def load(self, folder: str | Path) -> bool:
+        """
+        Takes back what [`save_pretrained`] wrote.
+
+        Args:
+            folder (`str` or `Path`):
+                Folder or repository of the Hub.
+
+        Returns:
+            `bool`: Whether there was a head.
+        """
+        path = cached_file(str(folder), _HEAD, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            self.load_state_dict(load_file(path))
+        return path is not None
+
+
 class Critic(nn.Module):
     """
     A multimodal backbone with a value head: the expected return of the state before each token.
 
-    The head is linear, in float32, and starts at 0, so that the first values are 0. It runs through the same packed forward
-    as the policy, see [`~packing.forward.completion_values`].
+    It runs through the same packed forward as the policy, see [`~packing.forward.completion_values`].
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model of the policy's family. Its LM head is replaced by the value head.
+            Model of the policy's class. Its LM head gives way to a [`ValueHead`].
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         if not sharing_obstacle(model):
             install_prefix_attention(model)
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=torch.float32, device=model.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        model.set_output_embeddings(self.head)
+        model.set_output_embeddings(nn.Identity())
         self.model = model
+        self.head = ValueHead(model.config.get_text_config().hidden_size, model.device)
 
     def forward(
         self,
@@ -74,36 +135,94 @@ class Critic(nn.Module):
         # Not the model's own forward, which may cap or scale what its head returns
         backbone = self.model.base_model
         hidden = backbone(input_ids=sequences, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
-        values = self.head(hidden.float())[..., 0]
+        values = self.head(hidden)
         return values if num_actions is None else values[:, length - 1 - num_actions : length - 1]
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """
         Saves the backbone as transformers does, and the head beside it.
 
         Args:
             folder (`str` or `Path`):
                 Where to.
+            state_dict (`dict[str, torch.Tensor]`, *optional*):
+                The critic's whole weights, where processes hold them in part.
         """
-        self.model.base_model.save_pretrained(folder)
-        save_file({name: value.contiguous() for name, value in self.head.state_dict().items()}, Path(folder, _HEAD))
+        backbone = head = None
+        if state_dict is not None:
+            prefix = f"model.{self.model.base_model_prefix}."
+            backbone, head = _below(state_dict, prefix), _below(state_dict, "head.")
+        self.model.base_model.save_pretrained(folder, state_dict=backbone)
+        self.head.save_pretrained(folder, head)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
         """
-        Loads what [`save_pretrained`] wrote.
+        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose score
+        is the first value), or a backbone, whose first values are 0.
 
         Args:
             folder (`str` or `Path`):
-                Where from.
+                Folder or repository of the Hub.
             model_class (`type`):
-                Class of the model, that of the policy.
+                Class of the policy.
             kwargs:
-                Arguments of its `from_pretrained`.
+                Arguments of `from_pretrained`.
 
         Returns:
             [`Critic`]: The critic.
+
+        Raises:
+            `ValueError`: If the model isn't of the policy's family.
         """
+        options = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+        architectures = AutoConfig.from_pretrained(folder, **options).architectures or [model_class.__name__]
+        if architectures[0].endswith("ForSequenceClassification"):
+            classifier = getattr(transformers, architectures[0]).from_pretrained(folder, **kwargs)
+            return cls.from_model(classifier, model_class)
         critic = cls(model_class.from_pretrained(folder, **kwargs))
-        critic.head.load_state_dict(load_file(Path(folder, _HEAD)))
+        critic.head.load(folder)
         return critic
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, model_class: type[PreTrainedModel]) -> "Critic":
+        """
+        Makes a critic of a model of the policy's family.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                A model of the policy's class, or a reward model (a sequence classifier with one label) on the same
+                backbone, whose score is the first value.
+            model_class (`type`):
+                Class of the policy.
+
+        Returns:
+            [`Critic`]: The critic, which takes over the model's weights.
+
+        Raises:
+            `ValueError`: If the model has another backbone or several labels.
+        """
+        if isinstance(model, model_class):
+            return cls(model)
+        with torch.device("meta"):
+            shell = model_class(model.config)  # masks and positions are the business of this class
+        prefix = shell.base_model_prefix
+        if type(model.base_model) is not type(shell.base_model):
+            raise ValueError(
+                f"The critic must be of the policy's family, to take the same tokens and media: it is a "
+                f"{type(model).__name__}, the policy a {model_class.__name__}."
+            )
+        setattr(shell, prefix, model.base_model)
+        critic = cls(shell)
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"A reward model that becomes a critic gives one number, {type(model).__name__} has "
+                f"{model.config.num_labels} labels."
+            )
+        with torch.no_grad():
+            critic.head.weight.copy_(model.score.weight)
+        return critic
+
+
+def _below(state_dict: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}

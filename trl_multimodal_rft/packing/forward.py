@@ -15,9 +15,6 @@ from .layout import PackedRow, group_by_prompt, pack, split_samples
 from .masks import field_fill, linear_masks
 
 
-Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
 @contextmanager
 def inject(decoder: nn.Module, **kwargs):
     """
@@ -53,7 +50,8 @@ def completion_scores(
     apart: Literal["media", "prompt"] | None = None,
     min_forwards: int = 1,
     output_router_logits: bool = False,
-) -> Scores:
+    value_head: nn.Module | None = None,
+) -> tuple:
     """
     Log-probabilities and entropies of completions, packed or padded.
 
@@ -80,18 +78,22 @@ def completion_scores(
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute the load-balancing loss of a mixture of experts. Packed, prompt tokens count once in it,
             not once per completion.
+        value_head (`torch.nn.Module`, *optional*):
+            Head of a critic that shares the model, see [`~actors.ValueHead`].
 
     Returns:
         `tuple`: Log-probabilities `(B, C)` and entropies `(B, C)` (`None` if the head computes none), 0 where the mask
-        is 0, and the auxiliary loss or `None`.
+        is 0, the auxiliary loss or `None`, and with a `value_head` the values of the states before each token, `(B, C)`.
     """
     score = packed_scores if packed else padded_scores
 
     def part(prompts, ids, mask):
-        return score(model, unwrapped_model, prompts, ids, mask, output_router_logits)
+        return score(model, unwrapped_model, prompts, ids, mask, output_router_logits, value_head)
 
-    logps, entropies, aux_losses = _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
-    return logps, entropies, None if aux_losses is None else aux_losses.mean()
+    logps, entropies, aux_losses, *values = _in_parts(
+        part, prompts, completion_ids, completion_mask, apart, min_forwards
+    )
+    return logps, entropies, None if aux_losses is None else aux_losses.mean(), *values
 
 
 def completion_values(
@@ -175,7 +177,8 @@ def packed_scores(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
     output_router_logits: bool = False,
-) -> Scores:
+    value_head: nn.Module | None = None,
+) -> tuple:
     """
     Scores completions in one row that holds each prompt, and its media, once.
 
@@ -186,14 +189,18 @@ def packed_scores(
     """
     row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
     router = {"output_router_logits": True} if output_router_logits else {}
-    with inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids):
+    with (
+        inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids),
+        _last_hidden_states(unwrapped_model) as hidden,
+    ):
         outputs = model(**inputs, **router, shift_labels=row.shift_labels, fused_lm_head=True)
 
     def unpack(values):
         return torch.where(completion_mask.bool(), values[0][row.score_index], 0.0)
 
     entropy = None if outputs.entropy is None else unpack(outputs.entropy)
-    return unpack(outputs.log_probs), entropy, outputs.aux_loss
+    values = [] if value_head is None else [unpack(value_head(hidden[0]))]
+    return unpack(outputs.log_probs), entropy, outputs.aux_loss, *values
 
 
 def padded_scores(
@@ -203,7 +210,8 @@ def padded_scores(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
     output_router_logits: bool = False,
-) -> Scores:
+    value_head: nn.Module | None = None,
+) -> tuple:
     """
     Scores completions with one padded row per completion, as TRL does, for media of every kind.
 
@@ -215,9 +223,24 @@ def padded_scores(
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     labels[:, :-n_new] = -100
     router = {"output_router_logits": True} if output_router_logits else {}
-    outputs = model(**inputs, **router, labels=labels, fused_lm_head=True)
+    with _last_hidden_states(unwrapped_model) as hidden:
+        outputs = model(**inputs, **router, labels=labels, fused_lm_head=True)
     entropy = None if outputs.entropy is None else outputs.entropy[:, -n_new:]
-    return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss
+    values = []
+    if value_head is not None:
+        values.append(torch.where(completion_mask.bool(), value_head(hidden[0])[:, -n_new - 1 : -1], 0.0))
+    return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss, *values
+
+
+@contextmanager
+def _last_hidden_states(model: PreTrainedModel):
+    """What the LM head gets, of each forward within the context."""
+    hidden = []
+    handle = model.base_model.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
+    try:
+        yield hidden
+    finally:
+        handle.remove()
 
 
 def _packed_inputs(model, prompts, completion_ids, completion_mask) -> tuple[PackedRow, dict[str, torch.Tensor]]:

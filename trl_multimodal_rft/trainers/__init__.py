@@ -3,5 +3,7 @@
 
 from .grpo_config import MultimodalGRPOConfig
 from .grpo_trainer import MultimodalGRPOTrainer
+from .ppo_config import MultimodalPPOConfig
+from .ppo_trainer import MultimodalPPOTrainer
 from .rloo_config import MultimodalRLOOConfig
 from .rloo_trainer import MultimodalRLOOTrainer

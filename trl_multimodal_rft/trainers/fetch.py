@@ -1,8 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reading rows of a dataset with their media."""
 
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 
 from ..media.columns import MEDIA_COLUMNS
@@ -37,6 +39,41 @@ class FetchOnce:
         fetched = {i: _with_arrays(row) for i, row in zip(missing, rows, strict=True)}
         self._rows = {i: fetched[i] if i in fetched else self._rows[i] for i in wanted}
         return [self._rows[i] for i in indices]
+
+
+class EndlessRows:
+    """
+    The rows of a dataset in one shuffled order after the other.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Dataset to read from.
+        seed (`int`):
+            Seed of the first order; the next one has the next seed.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.rows = FetchOnce(dataset)
+        self.seed = seed
+
+    def at(self, start: int, n: int) -> list[dict]:
+        """
+        Rows at positions of the endless order.
+
+        Args:
+            start (`int`):
+                First position.
+            n (`int`):
+                Number of rows.
+
+        Returns:
+            `list[dict]`: The rows.
+        """
+        size, orders = len(self.rows), {}
+        for epoch in range(start // size, (start + n - 1) // size + 1):
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            orders[epoch] = torch.randperm(size, generator=generator).tolist()
+        return self.rows.__getitems__([orders[place // size][place % size] for place in range(start, start + n)])
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:

@@ -200,18 +200,20 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         default=8, metadata={"help": "Number of optimizer steps after which a kept group is dropped."}
     )
 
+    _has_critic = False
+
     def __post_init__(self):
+        need = None
         if not callable(self.advantage_estimator):
             self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
-            if self.advantage_estimator != "gae":
-                names = [name for name, need in ESTIMATORS.items() if need != "critic"]
-                check_choice(self, "advantage_estimator", (*names, *ALIASES))
-        need = None if callable(self.advantage_estimator) else ESTIMATORS[self.advantage_estimator]
-        if need == "critic":
-            raise ValueError(
-                "`advantage_estimator='gae'` needs the values of a critic, and this trainer has none. Choose one of "
-                f"{', '.join(repr(name) for name, need in ESTIMATORS.items() if need != 'critic')}."
-            )
+            names = [name for name, need in ESTIMATORS.items() if self._has_critic or need != "critic"]
+            if self.advantage_estimator == "gae" and not self._has_critic:
+                raise ValueError(
+                    "`advantage_estimator='gae'` needs the values of a critic, and this trainer has none. Use "
+                    f"`MultimodalPPOTrainer`, or choose one of {', '.join(map(repr, names))}."
+                )
+            check_choice(self, "advantage_estimator", (*names, *ALIASES))
+            need = ESTIMATORS[self.advantage_estimator]
         self._post_init_trl(need)
 
         check_choice(self, "norm_level", ("token", "sequence"))
@@ -286,7 +288,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 "itself; remove `kl_in_reward`."
             )
         if self.kl_in_reward is None:
-            self.kl_in_reward = self.advantage_estimator in ("reinforce", "rloo")
+            self.kl_in_reward = self.advantage_estimator in ("gae", "reinforce", "rloo")
         if self.kl_estimator is None:
             in_loss = "k2" if self.advantage_estimator == "reinforce_baseline" else "k3"
             self.kl_estimator = "k1" if self.kl_in_reward else in_loss
@@ -307,18 +309,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             raise ValueError(f"`kl_horizon` must be above 0, got {self.kl_horizon}.")
 
     def _check_loss(self) -> None:
-        token_level = self.advantage_estimator == "reinforce"
+        token_level = self.advantage_estimator in ("gae", "reinforce")
         sequence_level = self.importance_sampling_level == "sequence"
         if token_level and self.loss_type == "gmpo":
             raise ValueError(
-                "`loss_type='gmpo'` takes one advantage per completion, but `advantage_estimator='reinforce'` gives one "
-                "per token. Use another estimator, such as 'reinforce_baseline'."
+                f"`loss_type='gmpo'` takes one advantage per completion, but `advantage_estimator="
+                f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as 'reinforce_baseline'."
             )
-        if token_level and self.kl_in_reward and sequence_level:
+        if sequence_level and (self.advantage_estimator == "gae" or token_level and self.kl_in_reward):
+            penalized = " with the KL divergence in the reward" if self.advantage_estimator == "reinforce" else ""
             raise ValueError(
-                "`importance_sampling_level='sequence'` takes one advantage per completion, but "
-                "`advantage_estimator='reinforce'` with the KL divergence in the reward gives one per token. Use "
-                "`kl_in_reward=False` or another estimator."
+                f"`importance_sampling_level='sequence'` takes one advantage per completion, but `advantage_estimator="
+                f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"
+                f"{', or `kl_in_reward=False`' if penalized else ''}."
             )
         if self.loss_type not in OWN_LOSS_TYPES:
             return

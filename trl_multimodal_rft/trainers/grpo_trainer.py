@@ -21,13 +21,13 @@ from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
 from ..algorithms.rewards import RunningScale
 from ..replay import Group, ReplayBuffer, join_groups, split_groups
-from .fetch import FetchOnce
+from .fetch import EndlessRows
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
 
 
 # Loss types that are a mean over a micro-batch, divided by the accumulation steps
-_MEAN_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "gmpo")
+MEAN_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "gmpo")
 
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             Custom rollout for text rows, as for [`~trl.GRPOTrainer`]. Rows with media raise.
         environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
             Environments for text rows, as for [`~trl.GRPOTrainer`]. Rows with media raise.
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference of the KL divergence, where it isn't what the policy's name loads, or the policy has none.
 
     Raises:
         `ValueError`: If the processing class pads on the right, or if groups are to be exchanged that can't be.
@@ -122,6 +124,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         tools: "list[Callable] | None" = None,
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        ref_model: PreTrainedModel | None = None,
     ):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -141,6 +144,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             tools=tools,
             rollout_func=rollout_func,
             environment_factory=environment_factory,
+            ref_model=ref_model,
         )
 
         if args.soft_overlong_cache is not None:
@@ -257,21 +261,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         else:
             mask = self._loss_mask(output)
             n_tokens = mask.size(1)
-            old_logps, ref_logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
-            need_logps = callable(args.advantage_estimator) or args.kl_in_reward
-            advantages = estimate_advantages(
-                args.advantage_estimator,
-                rewards=rewards,
-                rewards_per_func=per_func,
-                group_ids=group_ids,
-                mask=self._gather_rows(mask),
-                old_logps=self._gather_rows(old_logps) if need_logps else None,
-                ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
-                kl_coef=self.beta if args.kl_in_reward else 0.0,
-                scale=args.scale_rewards,
-                norm_level=args.norm_level,
-                weight=args.cpgd_weight,
-            )
+            advantages = self._estimate_advantages(output, rewards, group_ids, mask)
             per_completion = args.loss_type == "gmpo" or args.importance_sampling_level == "sequence"
             if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
                 option = "loss_type" if args.loss_type == "gmpo" else "importance_sampling_level"
@@ -284,10 +274,31 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             live = group_statistics(rewards, group_ids)
             live = live.live[live.index].to(rewards.device)
             if args.kl_in_reward:
-                kl = approx_kl(old_logps, ref_logps, mask, "k1")
+                kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
                 self._metrics[mode]["kl"].append(self._token_mean(kl, mask))
         if self.model.training and self._exchanges_groups:
             output["live"] = live[rows]
+
+    def _estimate_advantages(
+        self, output: dict[str, Any], rewards: torch.Tensor, group_ids: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Advantages of all processes' completions from their shaped rewards; the mask is that of this process's."""
+        args = self.args
+        old_logps, ref_logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
+        need_logps = callable(args.advantage_estimator) or args.kl_in_reward
+        return estimate_advantages(
+            args.advantage_estimator,
+            rewards=rewards,
+            rewards_per_func=self._rewards_per_func,
+            group_ids=group_ids,
+            mask=self._gather_rows(mask),
+            old_logps=self._gather_rows(old_logps) if need_logps else None,
+            ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
+            kl_coef=self.beta if args.kl_in_reward else 0.0,
+            scale=args.scale_rewards,
+            norm_level=args.norm_level,
+            weight=args.cpgd_weight,
+        )
 
     def _log_advantages(self, advantages: torch.Tensor) -> None:
         """Puts what is trained on into the table of completions, per token as their mean."""
@@ -353,15 +364,11 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     def _draw_prompts(self, n: int) -> list[dict[str, Any]]:
         """This process's next rows of dynamic sampling, each as often as it has completions."""
         if self._extra_rows is None:
-            self._extra_rows = FetchOnce(self._remove_unused_columns(self.train_dataset, description="Training"))
+            dataset = self._remove_unused_columns(self.train_dataset, description="Training")
+            self._extra_rows = EndlessRows(dataset, self.args.seed + 1)
         start = self._n_extra_prompts + self.accelerator.process_index * n
         self._n_extra_prompts += self.accelerator.num_processes * n
-        size, orders = len(self.train_dataset), {}
-        for epoch in range(start // size, (start + n - 1) // size + 1):
-            generator = torch.Generator().manual_seed(self.args.seed + 1 + epoch)
-            orders[epoch] = torch.randperm(size, generator=generator).tolist()
-        indices = [orders[position // size][position % size] for position in range(start, start + n)]
-        rows = self._extra_rows.__getitems__(indices)
+        rows = self._extra_rows.at(start, n)
         return [row for row in rows for _ in range(self.num_generations)]
 
     def _score_reference(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -454,6 +461,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         mask = self._loss_mask(inputs)
         old_logps = inputs.get("old_per_token_logps")
         old_logps = logps.detach() if old_logps is None else old_logps
+        self._log_ratio = torch.where(mask.bool(), logps.detach() - old_logps, 0)
         own_loss = loss.new_zeros(())
         if own_policy:
             own_loss = own_loss + self._policy_loss(logps, old_logps, mask, inputs)
@@ -462,7 +470,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         metrics = self._metrics["train" if self.model.training else "eval"]
         if "policy_loss" in metrics and (own_policy or own_kl):  # logged by TRL with an entropy bonus
             # Like TRL, before the division by accumulation steps where the loss type has it
-            scale = self._accumulation() if args.loss_type in _MEAN_LOSS_TYPES else 1
+            scale = self._accumulation() if args.loss_type in MEAN_LOSS_TYPES else 1
             metrics["policy_loss"][-1] += scale * self.accelerator.gather(own_loss.detach()).mean().item()
         loss = loss + own_loss
         if args.kl_target is not None and self.model.training:

@@ -2,6 +2,7 @@
 """The seam with TRL: everything this package overrides in TRL's trainers."""
 
 import logging
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
-from trl.models import unwrap_model_for_generation
+from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
-from trl.trainer.utils import create_model_from_path, get_config_model_id, split_tensor_dict
+from trl.trainer.utils import (
+    add_fused_lm_head,
+    create_model_from_path,
+    disable_dropout_in_model,
+    get_config_model_id,
+    split_tensor_dict,
+)
 
 from ..actors import Actor
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
@@ -53,7 +60,9 @@ class MultimodalMixin:
 
     _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
 
-    def __init__(self, model, reward_funcs, args, processing_class=None, quantization_config=None, **kwargs):
+    def __init__(
+        self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
+    ):
         set_seed(args.seed)  # as TRL does before it loads a model
         if isinstance(model, Actor):
             model = _model_of(model, args)
@@ -101,7 +110,11 @@ class MultimodalMixin:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
             own = args.generation_kwargs or {}
             args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
-        with _image_token_id(model.config, placeholders), _no_warning_about_init_kwargs(loaded_here):
+        with (
+            _image_token_id(model.config, placeholders),
+            _no_warning_about_init_kwargs(loaded_here),
+            _no_reference(args, ref_model),
+        ):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -110,6 +123,8 @@ class MultimodalMixin:
                 quantization_config=quantization_config,
                 **kwargs,
             )
+        if ref_model is not None:
+            self._set_reference(ref_model)
         if not self.use_vllm and placeholders:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
@@ -132,6 +147,19 @@ class MultimodalMixin:
                     "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it "
                     f"a multiple of {group}."
                 )
+
+    def _set_reference(self, ref_model: PreTrainedModel) -> None:
+        """Does for a given reference what TRL does for one that it loads."""
+        self.beta = self.args.beta
+        if self.args.disable_dropout:
+            disable_dropout_in_model(ref_model)
+        add_fused_lm_head(ref_model, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
+        if self.is_deepspeed_enabled:
+            self.ref_model = prepare_deepspeed(ref_model, self.accelerator)
+        elif self.is_fsdp_enabled:
+            self.ref_model = prepare_fsdp(ref_model, self.accelerator)
+        else:
+            self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(model)
@@ -387,10 +415,10 @@ class MultimodalMixin:
         parts = split_samples(samples, options["apart"])
         options["min_forwards"] = self._most_over_ranks(len(parts), options["apart"])
 
-        def scores(module):
+        def scores(call):
             return completion_scores(
-                module,
-                self._unwrapped(module),
+                call,
+                self._unwrapped(model),
                 samples,
                 completion_ids,
                 completion_mask,
@@ -399,10 +427,14 @@ class MultimodalMixin:
             )
 
         with self.accelerator.autocast():
-            if options["apart"] is not None and isinstance(model, DistributedDataParallel):
-                # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
-                return _ForwardRedirection()(model, model.module, lambda: scores(model.module))
-            return scores(model)
+            return self._forward(model, scores, apart=options["apart"])
+
+    def _forward(self, model, scores: Callable, apart: str | None):
+        """Scores with forwards of a model, given what to call for one."""
+        if apart is not None and isinstance(model, DistributedDataParallel):
+            # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
+            return _ForwardRedirection()(model, model.module, lambda: scores(model.module))
+        return scores(model)
 
     # Checks and checkpoints
 
@@ -572,6 +604,22 @@ def _image_token_id(config, placeholders: set[int]):
     finally:
         if missing:
             del config.image_token_id
+
+
+@contextmanager
+def _no_reference(args, ref_model: PreTrainedModel | None):
+    """Keeps TRL from loading a reference where one is given."""
+    if ref_model is None:
+        yield
+        return
+    if args.beta == 0 or args.sync_ref_model:
+        option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
+        raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
+    coefficient, args.beta = args.beta, 0.0
+    try:
+        yield
+    finally:
+        args.beta = coefficient
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""An exponential moving average of weights."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class MovingAverage:
+    r"""
+    Follows weights: $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in float32.
+
+    Where processes hold weights in part, so do they hold the average.
+
+    Args:
+        parameters (`dict[str, torch.nn.Parameter]`):
+            The weights by name.
+        decay (`float`):
+            $\beta$, between 0 and 1.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float):
+        self.decay = decay
+        self._parameters = parameters
+        self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average towards the weights."""
+        for name, parameter in self._parameters.items():
+            self._average[name].lerp_(parameter.float(), 1 - self.decay)
+
+    @contextmanager
+    def applied(self):
+        """Puts the average in the place of the weights within the context."""
+        saved = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._write(self._average)
+        try:
+            yield
+        finally:
+            self._write(saved)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
+
+    def save(self, path: str | Path, is_main_process: bool) -> None:
+        """
+        Writes the average. All processes have to call this.
+
+        Args:
+            path (`str` or `Path`):
+                File.
+            is_main_process (`bool`):
+                Whether this process writes.
+        """
+        whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}
+        if is_main_process:
+            save_file({name: value.contiguous().cpu() for name, value in whole.items()}, path)
+
+    def load(self, path: str | Path) -> None:
+        """
+        Reads what [`save`] wrote.
+
+        Args:
+            path (`str` or `Path`):
+                File.
+        """
+        for name, value in load_file(path).items():
+            own = self._average[name]
+            if isinstance(own, DTensor):
+                value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+            own.copy_(value)

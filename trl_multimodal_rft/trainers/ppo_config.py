@@ -1,0 +1,164 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the PPO trainer."""
+
+from dataclasses import dataclass, field
+
+from .grpo_config import MultimodalGRPOConfig
+
+
+@dataclass
+class MultimodalPPOConfig(MultimodalGRPOConfig):
+    r"""
+    Configuration class for the [`MultimodalPPOTrainer`].
+
+    Holds every argument of [`MultimodalGRPOConfig`] (policy loss, KL divergence, rewards, entropy mask, resampling), and
+    those below. `docs/ppo.md` says how they work together.
+
+    Parameters:
+        > Parameters that control the advantages
+
+        advantage_estimator (`str` or `Callable`, *optional*, defaults to `"gae"`):
+            How rewards become advantages. `"gae"` has a critic; the others of [`MultimodalGRPOConfig`] have none.
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount per token.
+        lam (`float`, *optional*, defaults to `0.95`):
+            GAE's $\lambda$.
+        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
+            Whether the critic's value stands for what would have come after a completion that was cut off at
+            `max_completion_length`, on top of its reward. Without it, a cut completion is worth its reward alone.
+
+        > Parameters that control the critic
+
+        shared_trunk (`bool`, *optional*, defaults to `False`):
+            Whether the critic is only a head on the policy's last hidden states, without a backbone of its own.
+        vf_coef (`float`, *optional*, defaults to `0.1`):
+            Weight of the value loss beside the policy loss. Both share one gradient norm to clip.
+        cliprange_value (`float`, *optional*, defaults to `0.2`):
+            How far a value may move from the one at sampling and still be rewarded for it. `None` doesn't clip.
+        value_learning_rate (`float`, *optional*):
+            Initial learning rate of the critic. Defaults to `learning_rate`.
+        value_lr_scheduler_type (`str`, *optional*):
+            Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`.
+        value_warmup_steps (`float`, *optional*):
+            Warmup of the critic's learning rate, in optimizer steps, or below 1 as their share. Defaults to
+            `warmup_steps`.
+        freezing_actor_steps (`int`, *optional*, defaults to `0`):
+            Number of optimizer steps in the beginning that train the critic alone. The policy's schedule starts after
+            them.
+
+        > Parameters that control the updates
+
+        num_ppo_epochs (`int`, *optional*, defaults to `4`):
+            Number of times each batch of completions is trained on, in another order each time.
+        max_skipped_updates (`int`, *optional*, defaults to `5`):
+            Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
+        ema_decay (`float`, *optional*):
+            Decay of an exponential moving average of the policy's weights, per optimizer step, such as 0.992. It is saved
+            in the folder `ema` beside the model. `None` keeps none.
+        ptx_coef (`float`, *optional*, defaults to `0.0`):
+            Weight of the supervised loss on `ptx_dataset`, see
+            [InstructGPT](https://huggingface.co/papers/2203.02155).
+        per_device_ptx_batch_size (`int`, *optional*, defaults to `1`):
+            Number of supervised rows beside each micro-batch.
+    """
+
+    advantage_estimator: str = field(
+        default="gae",
+        metadata={
+            "help": "How rewards become advantages: 'gae' has a critic; 'group_norm', 'rloo', 'reinforce', "
+            "'reinforce_baseline', 'cpgd', 'dr_grpo', or in Python a function, have none."
+        },
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount per token."})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
+    bootstrap_truncated: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the critic's value stands for what would have come after a completion that was cut off."
+        },
+    )
+    shared_trunk: bool = field(
+        default=False,
+        metadata={"help": "Whether the critic is only a head on the policy's last hidden states."},
+    )
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss beside the policy loss."})
+    cliprange_value: float | None = field(
+        default=0.2, metadata={"help": "How far a value may move from the one at sampling. `None` doesn't clip."}
+    )
+    value_learning_rate: float | None = field(
+        default=None, metadata={"help": "Initial learning rate of the critic. Defaults to `learning_rate`."}
+    )
+    value_lr_scheduler_type: str | None = field(
+        default=None,
+        metadata={"help": "Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`."},
+    )
+    value_warmup_steps: float | None = field(
+        default=None, metadata={"help": "Warmup of the critic's learning rate. Defaults to `warmup_steps`."}
+    )
+    freezing_actor_steps: int = field(
+        default=0, metadata={"help": "Number of optimizer steps in the beginning that train the critic alone."}
+    )
+    num_ppo_epochs: int = field(
+        default=4, metadata={"help": "Number of times each batch of completions is trained on."}
+    )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={"help": "Decay of an exponential moving average of the policy's weights, per optimizer step."},
+    )
+    ptx_coef: float = field(default=0.0, metadata={"help": "Weight of the supervised loss on `ptx_dataset`."})
+    per_device_ptx_batch_size: int = field(
+        default=1, metadata={"help": "Number of supervised rows beside each micro-batch."}
+    )
+
+    _has_critic = True
+
+    def __post_init__(self):
+        if self.num_iterations not in (1, self.num_ppo_epochs):
+            raise ValueError(
+                f"`num_iterations` ({self.num_iterations}) is called `num_ppo_epochs` here; set that instead."
+            )
+        self.num_iterations = self.num_ppo_epochs
+        super().__post_init__()
+
+        unit = {"gamma": self.gamma, "lam": self.lam}
+        for name, value in unit.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+        for name in ("vf_coef", "cliprange_value", "value_learning_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` must be above 0, got {value}.")
+        for name, least in (
+            ("freezing_actor_steps", 0),
+            ("num_ppo_epochs", 1),
+            ("max_skipped_updates", 0),
+            ("ptx_coef", 0),
+            ("per_device_ptx_batch_size", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"`ema_decay` must be between 0 and 1, got {self.ema_decay}; `None` keeps no average.")
+        if self.ptx_coef > 0 and self.temperature != 1:
+            raise ValueError(
+                f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "
+                f"{self.temperature}. Set one of them back."
+            )
+        if self.advantage_estimator != "gae":
+            for name in (
+                "bootstrap_truncated",
+                "shared_trunk",
+                "value_learning_rate",
+                "value_lr_scheduler_type",
+                "value_warmup_steps",
+                "freezing_actor_steps",
+            ):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` doesn't "
+                        "have; remove it, or use 'gae'."
+                    )

@@ -1,0 +1,662 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""PPO: a critic beside the policy, in one module, one forward and one backward."""
+
+import copy
+import math
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import DummyOptim, is_peft_model
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    get_scheduler,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.grpo_trainer import RewardFunc
+from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
+
+from ..actors import Critic, ValueHead
+from ..algorithms.advantages import gae, place_rewards, whiten
+from ..algorithms.kl import approx_kl
+from ..algorithms.losses import explained_variance, value_loss
+from ..packing import completion_scores
+from ..packing.forward import completion_values
+from ..packing.layout import split_samples
+from .ema import MovingAverage
+from .fetch import EndlessRows
+from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
+from .ppo_config import MultimodalPPOConfig
+from .supervised import encode_supervised
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig
+
+
+# Folders beside the policy, in a checkpoint and in what is saved at the end
+_CRITIC = "critic"
+_AVERAGE = "ema"
+
+
+class MultimodalPPOTrainer(MultimodalGRPOTrainer):
+    """
+    Trainer for Proximal Policy Optimization (PPO) of models that see and hear, see
+    [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347).
+
+    [`MultimodalGRPOTrainer`] with a critic: advantages come from [GAE](https://huggingface.co/papers/1506.02438) instead
+    of comparing the completions of a prompt, of which one is enough. The critic forwards each prompt and its media once
+    for all its completions, as the policy does. It is a submodule of the policy, so that one engine and one optimizer
+    (with their own learning rates and schedules) train both in one backward; it is saved beside the policy, in the folder
+    `critic`, and the policy alone is a plain Hugging Face model.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_multimodal_rft import MultimodalPPOTrainer
+    from trl_multimodal_rft.rewards import accuracy_reward
+
+    dataset = load_dataset("path/to/spoken-questions", split="train")  # columns: prompt, audio, solution
+
+    trainer = MultimodalPPOTrainer(
+        model="Qwen/Qwen2-Audio-7B-Instruct",
+        reward_funcs=accuracy_reward,
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Policy to train, as for [`~trl.GRPOTrainer`].
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
+            Reward functions and reward models, as for [`MultimodalGRPOTrainer`].
+        args ([`MultimodalPPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`].
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, padding on the left. If `None`, it is loaded from the model's name.
+        reward_processing_classes (`list`, *optional*):
+            Processing classes of reward models, as for [`MultimodalGRPOTrainer`].
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use. An optimizer must hold the critic's weights in groups of their own, so pass the
+            critic as `value_model`.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a policy given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the policy. The critic isn't wrapped: all of it is trained, or only a head
+            with `shared_trunk`.
+        value_model (`str` or [`~transformers.PreTrainedModel`] or [`~actors.Critic`], *optional*):
+            Critic: the name of a saved critic, of a reward model or of a backbone, such a model, or a critic. Of the
+            policy's family. If `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference of the KL divergence, as for [`MultimodalGRPOTrainer`].
+        ptx_dataset ([`~datasets.Dataset`], *optional*):
+            Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media columns.
+
+    Raises:
+        `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be copied,
+            if there is a supervised dataset without `ptx_coef` or the other way round, or if an average of weights is to
+            be kept under ZeRO-3.
+    """
+
+    _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
+    _name = "PPO"
+    _paper = {
+        "title": "Proximal Policy Optimization Algorithms",
+        "id": "1707.06347",
+        "citation": textwrap.dedent("""\
+            @article{schulman2017proximal,
+                title   = {{Proximal Policy Optimization Algorithms}},
+                author  = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+                year    = 2017,
+                eprint  = {arXiv:1707.06347},
+            }"""),
+    }
+
+    critic: Critic | ValueHead | None = None
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc],
+        args: MultimodalPPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: "PeftConfig | None" = None,
+        value_model: str | PreTrainedModel | Critic | None = None,
+        ref_model: PreTrainedModel | None = None,
+        ptx_dataset: Dataset | None = None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = MultimodalPPOConfig(f"{name.split('/')[-1]}-PPO")
+        if value_model is not None and (args.advantage_estimator != "gae" or args.shared_trunk):
+            option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
+            raise ValueError(f"`value_model` was passed, which `{option}` has no use for; change one of them.")
+        if (ptx_dataset is not None) != (args.ptx_coef > 0):
+            raise ValueError(
+                f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
+            )
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            ref_model=ref_model,
+        )
+        policy = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if args.advantage_estimator == "gae":
+            self.critic = self._make_critic(value_model)
+            if args.disable_dropout:
+                disable_dropout_in_model(self.critic)
+            if self.place_model_on_device:
+                self.critic.to(args.device)
+            # After TRL's constructor, so that no adapter is put into it
+            self.model.critic = self.critic
+        self.ema: MovingAverage | None = None
+        if args.ema_decay is not None:
+            if is_deepspeed_zero3_enabled():
+                raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
+            self.ema = MovingAverage(policy, args.ema_decay)
+        self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
+        self._joint: dict[str, Any] | None = None  # what the forward of an update takes and gives beside the policy's
+        self._critic_groups: list[bool] = []  # which parameter groups of the optimizer are the critic's
+        self._n_skipped = 0  # updates skipped in a row
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SyncRefModelCallback):
+                callback.__class__ = _SyncPolicy
+        self.add_callback(_AroundUpdates(self))
+
+    def _make_critic(self, value_model) -> Critic | ValueHead:
+        policy = self._unwrapped(self.model)
+        if self.args.shared_trunk:
+            return ValueHead(policy.config.get_text_config().hidden_size)
+        if isinstance(value_model, Critic):
+            critic = value_model
+        elif isinstance(value_model, str):
+            critic = Critic.from_pretrained(value_model, type(policy), dtype=policy.dtype)
+        elif value_model is not None:
+            critic = Critic.from_model(value_model, type(policy))
+        elif is_deepspeed_zero3_enabled():
+            # Weights in parts can't be copied
+            critic = Critic.from_pretrained(get_config_model_id(policy.config), type(policy), dtype=policy.dtype)
+        elif getattr(policy, "is_quantized", False):
+            raise ValueError(
+                "A copy of a quantized policy can't be trained as its critic; set `shared_trunk=True` or pass a "
+                "`value_model`."
+            )
+        else:
+            copied = copy.deepcopy(self.model)
+            critic = Critic(copied.unload().requires_grad_() if is_peft_model(copied) else copied)
+        theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
+        if type(critic.model) is not type(policy) or theirs != own:
+            raise ValueError(
+                f"The critic must be of the policy's family, to take the same tokens and media: it is a "
+                f"{type(critic.model).__name__} with {theirs} tokens, the policy a {type(policy).__name__} with {own}."
+            )
+        return critic
+
+    @contextmanager
+    def _policy_alone(self):
+        """Leaves the critic out of what is saved, loaded or synchronized."""
+        modules = self.accelerator.unwrap_model(self.model)._modules
+        critic = modules.pop("critic", None)
+        try:
+            yield
+        finally:
+            if critic is not None:
+                modules["critic"] = critic
+
+    # Optimizer
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if self.critic is None or self._critic_groups:
+            return optimizer
+        if isinstance(optimizer, DummyOptim):
+            raise ValueError(
+                "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, so that "
+                "`optim`, `learning_rate` and `value_learning_rate` count."
+            )
+        critic = {id(parameter) for parameter in self.critic.parameters()}
+        if created:
+            rate = self.args.value_learning_rate
+            rates = [{}, {} if rate is None else {"lr": rate}]
+            parts = [
+                {**group, **rates[is_critic], "params": [p for p in group["params"] if (id(p) in critic) == is_critic]}
+                for group in optimizer.param_groups
+                for is_critic in (False, True)
+            ]
+            optimizer.param_groups[:] = [part for part in parts if part["params"]]
+        owners = [{id(parameter) in critic for parameter in group["params"]} for group in optimizer.param_groups]
+        if {True} not in owners or {True, False} in owners:
+            raise ValueError(
+                "The optimizer must hold the critic's weights in parameter groups of their own. Make the critic first, and "
+                "pass it as `value_model`."
+            )
+        self._critic_groups = [owner == {True} for owner in owners]
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        if self.critic is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is None:
+            args, n_frozen = self.args, self.args.freezing_actor_steps
+            policy = self._schedule(args.lr_scheduler_type, args.warmup_steps, num_training_steps - n_frozen)
+            critic = self._schedule(
+                args.value_lr_scheduler_type or args.lr_scheduler_type,
+                args.warmup_steps if args.value_warmup_steps is None else args.value_warmup_steps,
+                num_training_steps,
+            )
+
+            def thawed(step: int) -> float:
+                return 0.0 if step < n_frozen else policy(step - n_frozen)
+
+            self.lr_scheduler = LambdaLR(
+                self.optimizer if optimizer is None else optimizer,
+                [critic if is_critic else thawed for is_critic in self._critic_groups],
+            )
+            self._created_lr_scheduler = True
+        elif not isinstance(self.lr_scheduler, LambdaLR):
+            raise ValueError(
+                f"A {type(self.lr_scheduler).__name__} can't give policy and critic schedules of their own; remove the "
+                "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
+            )
+        return self.lr_scheduler
+
+    def _schedule(self, name: str, warmup_steps: float, n_steps: int):
+        """Factor of the initial learning rate at each step."""
+        n_steps = max(n_steps, 1)
+        scheduler = get_scheduler(
+            name,
+            torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate),
+            num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
+            num_training_steps=n_steps,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+        )
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError(
+                f"The schedule {name!r} follows a metric or is no plain function of the step; choose another."
+            )
+        return scheduler.lr_lambdas[0]
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether this update trains the critic alone."""
+        return self.state.global_step < self.args.freezing_actor_steps
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        if math.isfinite(norm):
+            self._n_skipped = 0
+        else:
+            # The same on all processes, which hold the same gradient
+            self._n_skipped += 1
+            if self._n_skipped > self.args.max_skipped_updates:
+                raise FloatingPointError(
+                    f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
+                    f"{self.state.global_step - self._n_skipped + 1}; a lower `learning_rate` or `max_grad_norm` may help."
+                )
+            self.optimizer.zero_grad()
+        self._metrics["train"]["skipped_updates"].append(float(not math.isfinite(norm)))
+        return norm
+
+    # Rollout
+
+    def _generate_single_turn(self, *args, **kwargs):
+        if not self.use_vllm:
+            return super()._generate_single_turn(*args, **kwargs)
+        with self._policy_alone():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _estimate_advantages(self, output, rewards, group_ids, mask):
+        if self.critic is None:
+            return super()._estimate_advantages(output, rewards, group_ids, mask)
+        args, n = self.args, len(mask)
+        values, bootstrap = self._score_values(output)
+        own_rewards = rewards[self.accelerator.process_index * n :][:n]
+        token_rewards = place_rewards(own_rewards.nan_to_num(), mask)
+        if args.kl_in_reward:
+            kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
+            token_rewards = token_rewards - self.beta * kl
+        advantages, returns = gae(token_rewards, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
+        scorable = (~own_rewards.isnan()).long()
+        output.update(old_values=values, returns=returns, scorable=scorable)
+
+        mask = self._gather_rows(mask * scorable[:, None])
+        advantages, returns, values = (self._gather_rows(each) for each in (advantages, returns, values))
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        valid = mask.bool()
+        for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
+            std, mean = torch.std_mean(numbers[valid], correction=0)
+            metrics[f"{name}/mean"].append(mean.item())
+            metrics[f"{name}/std"].append(std.item())
+        metrics["explained_variance"].append(explained_variance(values, returns, mask).item())
+        return whiten(advantages, mask)
+
+    @torch.no_grad()
+    def _score_values(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values of the states before each completion token, `(B, C)`, and of those after a completion was cut off, `(B,)`."""
+        args = self.args
+        ids, mask = batch["completion_ids"], batch["completion_mask"]
+        lengths = mask.sum(1, keepdim=True)
+        last = ids.gather(1, (lengths - 1).clamp(min=0))
+        cut = (lengths > 0) & ~torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
+        # The state after the last token is the one before a further token, whatever that is
+        further = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut.to(mask.dtype))
+        ids, extended = further if args.bootstrap_truncated else (ids, mask)
+        size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+        parts = []
+        with (
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+            self._rows_at_hand(batch),
+            self.accelerator.autocast(),
+        ):
+            for start in range(0, len(ids), size):
+                part = slice(start, start + size)
+                rows = self._samples[part], ids[part], extended[part]
+                values = self._values_of(*rows)
+                parts.append(self._as_one_forward(self.model, values))
+        values = torch.cat(parts)
+        bootstrap = torch.zeros(len(ids), device=ids.device)
+        if args.bootstrap_truncated:
+            bootstrap = torch.where(cut, values.gather(1, lengths), 0)[:, 0]
+            values = values[:, :-1]
+        return torch.where(mask.bool(), values, 0), bootstrap
+
+    def _values_of(self, samples, ids, mask):
+        """What gives values within a forward, with as many calls on all processes."""
+        n_forwards = self._most_over_ranks(len(split_samples(samples, self._apart)), self._apart)
+        options = {"packed": self._packed, "apart": self._apart, "min_forwards": n_forwards}
+        if self.args.shared_trunk:
+            policy = self._unwrapped(self.model)
+            return lambda call: completion_scores(call, policy, samples, ids, mask, value_head=self.critic, **options)[
+                3
+            ]
+        return lambda call: completion_values(self.critic, self.critic.model, samples, ids, mask, **options)
+
+    def _as_one_forward(self, model, function):
+        """Calls a function of the policy's forward within the forward of its wrapper, as engines need it."""
+        module = self.accelerator.unwrap_model(model)
+        return _ForwardRedirection()(model, module, lambda: function(module.forward))
+
+    # Update
+
+    def _prepare_inputs(self, generation_batch):
+        steps = self.args.steps_per_generation
+        reused = self._step % (steps * self.num_iterations) != 0 and self._buffered_inputs is not None
+        if self.model.training and reused and self._step % steps == 0:
+            # Another order in each epoch, the same on all processes
+            generator = torch.Generator().manual_seed(self.args.seed + self._step)
+            order = torch.randperm(steps, generator=generator).tolist()
+            self._buffered_inputs = [self._buffered_inputs[i] for i in order]
+        return super()._prepare_inputs(generation_batch)
+
+    def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        args, metrics = self.args, self._metrics["train"]
+        supervised = self._supervised_batch()
+        self._joint = {"inputs": inputs, "supervised": supervised}
+        try:
+            policy_loss = super()._compute_loss(model, inputs)
+            results = self._joint
+        finally:
+            self._joint = None
+        self._log_policy(policy_loss, inputs)
+        loss = policy_loss * 0 if self._is_frozen else policy_loss
+        if self.critic is not None:
+            loss = loss + args.vf_coef * self._value_loss(results["values"], inputs)
+        if supervised is not None:
+            mask = supervised[2]
+            likelihood = (results["supervised_logps"] * mask).sum() / mask.sum()
+            metrics["ptx_loss"].append(self.accelerator.gather(-likelihood.detach()).mean().item())
+            coefficient = 0.0 if self._is_frozen else args.ptx_coef
+            loss = loss - coefficient * likelihood / self._accumulation()
+        if self.is_deepspeed_enabled and self._any_process(not loss.isfinite().item()):
+            # It steps within the backward, before anybody has seen the gradient
+            raise FloatingPointError(f"The loss isn't finite at step {self.state.global_step}.")
+        return loss
+
+    def _score(self, model, *args, **overrides):
+        if self._joint is not None and self.args.shared_trunk:
+            overrides["value_head"] = self.critic
+        return super()._score(model, *args, **overrides)
+
+    def _forward(self, model, scores, apart):
+        if self._joint is None:
+            return super()._forward(model, scores, apart)
+        joint, inputs = self._joint, self._joint["inputs"]
+        values = likelihoods = None
+        if self.critic is not None and not self.args.shared_trunk:
+            values = self._values_of(self._samples, inputs["completion_ids"], inputs["completion_mask"])
+        if joint["supervised"] is not None:
+            likelihoods = self._supervised_scores(*joint["supervised"])
+
+        def all_of_them(call):
+            results = list(scores(call))
+            if values is not None:
+                results.append(values(call))
+            if likelihoods is not None:
+                results.append(likelihoods(call))
+            return results
+
+        logps, entropies, aux_loss, *results = self._as_one_forward(model, all_of_them)
+        if likelihoods is not None:
+            joint["supervised_logps"] = results.pop()
+        if self.critic is not None:
+            joint["values"] = results.pop()
+        return logps, entropies, aux_loss
+
+    def _value_loss(self, values: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        args, metrics = self.args, self._metrics["train"]
+        mask = self._loss_mask(inputs) * inputs["scorable"][:, None]
+        plain = value_loss(values, inputs["old_values"], inputs["returns"])
+        loss = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
+        metrics["value_loss"].append(self._token_mean(loss, mask))
+        metrics["value_clip_ratio"].append(self._token_mean((loss > plain).float(), mask))
+        return self._aggregate(loss, mask, inputs)
+
+    def _log_policy(self, loss: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """What TRL doesn't log."""
+        metrics, mask = self._metrics["train"], self._loss_mask(inputs)
+        if not self._entropy_bonus_enabled:
+            scale = self._accumulation() if self.args.loss_type in MEAN_LOSS_TYPES else 1
+            metrics["policy_loss"].append(scale * self.accelerator.gather(loss.detach()).mean().item())
+        ratio = self._log_ratio.exp()
+        metrics["ratio/mean"].append(self._token_mean(ratio, mask))
+        largest = torch.where(mask.bool(), ratio, 0).max()
+        metrics["ratio/max"].append(self.accelerator.gather(largest).max().item())
+        metrics["approx_kl"].append(self._token_mean(ratio - 1 - self._log_ratio, mask))
+        if self.accelerator.sync_gradients:
+            if self.beta != 0 and self.args.kl_target is None:
+                metrics["kl_coef"].append(self.beta)
+            if self.critic is not None:
+                rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
+                metrics["value_learning_rate"].append(rate)
+
+    # Supervised rows
+
+    def _supervised_batch(self):
+        """This micro-batch's prompts, completions and their mask."""
+        if self._supervised is None:
+            return None
+        n = self.args.per_device_ptx_batch_size
+        start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
+        prompts, ids, mask = encode_supervised(
+            self._supervised.at(start, n),
+            self.processing_class,
+            self._unwrapped(self.model),
+            self.eos_token_ids,
+            template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
+            audio_overlong=self.args.audio_overlong,
+        )
+        return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
+
+    def _supervised_scores(self, prompts, ids, mask):
+        """What gives the log-probabilities of supervised completions within a forward."""
+        n_forwards = self._most_over_ranks(len(split_samples(prompts, self._apart)), self._apart)
+        policy = self._unwrapped(self.model)
+        return lambda call: completion_scores(
+            call, policy, prompts, ids, mask, packed=False, apart=self._apart, min_forwards=n_forwards
+        )[0]
+
+    # Checkpoints
+
+    @contextmanager
+    def ema_weights(self):
+        """
+        Gives the policy its averaged weights within the context, for evaluation or to save them.
+
+        Raises:
+            `ValueError`: If there is no average.
+        """
+        if self.ema is None:
+            raise ValueError("There is no average of the weights; set `ema_decay`.")
+        with self.ema.applied():
+            yield
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if self.ema is not None and not _internal_call:
+            critic, self.critic = self.critic, None
+            try:
+                with self.ema_weights():
+                    super().save_model(str(folder / _AVERAGE), _internal_call=True)
+            finally:
+                self.critic = critic
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        policy = None
+        if state_dict is not None:
+            policy = {name: value for name, value in state_dict.items() if not name.startswith("critic.")}
+        with self._policy_alone():
+            super()._save(output_dir, policy)
+        if self.critic is not None and self.args.should_save and state_dict != {}:
+            own = None
+            if state_dict is not None:
+                own = {n.removeprefix("critic."): v for n, v in state_dict.items() if n.startswith("critic.")}
+            self.critic.save_pretrained(Path(output_dir or self.args.output_dir, _CRITIC), own)
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.ema is not None and not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.ema is not None:
+            path = Path(checkpoint, f"{_AVERAGE}.safetensors")
+            if not path.exists():
+                raise ValueError(f"{checkpoint} has no average of the weights; resume without `ema_decay`.")
+            self.ema.load(path)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if self.is_fsdp_enabled:  # whose checkpoint holds both
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        with self._policy_alone():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._reload_critic(resume_from_checkpoint)
+
+    def _load_best_model(self):
+        if self._is_whole:
+            with self._policy_alone():
+                super()._load_best_model()
+            self._reload_critic(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _reload_critic(self, checkpoint: str | Path) -> None:
+        folder = Path(checkpoint, _CRITIC)
+        if self.critic is None:
+            return
+        if not folder.is_dir():
+            raise ValueError(f"{checkpoint} has no critic; it is no checkpoint of PPO with one.")
+        if self.args.shared_trunk:
+            self.critic.load(folder)
+        else:
+            saved = Critic.from_pretrained(folder, type(self.critic.model), dtype=self.critic.model.dtype)
+            self.critic.load_state_dict(saved.state_dict())
+
+    def _batches(self) -> dict[str, Any]:
+        args = self.args
+        return {**super()._batches(), "gae": [args.gamma, args.lam, args.bootstrap_truncated]}
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {**super()._rollout_state(), "n_skipped": self._n_skipped}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        self._n_skipped = state["n_skipped"]
+
+
+class _AroundUpdates(TrainerCallback):
+    """Keeps a frozen policy out of the optimizer, and its average up to date."""
+
+    def __init__(self, trainer: MultimodalPPOTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        # Not even momentum or weight decay touch what has no gradient. DeepSpeed has stepped already, at rate 0.
+        if self.trainer._is_frozen and not self.trainer.is_deepspeed_enabled:
+            for group, is_critic in zip(self.trainer.optimizer.param_groups, self.trainer._critic_groups, strict=True):
+                for parameter in group["params"] if not is_critic else ():
+                    parameter.grad = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.ema is not None:
+            self.trainer.ema.update()
+
+
+class _SyncPolicy(SyncRefModelCallback):
+    """Leaves the critic out, of which the reference has none."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        modules = self.accelerator.unwrap_model(kwargs["model"])._modules
+        critic = modules.pop("critic", None)
+        try:
+            super().on_step_end(args, state, control, **kwargs)
+        finally:
+            if critic is not None:
+                modules["critic"] = critic
