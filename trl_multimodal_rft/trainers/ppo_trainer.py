@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import DummyOptim, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
