@@ -17,15 +17,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ..algorithms.responses import mask_responses
 from ..media.columns import MediaError
-from ..media.encoding import (
-    TOKEN_FIELDS,
-    EncodedPrompt,
-    placeholder_token_ids,
-    prompt_position_ids,
-)
-from ..media.tensors import modality_of, split_media, token_fields
+from ..media.encoding import TOKEN_FIELDS, placeholder_token_ids
+from ..media.tensors import modality_of, split_media
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
-from .inputs import bare_inputs
+from .inputs import bare_inputs, bare_prompt
 from .towers import find_tower, linear_layers
 
 
@@ -285,10 +280,8 @@ class Actor(nn.Module):
         prompts = []
         for index, part in enumerate(split_media(model, rows, media)):
             stop = lengths[index] - actions[index]
-            ids = rows[index][:stop].cpu()
-            own = {name: values[index][:stop].cpu() for name, values in fields.items()} or token_fields(model, ids)
-            part = {name: value.cpu() for name, value in part.items()}
-            prompts.append(EncodedPrompt(ids, own, part, prompt_position_ids(model, ids, part, own)))
+            own = {name: values[index][:stop] for name, values in fields.items()}
+            prompts.append(bare_prompt(model, rows[index][:stop], part, own))
         width = max(max(actions), 1)
         completion_ids = sequences.new_zeros(len(rows), width)
         mask = torch.arange(width, device=device) < torch.tensor(actions, device=device)[:, None]

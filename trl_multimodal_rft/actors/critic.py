@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..packing import install_prefix_attention, sharing_obstacle
@@ -175,10 +175,16 @@ class Critic(nn.Module):
         Raises:
             `ValueError`: If the model isn't of the policy's family.
         """
-        options = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
-        architectures = AutoConfig.from_pretrained(folder, **options).architectures or [model_class.__name__]
-        if architectures[0].endswith("ForSequenceClassification"):
-            classifier = getattr(transformers, architectures[0]).from_pretrained(folder, **kwargs)
+        options = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
+        config, _ = PreTrainedConfig.get_config_dict(folder, **options)
+        # Models such as the thinker of an omni model are a part of what is saved
+        types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
+        if model_class.config_class.model_type not in types:
+            # It would load as the policy's class, with weights left random
+            raise _other_family(f"{types[0]!r} model", model_class)
+        architecture = (config.get("architectures") or [model_class.__name__])[0]
+        if architecture.endswith("ForSequenceClassification"):
+            classifier = getattr(transformers, architecture).from_pretrained(folder, **kwargs)
             return cls.from_model(classifier, model_class)
         critic = cls(model_class.from_pretrained(folder, **kwargs))
         critic.head.load(folder)
@@ -204,14 +210,13 @@ class Critic(nn.Module):
         """
         if isinstance(model, model_class):
             return cls(model)
+        if model.config.model_type != model_class.config_class.model_type:
+            raise _other_family(type(model).__name__, model_class)
         with torch.device("meta"):
             shell = model_class(model.config)  # masks and positions are the business of this class
         prefix = shell.base_model_prefix
         if type(model.base_model) is not type(shell.base_model):
-            raise ValueError(
-                f"The critic must be of the policy's family, to take the same tokens and media: it is a "
-                f"{type(model).__name__}, the policy a {model_class.__name__}."
-            )
+            raise _other_family(type(model).__name__, model_class)
         setattr(shell, prefix, model.base_model)
         critic = cls(shell)
         if model.config.num_labels != 1:
@@ -222,6 +227,13 @@ class Critic(nn.Module):
         with torch.no_grad():
             critic.head.weight.copy_(model.score.weight)
         return critic
+
+
+def _other_family(found: str, model_class: type[PreTrainedModel]) -> ValueError:
+    return ValueError(
+        f"The critic must be of the policy's family, to take the same tokens and media: it is a {found}, the policy a "
+        f"{model_class.__name__}."
+    )
 
 
 def _below(state_dict: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..media.columns import MediaError
-from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, TOKEN_FIELDS
+from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, TOKEN_FIELDS, EncodedPrompt, prompt_position_ids
 from ..media.tensors import check_media, modality_of, split_media, token_fields
 from ..packing.forward import to_model
 from ..packing.masks import field_fill
@@ -57,3 +57,31 @@ def bare_inputs(
             own[name] = own[name].clone()
             own[name][:, -num_actions:] = fill
     return {**to_model(media, model, sequences.device), **own}
+
+
+def bare_prompt(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    media: dict[str, torch.Tensor],
+    fields: dict[str, torch.Tensor] | None = None,
+) -> EncodedPrompt:
+    """
+    A prompt from bare tensors, on the CPU.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+        input_ids (`torch.Tensor`):
+            Ids of the prompt, shape `(P,)`.
+        media (`dict[str, torch.Tensor]`):
+            Its media by the names of the model's forward.
+        fields (`dict[str, torch.Tensor]`, *optional*):
+            Per-token fields, each of shape `(P,)`. By default they are told from the ids.
+
+    Returns:
+        [`EncodedPrompt`]: The prompt.
+    """
+    ids = input_ids.cpu()
+    media = {name: value.cpu() for name, value in media.items()}
+    fields = {name: value.cpu() for name, value in (fields or {}).items()} or token_fields(model, ids)
+    return EncodedPrompt(ids, fields, media, prompt_position_ids(model, ids, media, fields))

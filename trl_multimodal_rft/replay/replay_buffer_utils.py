@@ -225,7 +225,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     for index, item in enumerate(items):
         _n_actions(item, index)
 
-    media = _media(experience)
+    media = media_tensors(experience)
     rows = _media_rows(experience, media)
     own = {field.name for field in fields(item_type)}
     for name, tensor in media.items():
@@ -288,7 +288,7 @@ def make_experience_batch(
     media: dict[str, list[torch.Tensor]] = {}
     media_rows: dict[str, list[int]] = {}
     for index, item in enumerate(items):
-        for name, tensor in _media(item).items():
+        for name, tensor in media_tensors(item).items():
             media.setdefault(name, []).append(tensor)
             media_rows.setdefault(name, [0] * len(items))[index] = len(tensor)
     joined = {name: cat_padded(tensors, MEDIA_PADDING.get(name, 0)) for name, tensors in media.items()}
@@ -461,7 +461,7 @@ def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
             continue
         for index, info in enumerate(infos):
             if key not in (info or {}):
-                media = _media(items[index])
+                media = media_tensors(items[index])
                 number = next((len(media[name]) for name in (grid, *names) if name in media), 0)
                 number = known.new_tensor(number) if isinstance(known, torch.Tensor) else number
                 infos[index] = {**(info or {}), key: number}
@@ -471,8 +471,20 @@ def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
 # Media
 
 
-def _media(record: Record) -> dict[str, torch.Tensor]:
-    """All media tensors of a batch or sample."""
+def media_tensors(record: Record) -> dict[str, torch.Tensor]:
+    """
+    All media of a batch or sample.
+
+    Args:
+        record ([`Record`]):
+            An experience or a sample.
+
+    Returns:
+        `dict[str, torch.Tensor]`: The tensors that there are, by the names of experiences.
+
+    Raises:
+        `ValueError`: If `extra_media` gives one a second time.
+    """
     names = {field.name for field in fields(record)}
     own = {name: getattr(record, name) for name in VISION_FIELDS + AUDIO_FIELDS if name in names}
     own = {name: tensor for name, tensor in own.items() if tensor is not None}

@@ -2,7 +2,9 @@
 """Reward functions with the signature of TRL's: `f(completions, **columns) -> list[float | None]`."""
 
 from .answers import accuracy_reward, format_reward
+from .model import RewardModel
+from .recipe import apply_recipe
 from .remote import RemoteReward
 
 
-__all__ = ["RemoteReward", "accuracy_reward", "format_reward"]
+__all__ = ["RemoteReward", "RewardModel", "accuracy_reward", "apply_recipe", "format_reward"]

@@ -1,9 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Which rewards count for which kind of sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 
 def combine_rewards(
@@ -57,3 +61,133 @@ def add_rewards(rewards: torch.Tensor) -> torch.Tensor:
         `torch.Tensor`: Sums over the first dimension of those that apply, `NaN` where none does.
     """
     return torch.where(rewards.isnan().all(0), torch.nan, rewards.nansum(0))
+
+
+def apply_recipe(
+    reward_funcs: dict[str, Callable],
+    recipe: dict[str, list[tuple[str, str, float]]],
+    label_column: str = "label",
+) -> list[Callable]:
+    """
+    Makes reward functions count as the label of each row says, for any trainer with TRL's reward functions.
+
+    Each function is called with the rows whose label asks for it, and not at all if there are none. Everything in lists is
+    cut to these rows; what it logs with `log_extra` is `None` on the others.
+
+    Args:
+        reward_funcs (`dict[str, Callable]`):
+            Reward functions with TRL's signature, plain or async, by the names that the recipe uses.
+        recipe (`dict[str, list[tuple[str, str, float]]]`):
+            For each label the rewards that count, as (kind, name, weight); the kind is for the reader.
+        label_column (`str`, *optional*, defaults to `"label"`):
+            Column of the dataset with the label of each row.
+
+    Returns:
+        `list[Callable]`: One function per name, in order, with the `__name__` of the function. Its rewards are weighted, and
+        `None` where the label doesn't ask for it.
+
+    Raises:
+        `ValueError`: If the recipe asks for a name that has no function; when called, if there is no such column or the
+            recipe doesn't know a label.
+
+    Example:
+    ```python
+    recipe = {
+        "counting": [("rule", "accuracy", 1.0), ("rule", "format", 0.2)],
+        "captions": [("model", "preference", 1.0)],
+    }
+    functions = {"accuracy": accuracy_reward, "format": format_reward, "preference": RewardModel(model, processor)}
+    trainer = MultimodalGRPOTrainer(reward_funcs=apply_recipe(functions, recipe, label_column="task"), ...)
+    ```
+    """
+    missing = {name for parts in recipe.values() for _, name, _ in parts} - reward_funcs.keys()
+    if missing:
+        raise ValueError(
+            f"The recipe asks for {sorted(missing)}, which `reward_funcs` doesn't have, only {sorted(reward_funcs)}; add "
+            "the function, or correct the name."
+        )
+    for name, reward_func in reward_funcs.items():
+        if isinstance(reward_func, (str, nn.Module)):
+            raise ValueError(f"The reward {name!r} is a model; make a reward function of it, such as `RewardModel`.")
+    return [_for_its_rows(name, func, recipe, label_column) for name, func in reward_funcs.items()]
+
+
+def _for_its_rows(name: str, reward_func: Callable, recipe: dict[str, list], label_column: str) -> Callable:
+    weights: dict[str, float] = {}  # by label
+    for label, parts in recipe.items():
+        for _, part, weight in parts:
+            if part == name:
+                weights[label] = weights.get(label, 0.0) + weight
+    extra_columns: set[str] = set()
+
+    def cut(columns: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        """The rows of this function, and its arguments."""
+        if label_column not in columns:
+            raise ValueError(
+                f"The recipe of rewards goes by the column '{label_column}', which the dataset doesn't have, only "
+                f"{sorted(columns)}; add it, or name another as `label_column`."
+            )
+        for row, label in enumerate(columns[label_column]):
+            if label not in recipe:
+                raise ValueError(
+                    f"row {row} has the label {label!r}, which the recipe doesn't know: {sorted(recipe)}."
+                )
+        rows = [row for row, label in enumerate(columns[label_column]) if label in weights]
+        arguments = {
+            key: [value[row] for row in rows] if isinstance(value, list) else value for key, value in columns.items()
+        }
+        if "log_extra" in columns:
+            n_rows = len(columns[label_column])
+
+            def log_extra(column: str, values: list) -> None:
+                by_row = dict(zip(rows, values, strict=True))
+                extra_columns.add(column)
+                columns["log_extra"](column, [by_row.get(row) for row in range(n_rows)])
+
+            arguments["log_extra"] = log_extra
+            if not rows:
+                # TRL's table would go on with the values of an earlier batch
+                for column in sorted(extra_columns):
+                    log_extra(column, [])
+        return rows, arguments
+
+    def spread(rewards: list, rows: list[int], labels: list[str]) -> list[float | None]:
+        if len(rewards) != len(rows):
+            raise ValueError(
+                f"The reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions; return one per "
+                "completion."
+            )
+        result: list[float | None] = [None] * len(labels)
+        for row, reward in zip(rows, rewards, strict=True):
+            result[row] = None if reward is None else weights[labels[row]] * reward
+        return result
+
+    if is_async_callable(reward_func):
+
+        async def wrapper(prompts, completions, **columns):
+            rows, arguments = cut({"prompts": prompts, "completions": completions, **columns})
+            with _telling(name, rows):
+                rewards = await reward_func(**arguments) if rows else []
+            return spread(rewards, rows, columns[label_column])
+
+    else:
+
+        def wrapper(prompts, completions, **columns):
+            rows, arguments = cut({"prompts": prompts, "completions": completions, **columns})
+            with _telling(name, rows):
+                rewards = reward_func(**arguments) if rows else []
+            return spread(rewards, rows, columns[label_column])
+
+    wrapper.__name__ = get_callable_name(reward_func)
+    return wrapper
+
+
+@contextmanager
+def _telling(name: str, rows: list[int]):
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"The recipe gave {name!r} the rows {rows} of the batch; what it calls row 0 is the first of these."
+        )
+        raise

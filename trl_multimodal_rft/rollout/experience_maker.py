@@ -4,7 +4,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from trl.rewards import get_soft_overlong_punishment
 
 from ..actors import Actor, Critic
+from ..actors.inputs import bare_prompt
 from ..algorithms.advantages import (
     ALIASES,
     ESTIMATORS,
@@ -37,9 +38,7 @@ from ..media.encoding import (
     encode_prompt,
     join_media,
     placeholder_token_ids,
-    prompt_position_ids,
 )
-from ..media.tensors import token_fields
 from ..packing import completion_scores
 from ..packing.forward import completion_values
 from ..packing.layout import split_samples
@@ -49,8 +48,8 @@ from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, 
 from .generation import generate_completions
 
 
-# Names of media tensors in experiences, where they aren't those of the model
-_FIELDS = {
+# Names of media tensors of models in experiences, where they aren't the same
+MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
     "input_features": "audio_values",
@@ -87,6 +86,8 @@ class ExperienceConfig:
             Whether to divide rewards by their standard deviation so far.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Range to clip rewards to.
+        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
+            For `"gae"`, whether the critic's value stands for what would have come after a response that was cut off.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
         label_column (`str`, *optional*, defaults to `"labels"`):
@@ -110,6 +111,7 @@ class ExperienceConfig:
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: tuple[float, float] | None = None
+    bootstrap_truncated: bool = False
     audio_overlong: str = "raise"
     label_column: str = "labels"
     progress: bool = True
@@ -158,7 +160,7 @@ class NaiveExperienceMaker:
         reward_model (`torch.nn.Module` or `list`, *optional*):
             Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return `(B,)`.
         initial_model ([`Actor`], *optional*):
-            Reference.
+            Reference. The policy itself, if it has an adapter, stands for the model without.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The policy's tokenizer, padding on the left.
         prompt_max_len (`int`):
@@ -220,6 +222,8 @@ class NaiveExperienceMaker:
             for url in urls
         ]
         self.reward_scale = RunningScale()
+        if initial_model is actor and actor.model is actor.base_model:
+            raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
         if initial_model is not None and initial_model.temperature != actor.temperature:
             raise ValueError(
                 f"The reference is an actor for temperature {initial_model.temperature}, the policy for {actor.temperature}, so "
@@ -363,9 +367,7 @@ class NaiveExperienceMaker:
                         f"Prompt {index} is text with placeholders for media, but there are none; pass messages, or a row "
                         "with the media in columns."
                     )
-                ids = torch.tensor(tokens)
-                fields = token_fields(model, ids)
-                encoded.append(EncodedPrompt(ids, fields, {}, prompt_position_ids(model, ids, {}, fields)))
+                encoded.append(bare_prompt(model, torch.tensor(tokens), {}))
             return encoded
         for index, prompt in enumerate(prompts):
             sample = encode_prompt(
@@ -460,8 +462,15 @@ class NaiveExperienceMaker:
         """
         mask = samples.action_mask
         logps, entropy = self._log_probs(self.actor, samples)
-        base_logps = None if self.initial_model is None else self._log_probs(self.initial_model, samples)[0]
+        base_logps = None
+        if self.initial_model is not None:
+            own = self.initial_model is self.actor
+            with self.actor.model.disable_adapter() if own else nullcontext():
+                base_logps = self._log_probs(self.initial_model, samples)[0]
         values = None if self.critic is None else self._values(samples)
+        bootstrap = None
+        if values is not None and self.strategy.bootstrap_truncated:
+            values, bootstrap = values[:, :-1], values[:, -1]
         rewards, metrics = self._rewards(samples)
         kl = torch.zeros_like(logps) if base_logps is None else self._kl(logps, base_logps, mask)
         info = {
@@ -473,6 +482,8 @@ class NaiveExperienceMaker:
         }
         if samples.truncated is not None:
             info["truncated"] = samples.truncated
+        if bootstrap is not None:
+            info["bootstrap"] = bootstrap
         if metrics:
             info["reward_metrics"] = metrics
         fields = {
@@ -498,19 +509,27 @@ class NaiveExperienceMaker:
         return approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
 
     def _values(self, samples: Samples) -> torch.Tensor:
+        """Of the states before the actions, `(B, A)`; to bootstrap, with the one after a response that was cut off, else 0."""
+        sequences, n_actions = samples.sequences, samples.num_actions
+        mask, attention_mask = samples.action_mask, samples.attention_mask
+        if self.strategy.bootstrap_truncated:
+            # The state before a further token, whatever that is; what was cut off fills all columns
+            sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
+            further = samples.truncated[:, None]
+            mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
         with _in_eval_mode(self.critic):
             if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
                 return completion_values(
                     self.critic,
                     self.critic.model,
                     samples.encoded_prompts,
-                    samples.sequences[:, -samples.num_actions :],
-                    samples.action_mask.long(),
+                    sequences[:, -n_actions:],
+                    mask.long(),
                     packed=self.actor.packing_samples,
                     apart=_apart(self.actor),
                 )
-            media = self._media(samples)
-            return self.critic(samples.sequences, samples.num_actions, samples.attention_mask, **media)
+            values = self.critic(sequences, n_actions, attention_mask, **self._media(samples))
+        return torch.where(mask, values, 0)
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""
@@ -537,7 +556,9 @@ class NaiveExperienceMaker:
                     packed=actor.packing_samples,
                     apart=_apart(actor),
                 )
-        return torch.where(mask, logps.float(), 0), torch.where(mask, entropy.float(), 0)
+        # A reference may have a head that gives no entropies
+        entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
+        return torch.where(mask, logps.float(), 0), entropy
 
     # Rewards
 
@@ -553,7 +574,7 @@ class NaiveExperienceMaker:
             **{name: [row.get(name) for row in rows] for name in names},
             "queries": self.tokenizer.batch_decode(samples.sequences, skip_special_tokens=False),
             "labels": samples.labels,
-            "refs": samples.labels,
+            "refs": [row.get("references") for row in rows] if "references" in names else samples.labels,
             "label_map": self.reward_fn_label_map,
             "prompts": prompts,
             "completions": [[{"role": "assistant", "content": t}] for t in texts] if conversational else texts,
@@ -664,8 +685,9 @@ class NaiveExperienceMaker:
                 token_rewards = token_rewards - kl_coef * k1
             experience.info["return"] = token_rewards.sum(1)
             if args.advantage_estimator == "gae":
-                experience.advantages, returns = self.get_advantages_and_returns(
-                    experience.values, token_rewards, mask, gamma, lambd
+                bootstrap = experience.info.get("bootstrap")
+                experience.advantages, returns = gae(
+                    token_rewards, experience.values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap
                 )
                 unscorable = mask & reward.isnan()[:, None]
                 experience.returns = torch.where(unscorable, experience.values, returns)
@@ -804,7 +826,7 @@ def _media_fields(prompts: list[EncodedPrompt], cls: type[Experience]) -> dict[s
     own = set(cls.__dataclass_fields__)
     result: dict[str, Any] = {"extra_media": {}, "media_rows": {}}
     for name, value in join_media(prompts).items():
-        field = _FIELDS.get(name, name)
+        field = MEDIA_FIELDS.get(name, name)
         target = result if field in own else result["extra_media"]
         target[field if field in own else name] = value
         result["media_rows"][field if field in own else name] = [

@@ -30,9 +30,17 @@ from trl.trainer.utils import (
 
 from ..actors import Actor
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
-from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids, same_prompt
+from ..media.encoding import (
+    JOIN_ONLY_EQUAL_MEDIA,
+    MODALITIES,
+    EncodedPrompt,
+    encode_prompt,
+    placeholder_token_ids,
+    same_prompt,
+)
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_samples
+from ..rewards import RewardModel
 from ..rollout import generate_completions, trim_after_eos
 from .checkpoint import load_rollout_state, save_rollout_state
 from .fetch import FetchOnce
@@ -97,6 +105,10 @@ class MultimodalMixin:
         if reward_funcs is not None:
             reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             reward_funcs = [f if isinstance(f, (str, nn.Module)) else checked_reward(f) for f in reward_funcs]
+        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
+        if not isinstance(reward_processors, list):
+            reward_processors = [reward_processors]
+        loaded_rewards = [isinstance(f, str) for f in reward_funcs or []]
 
         self._samples: list[EncodedPrompt] | None = None  # the prompts of the rows at hand
         self._packed: bool | None = None  # how the rows at hand are scored
@@ -120,9 +132,16 @@ class MultimodalMixin:
                 reward_funcs=reward_funcs,
                 args=args,
                 processing_class=processing_class,
+                # TRL reads texts with them, and asks for padding, which processors don't have
+                reward_processing_classes=[
+                    p.tokenizer if isinstance(p, ProcessorMixin) else p for p in reward_processors
+                ],
                 quantization_config=quantization_config,
                 **kwargs,
             )
+        for i, loaded in enumerate(loaded_rewards):
+            if isinstance(self.reward_funcs[i], nn.Module):
+                self._let_reward_model_see(i, reward_processors[i], loaded)
         if ref_model is not None:
             self._set_reference(ref_model)
         if not self.use_vllm and placeholders:
@@ -160,6 +179,29 @@ class MultimodalMixin:
             self.ref_model = prepare_fsdp(ref_model, self.accelerator)
         else:
             self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
+
+    def _let_reward_model_see(self, index: int, processor, loaded_here: bool) -> None:
+        """TRL gives reward models text only; one that takes media and has a processor gets the media, too."""
+        args, model = self.args, self.reward_funcs[index]
+        unwrapped = self._unwrapped(model)
+        takes_media = isinstance(unwrapped, PreTrainedModel) and any(
+            k in unwrapped.input_modalities for k in MODALITIES
+        )
+        if processor is None and takes_media:
+            processor = AutoProcessor.from_pretrained(
+                get_config_model_id(unwrapped.config),
+                revision=(args.model_init_kwargs or {}).get("revision") if loaded_here else None,
+                trust_remote_code=args.trust_remote_code,
+            )
+        if isinstance(processor, ProcessorMixin):
+            reward = RewardModel(
+                model,
+                processor,
+                batch_size=args.per_device_train_batch_size,
+                template_kwargs=self.chat_template_kwargs,
+                audio_overlong=args.audio_overlong,
+            )
+            self.reward_funcs[index] = checked_reward(reward)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(model)
@@ -301,6 +343,13 @@ class MultimodalMixin:
         return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        ref = next(iter_refs(prompts), None)
+        for name, reward_func in zip(self.reward_func_names, self.reward_funcs, strict=True):
+            if ref is not None and isinstance(reward_func, nn.Module):
+                raise ref.error(
+                    f"the reward model '{name}' would be given the text alone; pass its processor in "
+                    f"`reward_processing_classes` if it takes {ref.kind}, or use a reward function"
+                )
         # Reward functions get the dataset's rows as they are, and what `rollout_func` added
         inputs = [{**original, **row} for row, original in zip(inputs, self._rows, strict=True)]
         rewards = super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)

@@ -197,6 +197,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
         self._joint: dict[str, Any] | None = None  # what the forward of an update takes and gives beside the policy's
         self._critic_groups: list[bool] = []  # which parameter groups of the optimizer are the critic's
+        self._trained = {"policy", "critic"}  # what an update may change
         self._n_skipped = 0  # updates skipped in a row
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
@@ -279,11 +280,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
             args, n_frozen = self.args, self.args.freezing_actor_steps
-            policy = self._schedule(args.lr_scheduler_type, args.warmup_steps, num_training_steps - n_frozen)
+            policy = self._schedule(
+                args.lr_scheduler_type, args.warmup_steps, num_training_steps - n_frozen, args.learning_rate
+            )
             critic = self._schedule(
                 args.value_lr_scheduler_type or args.lr_scheduler_type,
                 args.warmup_steps if args.value_warmup_steps is None else args.value_warmup_steps,
                 num_training_steps,
+                args.value_learning_rate or args.learning_rate,
             )
 
             def thawed(step: int) -> float:
@@ -301,15 +305,15 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             )
         return self.lr_scheduler
 
-    def _schedule(self, name: str, warmup_steps: float, n_steps: int):
+    def _schedule(self, name: str, warmup_steps: float, n_steps: int, rate: float):
         """Factor of the initial learning rate at each step."""
-        n_steps = max(n_steps, 1)
+        args, n_steps = self.args, max(n_steps, 1)
         scheduler = get_scheduler(
             name,
-            torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate),
+            torch.optim.SGD([torch.zeros(1)], lr=rate),  # some schedules end at a rate of their own
             num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
             num_training_steps=n_steps,
-            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs if name == args.lr_scheduler_type else None,
         )
         if not isinstance(scheduler, LambdaLR):
             raise ValueError(
@@ -317,10 +321,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             )
         return scheduler.lr_lambdas[0]
 
-    @property
-    def _is_frozen(self) -> bool:
-        """Whether this update trains the critic alone."""
-        return self.state.global_step < self.args.freezing_actor_steps
+    def _trains(self, part: str) -> bool:
+        """Whether this update changes the `"policy"`, or the `"critic"`."""
+        frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
+        return part in self._trained and not frozen
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
@@ -441,15 +445,15 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         finally:
             self._joint = None
         self._log_policy(policy_loss, inputs)
-        loss = policy_loss * 0 if self._is_frozen else policy_loss
+        # Times 0 rather than left out: engines wait for the gradients of all weights
+        loss = policy_loss * self._trains("policy")
         if self.critic is not None:
-            loss = loss + args.vf_coef * self._value_loss(results["values"], inputs)
+            loss = loss + args.vf_coef * self._trains("critic") * self._value_loss(results["values"], inputs)
         if supervised is not None:
             mask = supervised[2]
             likelihood = (results["supervised_logps"] * mask).sum() / mask.sum()
             metrics["ptx_loss"].append(self.accelerator.gather(-likelihood.detach()).mean().item())
-            coefficient = 0.0 if self._is_frozen else args.ptx_coef
-            loss = loss - coefficient * likelihood / self._accumulation()
+            loss = loss - args.ptx_coef * self._trains("policy") * likelihood / self._accumulation()
         if self.is_deepspeed_enabled and self._any_process(not loss.isfinite().item()):
             # It steps within the backward, before anybody has seen the gradient
             raise FloatingPointError(f"The loss isn't finite at step {self.state.global_step}.")
@@ -631,16 +635,19 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
 
 class _AroundUpdates(TrainerCallback):
-    """Keeps a frozen policy out of the optimizer, and its average up to date."""
+    """Keeps what isn't trained out of the optimizer, and the average of the policy up to date."""
 
     def __init__(self, trainer: MultimodalPPOTrainer):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        # Not even momentum or weight decay touch what has no gradient. DeepSpeed has stepped already, at rate 0.
-        if self.trainer._is_frozen and not self.trainer.is_deepspeed_enabled:
-            for group, is_critic in zip(self.trainer.optimizer.param_groups, self.trainer._critic_groups, strict=True):
-                for parameter in group["params"] if not is_critic else ():
+        trainer = self.trainer
+        if trainer.critic is None or trainer.is_deepspeed_enabled:  # which has stepped already, at rate 0
+            return
+        # Not even momentum or weight decay touch what has no gradient
+        for group, is_critic in zip(trainer.optimizer.param_groups, trainer._critic_groups, strict=True):
+            if not trainer._trains("critic" if is_critic else "policy"):
+                for parameter in group["params"]:
                     parameter.grad = None
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -1,0 +1,226 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards from a model that sees and hears what the policy does."""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
+
+from ..media.columns import MEDIA_COLUMNS, MediaRef, iter_refs, rows_to_messages
+from ..media.encoding import (
+    JOIN_ONLY_EQUAL_MEDIA,
+    MODALITIES,
+    TOKEN_FIELDS,
+    _decode,
+    _replace_refs,
+    join_media,
+    placeholder_token_ids,
+    same_prompt,
+)
+from .remote import _has_media
+
+
+class _Row(NamedTuple):
+    """A prompt and its completion as the reward model takes them, on the CPU."""
+
+    input_ids: torch.Tensor
+    token_fields: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+
+
+class RewardModel:
+    """
+    A reward function that asks a model, with the signature of TRL's.
+
+    The model reads prompt and completion together, with the prompt's media, through its own processor and chat template,
+    whatever family the policy is of. It runs where it is, without gradients, and is put in evaluation mode.
+
+    Args:
+        model (`torch.nn.Module`):
+            Sequence classifier with one label, such as [`~transformers.Gemma3ForSequenceClassification`], also wrapped by an
+            engine; or a module called as `model(input_ids, attention_mask=..., **media)`, with per-token fields and media
+            by the names of the processor, that returns scores of shape `(B,)` or `(B, 1)`. Rows are padded on the
+            right: the score must be that of the last token of the mask.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The model's own processing class, with a chat template (for messages). As in TRL, its padding token, or else
+            its end of sequence, becomes that of the model's config.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Rows in a forward.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+
+    Raises:
+        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't take that kind of
+            medium, or if its chat template writes no placeholder for it. The message names the row.
+        `ValueError`: When called, if the model doesn't return one score per row.
+
+    Example:
+    ```python
+    processor = AutoProcessor.from_pretrained("path/to/reward-model")
+    model = AutoModelForSequenceClassification.from_pretrained("path/to/reward-model", num_labels=1)
+    trainer = MultimodalGRPOTrainer(reward_funcs=[RewardModel(model.to("cuda"), processor), format_reward], ...)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
+        *,
+        batch_size: int = 8,
+        template_kwargs: dict[str, Any] | None = None,
+        audio_overlong: Literal["raise", "truncate"] = "raise",
+    ):
+        self.model = model
+        self.processor = processor
+        self.batch_size = batch_size
+        self.template_kwargs = template_kwargs or {}
+        self.audio_overlong = audio_overlong
+        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+        pretrained = [module for module in unwrapped.modules() if isinstance(module, PreTrainedModel)]
+        self.config = pretrained[0].config if pretrained else PreTrainedConfig()
+        self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
+        # Some classes take any argument and leave out what they don't know
+        self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
+        tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        placeholders = set().union(*placeholder_token_ids(self, processor).values())
+        self._placeholders = tokenizer.convert_ids_to_tokens(sorted(placeholders))
+        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        # Sequence classifiers score the last token that isn't their config's padding
+        self.config.get_text_config().pad_token_id = self._pad
+
+    def __call__(self, prompts: list, completions: list, **columns) -> list[float]:
+        """
+        Scores completions.
+
+        Args:
+            prompts (`list`):
+                Prompts, text or messages with their media.
+            completions (`list`):
+                Completions, text or messages.
+            columns:
+                Columns of the dataset, one value per completion. Media columns are read where a prompt has no media.
+
+        Returns:
+            `list[float]`: One score per completion.
+        """
+        rows = self._encode(prompts, completions, columns)
+        scores = torch.empty(len(rows))
+        self.model.eval()
+        with torch.no_grad():
+            for batch in self._batches(rows):
+                scores[batch] = self._score([rows[i] for i in batch])
+        return scores.tolist()
+
+    def _encode(self, prompts: list, completions: list, columns: dict[str, Any]) -> list[_Row]:
+        rows = []
+        for i, prompt in enumerate(prompts):
+            names = () if _has_media(prompt) else MEDIA_COLUMNS
+            rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
+        prompts = [row["prompt"] for row in rows_to_messages(rows)]
+        encoded, shared = [], None
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if not same_prompt(prompt, shared):  # the completions of a prompt share its media
+                shared, refs = prompt, list(iter_refs(prompt))
+                decoded, processor_kwargs = self._load(refs)
+            if isinstance(shared, str):
+                text = self._as_text(shared + completion)
+                inputs = self.processor(text=[text], add_special_tokens=False, return_tensors="pt")
+            else:
+                answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+                messages = [self._as_text(message) for message in _replace_refs(shared, decoded) + answer]
+                inputs = self._apply_template(messages, refs, processor_kwargs)
+            encoded.append(self._as_row(inputs, refs))
+        return encoded
+
+    def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
+        for ref in refs:
+            if ref.kind not in self._takes or not isinstance(self.processor, ProcessorMixin):
+                raise ref.error(
+                    f"the reward model '{self.__name__}' with its {type(self.processor).__name__} takes no {ref.kind}; "
+                    "use a model that does, with its processor, or drop the column"
+                )
+        return _decode(refs, self.processor, self.audio_overlong)
+
+    def _as_text(self, value: Any) -> Any:
+        """Text, a message or its blocks, where nothing that is written stands for a medium of this model."""
+        if isinstance(value, str):
+            for token in self._placeholders:
+                value = value.replace(token, f"{token[0]} {token[1:]}")
+        elif isinstance(value, list):
+            value = [self._as_text(item) for item in value]
+        elif isinstance(value, dict):
+            value = {**value, **{key: self._as_text(value[key]) for key in ("content", "text") if key in value}}
+        return value
+
+    def _apply_template(self, messages: list[dict], refs: list[MediaRef], processor_kwargs: dict[str, Any]):
+        if isinstance(self.processor, ProcessorMixin):
+            messages = prepare_multimodal_messages(messages)
+        try:
+            return self.processor.apply_chat_template(
+                [messages],
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                **({"processor_kwargs": {**processor_kwargs}} if processor_kwargs else {}),
+                **self.template_kwargs,
+            )
+        except (ValueError, IndexError, RuntimeError, StopIteration) as error:
+            if not refs:
+                raise
+            raise refs[0].error(
+                f"{type(self.processor).__name__} of the reward model '{self.__name__}' rejected the prompt and its "
+                f"media ({error}); check that its chat template writes one placeholder for each"
+            ) from error
+
+    def _as_row(self, inputs: dict[str, Any], refs: list[MediaRef]) -> _Row:
+        fields = {name: inputs[name][0] for name in TOKEN_FIELDS if name in inputs}
+        media = {
+            name: torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value))
+            for name, value in inputs.items()
+            if refs and name not in ("input_ids", "attention_mask", *TOKEN_FIELDS)
+        }
+        return _Row(inputs["input_ids"][0], fields, media)
+
+    def _batches(self, rows: list[_Row]) -> list[list[int]]:
+        """Indices of the rows of each forward. Where features depend on what is beside them, media are of one shape."""
+        groups: dict[tuple | None, list[int]] = {}
+        apart = self.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+        for i, row in enumerate(rows):
+            shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
+            groups.setdefault(shapes if apart else None, []).append(i)
+        size = self.batch_size
+        return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+
+    def _score(self, rows: list[_Row]) -> torch.Tensor:
+        longest = max(len(row.input_ids) for row in rows)
+
+        def stack(values: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
+            return torch.stack([F.pad(value, (0, longest - len(value)), value=fill) for value in values])
+
+        ids = stack([row.input_ids for row in rows], self._pad)
+        inputs = {
+            "attention_mask": stack([torch.ones_like(row.input_ids) for row in rows]),
+            **{name: stack([row.token_fields[name] for row in rows]) for name in rows[0].token_fields},
+            **join_media(rows),
+        }
+        parameter = next(p for p in self.model.parameters() if p.is_floating_point())
+        inputs = {
+            name: value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
+            for name, value in inputs.items()
+        }
+        output = self.model(ids.to(parameter.device), **inputs)
+        scores = output if isinstance(output, torch.Tensor) else output.logits
+        if scores.shape not in ((len(rows),), (len(rows), 1)):
+            raise ValueError(
+                f"The reward model '{self.__name__}' returned scores of shape {tuple(scores.shape)} for {len(rows)} rows; "
+                "it must return one for each (`num_labels=1`)."
+            )
+        return scores.view(-1).float().cpu()
