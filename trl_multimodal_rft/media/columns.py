@@ -109,6 +109,23 @@ def rows_to_messages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def has_media(prompt: str | list[dict[str, Any]]) -> bool:
+    """
+    Whether a prompt has its media in its messages, as the trainers hand it to reward functions.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            Text or messages.
+
+    Returns:
+        `bool`: `False` for placeholders without a medium, too.
+    """
+    if isinstance(prompt, str):
+        return False
+    blocks = [block for message in prompt if isinstance(message["content"], list) for block in message["content"]]
+    return any(len(block) > 1 for block in blocks if block["type"] != "text")
+
+
 def iter_refs(value: Any) -> Iterator[MediaRef]:
     """Yields every [`MediaRef`] in messages, or any nesting of lists and dictionaries of them, in order."""
     if isinstance(value, MediaRef):

@@ -166,7 +166,7 @@ def encode_prompt(
         _check_text(
             messages, refs[0], processor.tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholders.values())))
         )
-    decoded, processor_kwargs = _decode(refs, processor, audio_overlong)
+    decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
     if not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
     else:
@@ -179,7 +179,7 @@ def encode_prompt(
             )
         try:
             encoded = processor.apply_chat_template(
-                [_replace_refs(messages, decoded)],
+                [replace_refs(messages, decoded)],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
@@ -321,10 +321,27 @@ def cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
     return torch.cat(padded)
 
 
-def _decode(
+def decode_media(
     refs: list[MediaRef], processor: ProcessorMixin | PreTrainedTokenizerBase, audio_overlong: str
 ) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Decoded media by the reference's identity, and what the processor must be told about them."""
+    """
+    Decodes media as a processor takes them.
+
+    Args:
+        refs (`list[MediaRef]`):
+            References to the media of a prompt.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What is to encode them.
+        audio_overlong (`str`):
+            What happens to audio longer than the processor's window: `"raise"` or `"truncate"`.
+
+    Returns:
+        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be told
+        about them, as `processor_kwargs`.
+
+    Raises:
+        [`MediaError`]: If a medium can't be decoded, or if the processor can't take it.
+    """
     decoded, video_metadata = {}, []
     kwargs: dict[str, Any] = {}
     qwen = _is_one_of(processor, QWEN_VL_UTILS)
@@ -435,7 +452,20 @@ def _check_placeholders(
         )
 
 
-def _replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
+def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
+    """
+    Puts decoded media into messages.
+
+    Args:
+        messages (`list[dict]`):
+            Messages whose media blocks hold [`MediaRef`]s.
+        decoded (`dict[int, Any]`):
+            What [`decode_media`] made of them.
+
+    Returns:
+        `list[dict]`: New messages, as processors take them.
+    """
+
     def block(part):
         kind, value = part["type"], part.get(part["type"])
         if not isinstance(value, MediaRef):

@@ -11,18 +11,17 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from ..media.columns import MEDIA_COLUMNS, MediaRef, iter_refs, rows_to_messages
+from ..media.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages
 from ..media.encoding import (
     JOIN_ONLY_EQUAL_MEDIA,
     MODALITIES,
     TOKEN_FIELDS,
-    _decode,
-    _replace_refs,
+    decode_media,
     join_media,
     placeholder_token_ids,
+    replace_refs,
     same_prompt,
 )
-from .remote import _has_media
 
 
 class _Row(NamedTuple):
@@ -122,7 +121,7 @@ class RewardModel:
     def _encode(self, prompts: list, completions: list, columns: dict[str, Any]) -> list[_Row]:
         rows = []
         for i, prompt in enumerate(prompts):
-            names = () if _has_media(prompt) else MEDIA_COLUMNS
+            names = () if has_media(prompt) else MEDIA_COLUMNS
             rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
         prompts = [row["prompt"] for row in rows_to_messages(rows)]
         encoded, shared = [], None
@@ -135,7 +134,7 @@ class RewardModel:
                 inputs = self.processor(text=[text], add_special_tokens=False, return_tensors="pt")
             else:
                 answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-                messages = [self._as_text(message) for message in _replace_refs(shared, decoded) + answer]
+                messages = [self._as_text(message) for message in replace_refs(shared, decoded) + answer]
                 inputs = self._apply_template(messages, refs, processor_kwargs)
             encoded.append(self._as_row(inputs, refs))
         return encoded
@@ -147,7 +146,7 @@ class RewardModel:
                     f"the reward model '{self.__name__}' with its {type(self.processor).__name__} takes no {ref.kind}; "
                     "use a model that does, with its processor, or drop the column"
                 )
-        return _decode(refs, self.processor, self.audio_overlong)
+        return decode_media(refs, self.processor, self.audio_overlong)
 
     def _as_text(self, value: Any) -> Any:
         """Text, a message or its blocks, where nothing that is written stands for a medium of this model."""

@@ -11,7 +11,7 @@ import PIL.Image
 import requests
 from urllib3.util import Retry
 
-from ..media.columns import MEDIA_COLUMNS, MediaRef, iter_refs, rows_to_messages, strip_media
+from ..media.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
 from ..media.loading import load_audio, load_image, load_video
 
 
@@ -96,7 +96,7 @@ class RemoteReward:
         """
         rows = []
         for i, prompt in enumerate(prompts):
-            names = [self.label_column] if _has_media(prompt) else [self.label_column, *MEDIA_COLUMNS]
+            names = [self.label_column] if has_media(prompt) else [self.label_column, *MEDIA_COLUMNS]
             rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
         payload = self._payload(rows, completions)
         parts = [
@@ -174,14 +174,6 @@ class RemoteReward:
         buffer = io.BytesIO()
         soundfile.write(buffer, load_audio(ref, self.sampling_rate), self.sampling_rate, format="WAV")
         return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _has_media(prompt: str | list[dict]) -> bool:
-    """Whether media are in the messages already, as the trainers hand them over."""
-    if isinstance(prompt, str):
-        return False
-    blocks = [block for message in prompt if isinstance(message["content"], list) for block in message["content"]]
-    return any(len(block) > 1 for block in blocks if block["type"] != "text")
 
 
 def _png(image: PIL.Image.Image) -> str:

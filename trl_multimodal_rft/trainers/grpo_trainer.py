@@ -78,8 +78,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, padding on the left. If `None`, it is loaded from the model's name.
-        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or `list`, *optional*):
-            Processing classes of reward models, as for [`~trl.GRPOTrainer`].
+        reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
+            Processing classes of reward models, as for [`~trl.GRPOTrainer`]. A reward model gets media through its processor
+            (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media raise.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -116,7 +117,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         | dict[str, Dataset | IterableDataset]
         | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: "BitsAndBytesConfig | None" = None,
@@ -129,6 +130,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MultimodalGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        if ref_model is not None and args.cast_lm_head_to_fp32:
+            raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,

@@ -172,7 +172,7 @@ class MultimodalMixin:
         self.beta = self.args.beta
         if self.args.disable_dropout:
             disable_dropout_in_model(ref_model)
-        add_fused_lm_head(ref_model, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
+        add_fused_lm_head(ref_model, temperature=self.temperature)
         if self.is_deepspeed_enabled:
             self.ref_model = prepare_deepspeed(ref_model, self.accelerator)
         elif self.is_fsdp_enabled:

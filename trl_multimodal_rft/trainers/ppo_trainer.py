@@ -147,7 +147,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         | dict[str, Dataset | IterableDataset]
         | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: "BitsAndBytesConfig | None" = None,
@@ -336,7 +336,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             if self._n_skipped > self.args.max_skipped_updates:
                 raise FloatingPointError(
                     f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
-                    f"{self.state.global_step - self._n_skipped + 1}; a lower `learning_rate` or `max_grad_norm` may help."
+                    f"{self.state.global_step - self._n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
                 )
             self.optimizer.zero_grad()
         self._metrics["train"]["skipped_updates"].append(float(not math.isfinite(norm)))
@@ -614,11 +614,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         folder = Path(checkpoint, _CRITIC)
         if self.critic is None:
             return
-        if not folder.is_dir():
+        head = self.critic if self.args.shared_trunk else self.critic.head
+        if not folder.is_dir() or not head.load(folder):
             raise ValueError(f"{checkpoint} has no critic; it is no checkpoint of PPO with one.")
-        if self.args.shared_trunk:
-            self.critic.load(folder)
-        else:
+        if not self.args.shared_trunk:
             saved = Critic.from_pretrained(folder, type(self.critic.model), dtype=self.critic.model.dtype)
             self.critic.load_state_dict(saved.state_dict())
 

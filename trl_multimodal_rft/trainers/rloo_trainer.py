@@ -40,8 +40,9 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, padding on the left. If `None`, it is loaded from the model's name.
-        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or `list`, *optional*):
-            Processing classes of reward models, as for [`~trl.RLOOTrainer`].
+        reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
+            Processing classes of reward models, as for [`~trl.RLOOTrainer`]. A reward model gets media through its processor
+            (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media raise.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -77,7 +78,7 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
         | dict[str, Dataset | IterableDataset]
         | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: "BitsAndBytesConfig | None" = None,

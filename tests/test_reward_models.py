@@ -1,0 +1,389 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reward models that see and hear: alone, against plain forwards of single rows, and in the trainers."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from families import FAMILIES, RATE, audio, chat, image, instantiate, text
+from torch import nn
+from trainer_utils import (
+    Injected,
+    InjectedOurs,
+    InjectedTRL,
+    Recorded,
+    assert_equal,
+    audio_rows,
+    image_rows,
+    images_rows,
+    length_and_sum,
+    load,
+    make_trainer,
+    run,
+    sound,
+    text_rows,
+    with_media,
+)
+
+from trl_multimodal_rft import MultimodalRLOOTrainer
+from trl_multimodal_rft.media import MediaError
+from trl_multimodal_rft.rewards import RewardModel, model
+
+
+FOLDERS = tempfile.TemporaryDirectory()
+OPTIONS = {"max_steps": 1, "logging_steps": 1}
+
+
+def answer(words: str) -> list[dict]:
+    return [{"role": "assistant", "content": words}]
+
+
+@functools.cache
+def saved(model_class: type) -> Path:
+    """Folder with a sequence classifier of Gemma 3 and the processor that belongs to it."""
+    model, processor = FAMILIES["gemma3"].build()
+    config = model.config if model_class is hf.Gemma3ForSequenceClassification else model.config.text_config
+    config.num_labels = 1
+    classifier, processor = instantiate(model_class, config, processor)
+    folder = Path(FOLDERS.name, f"my-{model_class.__name__}")
+    classifier.save_pretrained(folder)
+    (processor if model_class is hf.Gemma3ForSequenceClassification else processor.tokenizer).save_pretrained(folder)
+    if model_class is not hf.Gemma3ForSequenceClassification:
+        (folder / "chat_template.jinja").write_text(processor.chat_template)
+    return folder
+
+
+def classifier(model_class: type = hf.Gemma3ForSequenceClassification):
+    """Fresh `(model, processor)`."""
+    folder = saved(model_class)
+    return model_class.from_pretrained(folder).eval(), hf.AutoProcessor.from_pretrained(folder)
+
+
+def alone(model, processor, messages) -> float:
+    """The score at the last token of one row without padding, by the parts of a sequence classifier."""
+    inputs = processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.base_model(**inputs).last_hidden_state
+        return (model.score.weight @ hidden[0, -1]).item()
+
+
+class Head(nn.Module):
+    """A module that isn't of transformers, around one that is: scores `(B,)` at the last token of the mask."""
+
+    def __init__(self, model: hf.PreTrainedModel):
+        super().__init__()
+        self.backbone = model.base_model
+        torch.manual_seed(0)
+        self.score = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+
+    def forward(self, input_ids, attention_mask, **media):
+        hidden = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **media).last_hidden_state
+        last = (attention_mask * torch.arange(attention_mask.size(1))).argmax(1)
+        return self.score(hidden[torch.arange(len(hidden)), last])[:, 0]
+
+
+PROMPTS = [
+    chat(image(56, 84, seed=1), text("What is in the image?")),
+    chat(text("Is there a bird? Is there a cat? Is there a dog?")),
+    chat(image(28, 28, seed=2), text("Describe."), image(56, 28, seed=3)),
+    chat(text("Look: "), image(84, 84, seed=4)),
+]
+COMPLETIONS = [answer("a bird " * (4 - i)) for i in range(4)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_scores_are_those_of_single_rows(batch_size):
+    model, processor = classifier()
+    scores = RewardModel(model, processor, batch_size=batch_size)(
+        prompts=PROMPTS, completions=COMPLETIONS, label=[0] * 4
+    )
+    expected = [alone(model, processor, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert max(scores) - min(scores) > 0.1
+
+
+def test_padding_is_that_of_the_processor():
+    model, processor = classifier()
+    expected = [alone(model, processor, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    model.config.get_text_config().pad_token_id = None
+    processor.tokenizer.pad_token = None
+    assert processor.tokenizer.eos_token_id != 0
+    assert RewardModel(model, processor)(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_media_and_completion_change_the_score():
+    reward = RewardModel(*classifier())
+    before = reward(PROMPTS, COMPLETIONS)
+    other_image = [chat(image(56, 84, seed=9), text("What is in the image?")), *PROMPTS[1:]]
+    other_words = [*COMPLETIONS[:3], answer("a cat")]
+    moved = torch.tensor([reward(other_image, COMPLETIONS), reward(PROMPTS, other_words)]) - torch.tensor(before)
+    assert (moved.abs() > 1e-3).tolist() == [[True, False, False, False], [False, False, False, True]]
+
+
+def test_completions_of_a_prompt_share_its_media(monkeypatch):
+    decoded = []
+
+    def load(refs, *args):
+        decoded.append(len(refs))
+        return original(refs, *args)
+
+    original = model.decode_media
+    monkeypatch.setattr(model, "decode_media", load)
+    classifier_, processor = classifier()
+    prompts = [PROMPTS[0]] * 3 + [PROMPTS[2]] * 2
+    completions = [answer(words) for words in ("a", "a bird", "a cat", "a", "a bird")]
+    scores = RewardModel(classifier_, processor)(prompts, completions)
+    assert decoded == [1, 2]
+    expected = [alone(classifier_, processor, p + c) for p, c in zip(prompts, completions, strict=True)]
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_form_of_a_row_scores_alike():
+    reward = RewardModel(*classifier())
+    picture = image(56, 84, seed=1)["image"]
+    expected = reward(PROMPTS[:2], COMPLETIONS[:2])
+    questions = ["What is in the image?", "Is there a bird? Is there a cat? Is there a dog?"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    placeholders = [chat({"type": "image"}, text(questions[0])), messages[1]]
+    for prompts in (messages, placeholders):
+        assert reward(prompts, COMPLETIONS[:2], image=[picture, None]) == expected
+    assert reward(questions, ["a bird " * 4, "a bird " * 3], images=[[picture], None]) == expected
+    # As the trainers hand them over: the medium in the message, and its column
+    assert reward(PROMPTS[:2], COMPLETIONS[:2], image=[picture, None]) == expected
+
+
+def test_plain_text_is_joined():
+    model, processor = classifier()
+    prompts, completions = ["Is there a bird? ", "Is there? "], ["a bird", "The answer is red green blue"]
+    expected = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = processor.tokenizer(prompt + completion, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            expected.append(model(ids).logits.item())
+    for processing_class in (processor, processor.tokenizer):
+        assert RewardModel(model, processing_class)(prompts, completions) == pytest.approx(expected, abs=1e-5)
+
+
+def test_written_placeholders_are_text():
+    reward = RewardModel(*classifier())
+    written, read = "a <start_of_image> bird <image_soft_token>", "a < start_of_image> bird < image_soft_token>"
+    for prompt in PROMPTS[:2]:
+        assert reward([prompt], [answer(written)]) == reward([prompt], [answer(read)])
+    pictured = [chat(image(28, 28), text(words)) for words in (written, read)]
+    assert reward(pictured[:1], [answer("a")]) == reward(pictured[1:], [answer("a")])
+    assert reward([written], [written]) == reward([read], [read])
+
+
+def test_no_dropout_no_gradient_and_any_dtype():
+    model, processor = classifier()
+    reward = RewardModel(model, processor)
+    assert reward.__name__ == "my-Gemma3ForSequenceClassification"
+    expected = reward(PROMPTS, COMPLETIONS)
+    model.config.text_config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.train()
+    assert reward(PROMPTS, COMPLETIONS) == expected
+    modes = []
+    model.score.register_forward_hook(lambda module, args, output: modes.append(output.requires_grad))
+    reward(PROMPTS, COMPLETIONS)
+    assert modes == [False]
+    model.to(torch.bfloat16)
+    assert reward(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"voxtral"}))  # its template ends with the user
+def test_rows_of_every_family_are_independent(name):
+    model, processor = FAMILIES[name].build()
+    reward = RewardModel(Head(model), processor)
+    prompts = FAMILIES[name].prompts()
+    for block in [block for prompt in prompts for block in prompt[0]["content"]]:
+        if block["type"] == "audio":
+            block["audio"] = {"array": block["audio"], "sampling_rate": RATE}
+    completions = [answer("a bird " * (1 + i % 4)) for i in range(len(prompts))]
+    together = reward(prompts, completions)
+    one_by_one = [reward([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    assert together == pytest.approx(one_by_one, abs=1e-5)
+    assert max(together) - min(together) > 0.05
+
+
+def test_clips_that_would_mix_are_run_apart(monkeypatch):
+    base, processor = FAMILIES["granite_speech"].build()
+    reward = RewardModel(Head(base), processor)
+    clips = [
+        {"array": audio(seconds, seed=i)["audio"], "sampling_rate": RATE} for i, seconds in enumerate((0.3, 0.9, 0.3))
+    ]
+    prompts = [chat({"type": "audio", "audio": clip}, text("Who?")) for clip in clips]
+    completions = [answer("a bird")] * 3
+    expected = [reward([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    sizes = []
+    reward.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    assert reward(prompts, completions) == pytest.approx(expected, abs=1e-5)
+    assert sizes == [2, 1]
+    monkeypatch.setattr(model, "JOIN_ONLY_EQUAL_MEDIA", set())
+    assert reward(prompts, completions) != pytest.approx(expected, abs=1e-3)
+
+
+# Refusals
+
+
+def test_media_that_cannot_be_taken_raise():
+    clip = chat({"type": "audio", "audio": sound(0.3)}, text("Who?"))
+    prompts, completions = [PROMPTS[1], clip], [answer("a bird")] * 2
+    model, processor = classifier()
+    name = "my-Gemma3ForSequenceClassification"
+    with pytest.raises(MediaError, match=rf"row 1, .*'{name}' with its Gemma3Processor takes no audio; use a model"):
+        RewardModel(model, processor)(prompts, completions)
+    with pytest.raises(MediaError, match="row 0, .*takes no image; use a model that does, with its processor"):
+        RewardModel(model, processor.tokenizer)(PROMPTS, COMPLETIONS)
+    # It would take the pixels among its keyword arguments, and leave them alone
+    text_model, _ = classifier(hf.Gemma3TextForSequenceClassification)
+    with pytest.raises(MediaError, match="row 0, .*'my-Gemma3TextForSequenceClassification' .*takes no image"):
+        RewardModel(text_model, processor)(PROMPTS, COMPLETIONS)
+    qwen, qwen_processor = FAMILIES["qwen2_audio"].build()
+    with pytest.raises(MediaError, match="row 0, .*Qwen2AudioProcessor takes no image"):
+        RewardModel(Head(qwen), qwen_processor)(PROMPTS, COMPLETIONS)
+
+
+def test_template_without_placeholder_raises():
+    model, processor = classifier()
+    processor.chat_template = processor.chat_template.replace("<start_of_image>", "")
+    with pytest.raises(MediaError, match="row 0, column 'prompt.0..content.0.': .*one placeholder for each"):
+        RewardModel(model, processor)(PROMPTS, COMPLETIONS)
+
+
+def test_more_than_one_label_raises():
+    _, processor = classifier()
+    model = hf.Gemma3ForSequenceClassification.from_pretrained(
+        saved(hf.Gemma3ForSequenceClassification), num_labels=2, ignore_mismatched_sizes=True
+    )
+    with pytest.raises(ValueError, match=r"shape \(4, 2\) for 4 rows; .*num_labels=1"):
+        RewardModel(model, processor)(PROMPTS, COMPLETIONS)
+
+
+# In the trainers
+
+
+def given(family: str, reward_processing_class) -> dict:
+    policy, processor = load(family)
+    return {"model": policy, "processing_class": processor, "reward_processing_classes": reward_processing_class}
+
+
+def expected_rewards(trainer, rows: list[dict], batch: dict, end: str = "") -> list[float]:
+    """The scores of a trainer's completions by plain forwards, by a template with this end."""
+    model, processor = classifier()
+    processor.chat_template += end
+    scores = []
+    for row, ids, mask in zip(rows, batch["completion_ids"], batch["completion_mask"], strict=True):
+        words = trainer.processing_class.tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
+        pictures = [row["image"]] if row.get("image") else row.get("images") or []
+        blocks = [*({"type": "image", "image": picture} for picture in pictures), text(row["prompt"][0]["content"])]
+        scores.append(alone(model, processor, chat(*blocks) + answer(words)))
+    return scores
+
+
+@pytest.mark.parametrize("given", ["instance", "instance and processor", "path"])
+@pytest.mark.parametrize("rows", [image_rows, images_rows, text_rows])
+def test_a_policy_is_rewarded_by_a_model_of_another_family(given, rows):
+    reward, objects = saved(hf.Gemma3ForSequenceClassification), {}
+    if given != "path":
+        reward, processor = classifier()
+        objects = {"reward_processing_classes": [None, processor]} if "processor" in given else {}
+    policy, processing_class = load("qwen2_5_vl")
+    objects |= {"model": policy, "processing_class": processing_class}
+    reward = [length_and_sum, reward if given != "path" else str(reward)]
+    result = run(Recorded, "qwen2_5_vl", rows(), reward=reward, objects=objects, **OPTIONS)
+    (draw,) = result.trainer.draws
+    expected = expected_rewards(result.trainer, draw.rows, draw.batch)
+    assert draw.rewards[:, 1].tolist() == pytest.approx(expected, abs=1e-5)
+    assert draw.rewards[:, 1].std() > 0.1
+    assert result.trainer.reward_func_names == ["length_and_sum", "my-Gemma3ForSequenceClassification"]
+    logged = result.history[0]["rewards/my-Gemma3ForSequenceClassification/mean"]
+    assert logged == pytest.approx(sum(expected) / 8, abs=1e-5)
+
+
+def test_template_arguments_reach_the_reward_model():
+    reward, processor = classifier()
+    objects = given("qwen2_5_vl", processor)
+    for each in (processor, objects["processing_class"]):
+        each.chat_template += "{{ hint }}"
+    options = {**OPTIONS, "chat_template_kwargs": {"hint": "Is there a cat?"}}
+    trainer = run(Recorded, "qwen2_5_vl", image_rows(), reward=reward, objects=objects, **options).trainer
+    (draw,) = trainer.draws
+    expected = expected_rewards(trainer, draw.rows, draw.batch, "Is there a cat?")
+    assert draw.rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert draw.rewards[:, 0].tolist() != pytest.approx(expected_rewards(trainer, draw.rows, draw.batch), abs=1e-2)
+
+
+class InjectedRLOO(Injected, MultimodalRLOOTrainer):
+    def _generate_single_turn(self, *args, **kwargs):
+        return super()._generate_single_turn(*args, **kwargs)[0]
+
+    def _calculate_rewards(self, inputs, prompts, completions, *args):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
+        self.seen = inputs, completions, rewards
+        return rewards
+
+
+def test_rloo_is_rewarded_by_a_model():
+    path = str(saved(hf.Gemma3ForSequenceClassification))
+    trainer = run(InjectedRLOO, "qwen2_5_vl", image_rows(), reward=path, **OPTIONS).trainer
+    model, processor = classifier()
+    inputs, completions, rewards = trainer.seen
+    expected = [
+        alone(model, processor, chat({"type": "image", "image": ref.source}, *blocks) + completion)
+        for row, completion in zip(inputs, completions, strict=True)
+        for ref, *blocks in [(row["prompt"][0]["content"][0]["image"], *row["prompt"][0]["content"][1:])]
+    ]
+    assert rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_text_is_rewarded_as_in_trl():
+    """By a reader of text, on TRL's own path, and by a model with a processor, on ours."""
+    for model_class in (hf.Gemma3TextForSequenceClassification, hf.Gemma3ForSequenceClassification):
+        path = str(saved(model_class))
+        theirs, ours = (run(t, "qwen2_5_vl", text_rows(), reward=path) for t in (InjectedTRL, InjectedOurs))
+        assert_equal(theirs, ours)
+        assert isinstance(ours.trainer.reward_funcs[0], nn.Module) == ("Text" in model_class.__name__)
+
+
+@pytest.mark.parametrize("model_class", [hf.Gemma3TextForSequenceClassification, hf.Gemma3ForSequenceClassification])
+def test_a_reader_of_text_refuses_media(model_class):
+    rows = with_media(text_rows(8), "image", [None] * 4 + [image(56, 56)["image"]] * 4)
+    reward, processor = classifier(model_class)
+    tokenizer = processor.tokenizer if isinstance(processor, hf.ProcessorMixin) else processor
+    message = rf"row [0-7], column 'image': the reward model 'my-{model_class.__name__}' .*`reward_processing_classes`"
+    with pytest.raises(MediaError, match=message):
+        run(InjectedOurs, "qwen2_5_vl", rows, reward=reward, objects=given("qwen2_5_vl", tokenizer), **OPTIONS)
+
+
+def test_a_model_that_takes_another_kind_of_media_raises():
+    reward, processor = classifier()
+    with pytest.raises(MediaError, match="row 0, .*'my-Gemma3ForSequenceClassification' .*takes no audio"):
+        run(
+            InjectedOurs,
+            "qwen2_audio",
+            audio_rows(),
+            reward=reward,
+            objects=given("qwen2_audio", processor),
+            **OPTIONS,
+        )
+
+
+def test_a_reward_that_is_not_a_number_raises():
+    reward, processor = classifier()
+    with torch.no_grad():
+        reward.score.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="'my-Gemma3ForSequenceClassification' returned nan for row 0"):
+        run(InjectedOurs, "qwen2_5_vl", image_rows(), reward=reward, objects=given("qwen2_5_vl", processor), **OPTIONS)
+
+
+def test_wrong_number_of_processing_classes_raises(tmp_path):
+    reward, processor = classifier()
+    objects = given("qwen2_5_vl", [processor, None])
+    with pytest.raises(ValueError, match="must match the number of reward functions"):
+        make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, reward=reward, objects=objects)
