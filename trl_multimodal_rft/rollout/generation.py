@@ -24,6 +24,7 @@ def generate_completions(
     device: torch.device,
     *,
     share_prefill: bool = True,
+    companions: Sequence[EncodedPrompt] = (),
 ) -> torch.Tensor | ModelOutput:
     """
     Generates one completion per sample, equal to what `generate` would give on repeated prompts.
@@ -46,15 +47,17 @@ def generate_completions(
             Where the model is.
         share_prefill (`bool`, *optional*, defaults to `True`):
             Whether to prefill each prompt once.
+        companions (`Sequence[EncodedPrompt]`, *optional*):
+            Further prompts that are prefilled, for the sake of their encoders, but not answered.
 
     Returns:
         `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
-        output of `generate`.
+        output of `generate`, which may have rows of companions at the end.
     """
-    unique = list(group_by_prompt(prompts))
+    unique = [*group_by_prompt(prompts), *companions]
     share_prefill = share_prefill and _takes_a_cache(generation_config)
     cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
-    rows = unique if cached else prompts
+    rows = unique if cached else [*prompts, *companions]
     batch = left_pad(rows, pad_token_id)
     input_ids, attention_mask, position_ids = (
         batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")
@@ -94,7 +97,7 @@ def generate_completions(
     else:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **fields, **media}
     output = model.generate(**inputs, generation_config=generation_config)
-    return output if isinstance(output, ModelOutput) else output[:, input_ids.size(1) :]
+    return output if isinstance(output, ModelOutput) else output[: len(prompts), input_ids.size(1) :]
 
 
 def _takes_a_cache(config: GenerationConfig) -> bool:

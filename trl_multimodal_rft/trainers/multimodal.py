@@ -2,6 +2,7 @@
 """The seam with TRL: everything this package overrides in TRL's trainers."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
@@ -29,7 +31,9 @@ from trl.trainer.utils import (
 )
 
 from ..actors import Actor
+from ..actors.towers import find_tower
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
+from ..media.companions import companion_prompt
 from ..media.encoding import (
     JOIN_ONLY_EQUAL_MEDIA,
     MODALITIES,
@@ -57,6 +61,10 @@ _WORTH_PACKING = 0.9
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
 
+# Where a checkpoint is until it is whole, and there, the one whose place it takes
+_PARTIAL = "_partial_checkpoint"
+_REPLACED = "replaced"
+
 
 class MultimodalMixin:
     """
@@ -66,6 +74,7 @@ class MultimodalMixin:
     packed forward hides behind TRL's function for log-probabilities, with the shapes TRL expects.
     """
 
+    _partial: Path | None = None  # where a checkpoint is being written
     _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
 
     def __init__(
@@ -117,6 +126,7 @@ class MultimodalMixin:
         self._apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
         self._share_prefill = True
         self._self_check: SelfCheck | None = None
+        self._companion_prompts: dict[str, EncodedPrompt] = {}
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
@@ -301,6 +311,7 @@ class MultimodalMixin:
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
     def _sample_completions(self, samples, generation_config):
+        companions = self._companions(self.model_wrapped, samples)
         parts = split_samples(samples, self._apart)
         surplus = self._most_over_ranks(len(parts), self._apart) - len(parts)
         outputs = []
@@ -326,6 +337,7 @@ class MultimodalMixin:
                         self._tokenizer.pad_token_id,
                         self.accelerator.device,
                         share_prefill=self._share_prefill,
+                        companions=companions,
                     )
                 )
         if len(parts) == 1:
@@ -335,6 +347,44 @@ class MultimodalMixin:
         outputs = [nn.functional.pad(o, (0, longest - o.size(1)), value=padding) for o in outputs[: len(parts)]]
         order = torch.tensor([i for part in parts for i in part]).argsort()
         return torch.cat(outputs)[order.to(outputs[0].device)]
+
+    def _companions(self, model, samples) -> list[EncodedPrompt]:
+        """
+        Prompts with media of the kinds that this process lacks, where processes wait for each other's encoders: sharded
+        weights are gathered, and gradients reduced, on all of them alike.
+        """
+        own = set().union(*(sample.modalities for sample in samples))
+        if self.accelerator.num_processes == 1:
+            return []
+        if not self._is_whole:
+            held = torch.tensor([[kind in own for kind in MODALITIES]], device=self.accelerator.device)
+            everyone = self.accelerator.gather(held)
+            needed = {kind for kind, any_has in zip(MODALITIES, everyone.any(0).tolist(), strict=True) if any_has}
+            if self._apart is not None and (everyone != everyone[0]).any():
+                raise ValueError(
+                    "Processes hold media of different kinds, and this model takes prompts apart, so that their forwards "
+                    "would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
+                )
+        elif isinstance(model, DistributedDataParallel) and torch.is_grad_enabled() and not model.find_unused_parameters:
+            needed = self._trained_encoders()
+            # One encoder sees images and videos
+            own = own | {"image"} if "video" in own else own
+        else:
+            return []
+        return [self._companion(kind) for kind in sorted(needed - own)]
+
+    def _companion(self, kind: str) -> EncodedPrompt:
+        if kind not in self._companion_prompts:
+            model = self._unwrapped(self.model)
+            self._companion_prompts[kind] = companion_prompt(kind, self.processing_class, model)
+        return self._companion_prompts[kind]
+
+    def _trained_encoders(self) -> set[str]:
+        """Kinds whose encoder has weights to train."""
+        model = self._unwrapped(self.model)
+        kinds = {kind for kind in ("image", "audio") if kind in model.input_modalities}
+        towers = {kind: model.get_submodule(find_tower(model, kind)) for kind in kinds}
+        return {kind for kind, tower in towers.items() if any(p.requires_grad for p in tower.parameters())}
 
     def _most_over_ranks(self, count: int, apart: str | None) -> int:
         """Ranks of a sharded model must run equally many forwards."""
@@ -461,6 +511,13 @@ class MultimodalMixin:
 
     def _score(self, model, samples, completion_ids, completion_mask, compute_aux_loss=False, **overrides):
         options = {"packed": self._packed, "apart": self._apart, **overrides}
+        companions, n = self._companions(model, samples), len(completion_ids)
+        if companions:
+            # Rows without a completion, whose prompts the others don't see
+            samples = [*samples, *companions]
+            completion_ids, completion_mask = (
+                nn.functional.pad(each, (0, 0, 0, len(companions))) for each in (completion_ids, completion_mask)
+            )
         parts = split_samples(samples, options["apart"])
         options["min_forwards"] = self._most_over_ranks(len(parts), options["apart"])
 
@@ -476,7 +533,8 @@ class MultimodalMixin:
             )
 
         with self.accelerator.autocast():
-            return self._forward(model, scores, apart=options["apart"])
+            logps, entropies, aux_loss = self._forward(model, scores, apart=options["apart"])
+        return logps[:n], None if entropies is None else entropies[:n], aux_loss
 
     def _forward(self, model, scores: Callable, apart: str | None):
         """Scores with forwards of a model, given what to call for one."""
@@ -573,11 +631,48 @@ class MultimodalMixin:
         self._apart, self._can_pack = state["apart"], state["can_pack"]
         self._share_prefill = state["share_prefill"]
 
+    def _get_output_dir(self, trial):
+        return super()._get_output_dir(trial) if self._partial is None else str(self._partial)
+
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        if self.args.save_only_model:
-            return
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        """Writes a checkpoint aside and moves it to its place when it is whole, so that none is ever half there."""
+        run_folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        partial = run_folder / _PARTIAL
+        if self.args.should_save and partial.exists():  # from a run that was killed while it saved
+            shutil.rmtree(partial)
+        self.accelerator.wait_for_everyone()
+        self._partial = partial
+        try:
+            super()._save_checkpoint(model, trial)
+            if not self.args.save_only_model:
+                self._save_beside_model(partial / name)
+        finally:
+            self._partial = None
+        self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == str(partial / name):
+            self.state.best_model_checkpoint = str(run_folder / name)
+        if self.args.should_save:
+            self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
+            if (run_folder / name).exists():
+                (run_folder / name).rename(partial / _REPLACED)
+            (partial / name).rename(run_folder / name)
+            shutil.rmtree(partial)
+            rotate_checkpoints(
+                output_dir=str(run_folder),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_folder / name))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self._partial is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_beside_model(self, folder: Path) -> None:
+        """Adds to a checkpoint what TRL leaves out."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self.args.sync_ref_model and self._is_whole and self.args.should_save:
             self._unwrapped(self.ref_model).save_pretrained(folder / _REFERENCE)

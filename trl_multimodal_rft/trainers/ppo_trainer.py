@@ -21,7 +21,6 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
@@ -580,10 +579,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 own = {n.removeprefix("critic."): v for n, v in state_dict.items() if n.startswith("critic.")}
             self.critic.save_pretrained(Path(output_dir or self.args.output_dir, _CRITIC), own)
 
-    def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        if self.ema is not None and not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+    def _save_beside_model(self, folder: Path) -> None:
+        super()._save_beside_model(folder)
+        if self.ema is not None:
             self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

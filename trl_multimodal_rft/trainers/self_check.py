@@ -147,8 +147,8 @@ def _sample(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor,
     config = copy.deepcopy(trainer.generation_config)
     config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, return_dict_in_generate=True, output_logits=True)
     output = trainer._sample_completions([prompt, prompt], config)
-    logits = torch.stack(output.logits, dim=1).float() / trainer.temperature
-    ids = output.sequences[:, -logits.size(1) :]
+    logits = torch.stack(output.logits, dim=1)[:2].float() / trainer.temperature
+    ids = output.sequences[:2, -logits.size(1) :]
     mask = up_to_first_end(ids, trainer.eos_token_ids).long()
     sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return ids, mask, sampled
