@@ -220,6 +220,41 @@ def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> i
     return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
 
 
+def split_by_tokens(
+    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
+) -> list[list[int]]:
+    """
+    Splits samples into parts of so many tokens at most, by first-fit decreasing. Samples of a prompt stay together.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt.
+        lengths (`Sequence[int]`):
+            Each sample's number of completion tokens.
+        max_tokens (`int`):
+            Tokens of a part. A prompt that takes more with its completions is a part by itself.
+        packed (`bool`, *optional*, defaults to `True`):
+            Whether a prompt counts once, or padded rows of prompt and completion count.
+
+    Returns:
+        `list[list[int]]`: Sample indices of each part.
+    """
+
+    def size(samples: list[int]) -> int:
+        if packed:
+            return packed_length([prompts[i] for i in samples], [lengths[i] for i in samples])
+        return len(samples) * (max(len(prompts[i]) for i in samples) + max(lengths[i] for i in samples))
+
+    parts: list[list[int]] = []
+    for group in sorted(group_by_prompt(prompts).values(), key=size, reverse=True):
+        part = next((part for part in parts if size(part + group) <= max_tokens), None)
+        if part is None:
+            parts.append(list(group))
+        else:
+            part += group
+    return parts
+
+
 def pack(
     prompts: Sequence[EncodedPrompt],
     completion_ids: torch.Tensor,

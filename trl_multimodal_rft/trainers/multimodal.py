@@ -3,6 +3,7 @@
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -43,13 +44,14 @@ from ..media.encoding import (
     same_prompt,
 )
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
-from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_samples
+from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..rewards import RewardModel
 from ..rollout import generate_completions, trim_after_eos
 from .checkpoint import load_rollout_state, save_rollout_state
 from .fetch import FetchOnce
 from .reward_checks import checked_reward
 from .self_check import SelfCheck, run_self_check
+from .token_budget import DeferredParts, backward_by_parts
 
 
 logger = get_logger(__name__)
@@ -127,6 +129,8 @@ class MultimodalMixin:
         self._share_prefill = True
         self._self_check: SelfCheck | None = None
         self._companion_prompts: dict[str, EncodedPrompt] = {}
+        self._kinds_since_sync: set[str] = set()  # media whose encoders have a gradient that isn't reduced yet
+        self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
@@ -365,10 +369,18 @@ class MultimodalMixin:
                     "Processes hold media of different kinds, and this model takes prompts apart, so that their forwards "
                     "would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
                 )
-        elif isinstance(model, DistributedDataParallel) and torch.is_grad_enabled() and not model.find_unused_parameters:
-            needed = self._trained_encoders()
+        elif isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
             # One encoder sees images and videos
-            own = own | {"image"} if "video" in own else own
+            own = {"image" if kind == "video" else kind for kind in own}
+            if model.find_unused_parameters:
+                # Only what the last forward before an optimizer step uses is reduced, with all that has accumulated
+                needed = self._kinds_since_sync = self._kinds_since_sync | own
+                if self.accelerator.sync_gradients:
+                    self._kinds_since_sync = set()
+                else:
+                    needed = set()
+            else:
+                needed = self._trained_encoders()
         else:
             return []
         return [self._companion(kind) for kind in sorted(needed - own)]
@@ -459,13 +471,13 @@ class MultimodalMixin:
 
     def _compute_loss(self, model, inputs):
         self._scores.clear()
-        head = self._unwrapped(model).get_output_embeddings()
-        if isinstance(head, FSDPModule) and torch.is_grad_enabled():
-            # TRL's fused head reads the weight of a module that never runs. What it gathers itself gets a gradient that
-            # isn't reduced: each rank would train its rows of the head on its own samples alone.
-            head.unshard()
         with self._rows_at_hand(inputs):
             return super()._compute_loss(model, inputs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        parts, self._deferred = self._deferred, None
+        return loss if parts is None else backward_by_parts(self.accelerator, model, loss, parts)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -496,9 +508,8 @@ class MultimodalMixin:
         parts = []
         for start in range(0, len(completion_ids), batch_size or len(completion_ids)):
             part = slice(start, start + (batch_size or len(completion_ids)))
-            parts.append(
-                self._score(model, self._samples[part], completion_ids[part], completion_mask[part], compute_aux_loss)
-            )
+            rows = self._samples[part], completion_ids[part], completion_mask[part]
+            parts.append(self._score(model, *rows, compute_aux_loss)[:3])
         logps, entropies, aux_losses = zip(*parts, strict=True)
         logps = torch.cat(logps)
         entropies = None if entropies[0] is None else torch.cat(entropies)
@@ -509,39 +520,98 @@ class MultimodalMixin:
             torch.stack(aux_losses).mean() if compute_aux_loss else None,
         )
 
-    def _score(self, model, samples, completion_ids, completion_mask, compute_aux_loss=False, **overrides):
-        options = {"packed": self._packed, "apart": self._apart, **overrides}
-        companions, n = self._companions(model, samples), len(completion_ids)
-        if companions:
-            # Rows without a completion, whose prompts the others don't see
-            samples = [*samples, *companions]
-            completion_ids, completion_mask = (
-                nn.functional.pad(each, (0, 0, 0, len(companions))) for each in (completion_ids, completion_mask)
-            )
-        parts = split_samples(samples, options["apart"])
-        options["min_forwards"] = self._most_over_ranks(len(parts), options["apart"])
+    def _score(
+        self,
+        model,
+        samples,
+        completion_ids,
+        completion_mask,
+        compute_aux_loss: bool = False,
+        beside: Callable | None = None,
+        **overrides,
+    ) -> tuple:
+        """
+        Log-probabilities, entropies and auxiliary loss of completions, differentiable where gradients are on.
 
-        def scores(call):
-            return completion_scores(
-                call,
-                self._unwrapped(model),
-                samples,
-                completion_ids,
-                completion_mask,
-                output_router_logits=compute_aux_loss,
-                **options,
+        `beside(rows, n, first, **options)` may add to each forward: given its rows, of which the first `n` are samples, and
+        whether it is the first forward, it returns a function of the model's forward that returns a list of tensors.
+        """
+        overrides = {"packed": self._packed, "apart": self._apart, **overrides}
+        budget = self.args.max_tokens_per_microbatch if torch.is_grad_enabled() else None
+        parts, n_parts = [list(range(len(samples)))], 1
+        if budget is not None:
+            parts = split_by_tokens(samples, completion_mask.sum(1).tolist(), budget, overrides["packed"])
+            count = torch.tensor([len(parts)], device=self.accelerator.device)
+            n_parts = int(self.accelerator.gather(count).max())
+
+        def score(index: int, part: list[int]) -> tuple:
+            rows = [samples[i] for i in part], completion_ids[part], completion_mask[part]
+            return self._score_part(model, rows, compute_aux_loss, beside, first=index == 0, **overrides)
+
+        if n_parts == 1:
+            return score(0, parts[0])
+        if compute_aux_loss:
+            raise ValueError(
+                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is one of the "
+                "whole micro-batch; drop `router_aux_loss_coef` or the budget."
             )
+        start = time.perf_counter()
+        self._deferred = DeferredParts(score, parts, n_parts, self.accelerator.device)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["token_budget/parts"].append(float(n_parts))
+        metrics["token_budget/extra_time"].append(time.perf_counter() - start)
+        return self._deferred.joined()
+
+    def _score_part(self, model, rows, compute_aux_loss, beside, first, **options) -> tuple:
+        n = len(rows[0])
+        rows = self._with_companions(model, rows)
+        options["min_forwards"] = self._n_forwards(rows[0], options["apart"])
+        others = None
+        if beside is not None:
+            own = {name: options[name] for name in ("packed", "apart", "min_forwards")}
+            others = beside(rows, n, first, **own)
+        head = self._unwrapped(model).get_output_embeddings()
+        if isinstance(head, FSDPModule) and torch.is_grad_enabled():
+            # TRL's fused head reads the weight of a module that never runs. What it gathers itself gets a gradient that
+            # isn't reduced: each rank would train its rows of the head on its own samples alone.
+            head.unshard()
+
+        def score(call) -> tuple:
+            scores = completion_scores(
+                call, self._unwrapped(model), *rows, output_router_logits=compute_aux_loss, **options
+            )
+            return scores if others is None else (*scores, *others(call))
 
         with self.accelerator.autocast():
-            logps, entropies, aux_loss = self._forward(model, scores, apart=options["apart"])
-        return logps[:n], None if entropies is None else entropies[:n], aux_loss
-
-    def _forward(self, model, scores: Callable, apart: str | None):
-        """Scores with forwards of a model, given what to call for one."""
-        if apart is not None and isinstance(model, DistributedDataParallel):
             # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
-            return _ForwardRedirection()(model, model.module, lambda: scores(model.module))
-        return scores(model)
+            is_ddp = isinstance(model, DistributedDataParallel)
+            if others is not None or options["apart"] is not None and is_ddp:
+                logps, entropies, *scores = self._as_one_forward(model, score)
+            else:
+                logps, entropies, *scores = score(model)
+        return (logps[:n], None if entropies is None else entropies[:n], *scores)
+
+    def _as_one_forward(self, model, function: Callable):
+        """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""
+        module = self.accelerator.unwrap_model(model)
+        return _ForwardRedirection()(model, module, lambda: function(module.forward))
+
+    def _with_companions(self, model, rows: tuple) -> tuple:
+        """Adds rows without a completion, whose prompts the others don't see, see [`_companions`]."""
+        samples, completion_ids, completion_mask = rows
+        companions = self._companions(model, samples)
+        if not companions:
+            return rows
+        padding = (0, 0, 0, len(companions))
+        return (
+            [*samples, *companions],
+            nn.functional.pad(completion_ids, padding),
+            nn.functional.pad(completion_mask, padding),
+        )
+
+    def _n_forwards(self, samples, apart: str | None) -> int:
+        """Number of forwards that these samples take, on the process where they take the most."""
+        return self._most_over_ranks(len(split_samples(samples, apart)), apart)
 
     # Checks and checkpoints
 

@@ -20,6 +20,11 @@ class MultimodalArguments:
         keep_groups_together (`bool`, *optional*, defaults to `True`):
             Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
             completions as TRL does, which leaves less of the prompts to share.
+        max_tokens_per_microbatch (`int`, *optional*):
+            Tokens that are forwarded with their activations at once, at most: a micro-batch with more is forwarded and
+            differentiated in parts of whole groups, with the loss and gradient of the whole. Memory then doesn't depend
+            on the longest prompts. Costs one more forward without activations where there are several parts; its seconds
+            are logged as `token_budget/extra_time`.
 
         > Parameters that control the media
 
@@ -46,6 +51,13 @@ class MultimodalArguments:
         default=True,
         metadata={"help": "Whether to put whole groups in a micro-batch and to balance its packed lengths."},
     )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens that are forwarded with their activations at once, at most. A micro-batch with more is "
+            "differentiated in parts, with the loss and gradient of the whole."
+        },
+    )
     audio_overlong: str = field(
         default="raise",
         metadata={
@@ -66,6 +78,10 @@ class MultimodalArguments:
         super().__post_init__()
         check_choice(self, "packing", ("prefix", "padded"))
         check_choice(self, "audio_overlong", ("raise", "truncate"))
+        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
+            raise ValueError(
+                f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` doesn't split."
+            )
 
 
 def check_choice(config, name: str, choices: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 """PPO: a critic beside the policy, in one module, one forward and one backward."""
 
 import copy
+import functools
 import math
 import textwrap
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
@@ -32,7 +33,6 @@ from ..algorithms.kl import approx_kl
 from ..algorithms.losses import explained_variance, value_loss
 from ..packing import completion_scores
 from ..packing.forward import completion_values
-from ..packing.layout import split_samples
 from .ema import MovingAverage
 from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
@@ -394,9 +394,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         ):
             for start in range(0, len(ids), size):
                 part = slice(start, start + size)
-                rows = self._samples[part], ids[part], extended[part]
-                values = self._values_of(*rows)
-                parts.append(self._as_one_forward(self.model, values))
+                rows = self._with_companions(self.model, (self._samples[part], ids[part], extended[part]))
+                options = {"packed": self._packed, "apart": self._apart}
+                options["min_forwards"] = self._n_forwards(rows[0], self._apart)
+                values = self._as_one_forward(self.model, self._values_of(rows, **options))
+                parts.append(values[: len(ids[part])])
         values = torch.cat(parts)
         bootstrap = torch.zeros(len(ids), device=ids.device)
         if args.bootstrap_truncated:
@@ -404,21 +406,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             values = values[:, :-1]
         return torch.where(mask.bool(), values, 0), bootstrap
 
-    def _values_of(self, samples, ids, mask):
-        """What gives values within a forward, with as many calls on all processes."""
-        n_forwards = self._most_over_ranks(len(split_samples(samples, self._apart)), self._apart)
-        options = {"packed": self._packed, "apart": self._apart, "min_forwards": n_forwards}
+    def _values_of(self, rows: tuple, **options):
+        """What gives values of states within a forward."""
         if self.args.shared_trunk:
             policy = self._unwrapped(self.model)
-            return lambda call: completion_scores(call, policy, samples, ids, mask, value_head=self.critic, **options)[
-                3
-            ]
-        return lambda call: completion_values(self.critic, self.critic.model, samples, ids, mask, **options)
-
-    def _as_one_forward(self, model, function):
-        """Calls a function of the policy's forward within the forward of its wrapper, as engines need it."""
-        module = self.accelerator.unwrap_model(model)
-        return _ForwardRedirection()(model, module, lambda: function(module.forward))
+            return lambda call: completion_scores(call, policy, *rows, value_head=self.critic, **options)[3]
+        return lambda call: completion_values(self.critic, self.critic.model, *rows, **options)
 
     # Update
 
@@ -459,34 +452,31 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return loss
 
     def _score(self, model, *args, **overrides):
-        if self._joint is not None and self.args.shared_trunk:
-            overrides["value_head"] = self.critic
-        return super()._score(model, *args, **overrides)
-
-    def _forward(self, model, scores, apart):
         if self._joint is None:
-            return super()._forward(model, scores, apart)
-        joint, inputs = self._joint, self._joint["inputs"]
-        values = likelihoods = None
-        if self.critic is not None and not self.args.shared_trunk:
-            values = self._values_of(self._samples, inputs["completion_ids"], inputs["completion_mask"])
+            return super()._score(model, *args, **overrides)
+        joint, has_critic = self._joint, self.critic is not None
+        if self.args.shared_trunk:
+            overrides["value_head"] = self.critic
+        if has_critic and not self.args.shared_trunk or joint["supervised"] is not None:
+            overrides["beside"] = functools.partial(self._beside, joint["supervised"])
+        results = list(super()._score(model, *args, **overrides))
         if joint["supervised"] is not None:
-            likelihoods = self._supervised_scores(*joint["supervised"])
-
-        def all_of_them(call):
-            results = list(scores(call))
-            if values is not None:
-                results.append(values(call))
-            if likelihoods is not None:
-                results.append(likelihoods(call))
-            return results
-
-        logps, entropies, aux_loss, *results = self._as_one_forward(model, all_of_them)
-        if likelihoods is not None:
             joint["supervised_logps"] = results.pop()
-        if self.critic is not None:
-            joint["values"] = results.pop()
-        return logps, entropies, aux_loss
+        if has_critic:
+            joint["values"] = results.pop()[: len(args[1])]
+        return results
+
+    def _beside(self, supervised, rows, n, first, **options):
+        """What gives values of the samples, and with the first ones the log-probabilities of supervised rows, in a forward."""
+        has_values = self.critic is not None and not self.args.shared_trunk
+        values = self._values_of(rows, **options) if has_values else None
+        likelihoods = self._supervised_scores(*supervised) if first and supervised is not None else None
+
+        def both(call) -> list[torch.Tensor]:
+            results = [] if values is None else [values(call)[:n]]
+            return results if likelihoods is None else [*results, likelihoods(call)]
+
+        return both
 
     def _value_loss(self, values: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         args, metrics = self.args, self._metrics["train"]
@@ -535,11 +525,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _supervised_scores(self, prompts, ids, mask):
         """What gives the log-probabilities of supervised completions within a forward."""
-        n_forwards = self._most_over_ranks(len(split_samples(prompts, self._apart)), self._apart)
+        rows = self._with_companions(None, (prompts, ids, mask))
+        options = {"packed": False, "apart": self._apart, "min_forwards": self._n_forwards(rows[0], self._apart)}
         policy = self._unwrapped(self.model)
-        return lambda call: completion_scores(
-            call, policy, prompts, ids, mask, packed=False, apart=self._apart, min_forwards=n_forwards
-        )[0]
+        return lambda call: completion_scores(call, policy, *rows, **options)[0][: len(prompts)]
 
     # Checkpoints
 

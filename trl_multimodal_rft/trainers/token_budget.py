@@ -1,0 +1,129 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A loss of a whole micro-batch, differentiated part by part."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+
+class DeferredParts:
+    """
+    Scores of parts of a micro-batch, without the activations that made them.
+
+    A loss can be computed from [`joined`] as from scores of the whole, and [`backward_by_parts`] then makes each part once
+    more for its gradient.
+
+    Args:
+        score (`Callable`):
+            Called with the index of a part and its rows; returns tensors with one row per sample, or `None`. The part with
+            index 0 may return more.
+        parts (`list[list[int]]`):
+            Rows of each part.
+        n_parts (`int`):
+            Number of parts over all processes, which run equally many forwards. Surplus ones repeat the last.
+        device (`torch.device`):
+            Whose random numbers the forwards use, beside those of the CPU.
+    """
+
+    def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
+        self.score = score
+        self.parts = parts + parts[-1:] * (n_parts - len(parts))
+        self.n_own = len(parts)
+        self._random = None if device.type == "cpu" else torch.get_device_module(device)
+        self._states = []
+        self.outputs: list[list[torch.Tensor | None]] = []
+        for index, part in enumerate(self.parts):
+            self._states.append((torch.get_rng_state(), self._random and self._random.get_rng_state()))
+            with torch.no_grad():
+                scores = score(index, part)
+            self.outputs.append([None if each is None else each.detach().requires_grad_() for each in scores])
+
+    def joined(self) -> tuple:
+        """
+        The scores in the order of the rows.
+
+        Returns:
+            `tuple`: What one call for all rows would return.
+        """
+        own = self.outputs[: self.n_own]
+        order = torch.tensor([row for part in self.parts[: self.n_own] for row in part]).argsort()
+        result = []
+        for place, first in enumerate(own[0]):
+            values = [outputs[place] for outputs in own if place < len(outputs)]
+            if first is None or len(values) < len(own):
+                result.append(first)
+            else:
+                result.append(torch.cat(values)[order.to(first.device)])
+        return tuple(result)
+
+    def again(self, index: int) -> tuple:
+        """
+        Makes a part once more, with a gradient and the same random numbers.
+
+        Args:
+            index (`int`):
+                Which part.
+
+        Returns:
+            `tuple`: Its scores.
+        """
+        cpu, device = self._states[index]
+        torch.set_rng_state(cpu)
+        if self._random is not None:
+            self._random.set_rng_state(device)
+        return self.score(index, self.parts[index])
+
+
+def backward_by_parts(
+    accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts
+) -> torch.Tensor:
+    """
+    Runs the backward pass of all parts but the last.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the model.
+        model (`torch.nn.Module`):
+            Model as prepared by it.
+        loss (`torch.Tensor`):
+            Loss, a scalar, from the joined scores.
+        deferred ([`DeferredParts`]):
+            The parts.
+
+    Returns:
+        `torch.Tensor`: A scalar with the value of the loss, whose backward pass is that of the last part.
+    """
+    leaves = [leaf for outputs in deferred.outputs for leaf in outputs if leaf is not None]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
+    for index, outputs in enumerate(deferred.outputs):
+        last = index == len(deferred.outputs) - 1
+        with _accumulating(accelerator, model, not last):
+            surrogate = loss.new_zeros(())
+            for leaf, score in zip(outputs, deferred.again(index), strict=True):
+                if leaf is not None and score.requires_grad:
+                    gradient = by_leaf[id(leaf)]
+                    # Nothing depends on surplus parts, but they have a backward pass like the others
+                    surrogate = surrogate + (score * (0 if gradient is None else gradient)).sum()
+            if not last:
+                engine = accelerator.distributed_type == DistributedType.DEEPSPEED
+                accelerator.backward(surrogate, **({"scale_wrt_gas": False} if engine else {}))
+    return surrogate - surrogate.detach() + loss.detach()
+
+
+@contextmanager
+def _accumulating(accelerator: Accelerator, model: nn.Module, active: bool):
+    """No reduction of gradients and no optimizer step within the context, unless that is so outside already."""
+    if not (active and accelerator.sync_gradients):
+        yield
+        return
+    accelerator.gradient_state._set_sync_gradients(False)
+    try:
+        with accelerator.no_sync(model):
+            yield
+    finally:
+        accelerator.gradient_state._set_sync_gradients(True)
