@@ -2,11 +2,13 @@
 """The seam with TRL: everything this package overrides in TRL's trainers."""
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, is_wandb_available
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl.extras.profiling import profiling_context
@@ -27,7 +30,9 @@ from trl.trainer.utils import (
     add_fused_lm_head,
     create_model_from_path,
     disable_dropout_in_model,
+    get_comet_experiment_url,
     get_config_model_id,
+    get_trackio_space_url,
     split_tensor_dict,
 )
 
@@ -49,9 +54,14 @@ from ..rewards import RewardModel
 from ..rollout import generate_completions, trim_after_eos
 from .checkpoint import load_rollout_state, save_rollout_state
 from .fetch import FetchOnce
+from .model_card import card_values
 from .reward_checks import checked_reward
 from .self_check import SelfCheck, run_self_check
 from .token_budget import DeferredParts, backward_by_parts
+
+
+if is_wandb_available():
+    import wandb
 
 
 logger = get_logger(__name__)
@@ -62,6 +72,9 @@ _WORTH_PACKING = 0.9
 
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
+
+# Task of a model by the media that it takes
+_PIPELINES = {"image": "image-text-to-text", "video": "video-text-to-text", "audio": "audio-text-to-text"}
 
 # Where a checkpoint is until it is whole, and there, the one whose place it takes
 _PARTIAL = "_partial_checkpoint"
@@ -82,6 +95,7 @@ class MultimodalMixin:
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
+        _refuse_runs_apart(args)
         set_seed(args.seed)  # as TRL does before it loads a model
         if isinstance(model, Actor):
             model = _model_of(model, args)
@@ -129,6 +143,8 @@ class MultimodalMixin:
         self._share_prefill = True
         self._self_check: SelfCheck | None = None
         self._companion_prompts: dict[str, EncodedPrompt] = {}
+        self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
+        self._columns_seen: set[str] = set()
         self._kinds_since_sync: set[str] = set()  # media whose encoders have a gradient that isn't reduced yet
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
@@ -244,6 +260,7 @@ class MultimodalMixin:
         if refs:
             self._refuse_media_where_unsupported(refs[0], {ref.kind for ref in refs})
         self._rows = inputs
+        self._columns_seen.update(inputs[0])
         self._packed = None
         self._scores.clear()
         try:
@@ -295,6 +312,7 @@ class MultimodalMixin:
                 )
             )
         self._samples = samples
+        self._kinds_seen.update(*(sample.modalities for sample in samples))
         if self.args.self_check and self.model.training and self._needs_self_check():
             self._run_self_check()
         return [sample.input_ids.tolist() for sample in samples], None, {}
@@ -637,11 +655,30 @@ class MultimodalMixin:
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)
 
-    def create_model_card(self, *args, **kwargs):
-        super().create_model_card(*args, **kwargs)
-        if self._self_check is not None and self.is_world_process_zero():
-            card = Path(self.args.output_dir) / "README.md"
-            card.write_text(f"{card.read_text()}\n\n## Self-check\n\n`{self._self_check}`\n")
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Writes a card that says on what and how the model was trained, and how to ask it about media."""
+        tags = {tags} if isinstance(tags, str) else set(tags or ())
+        super().create_model_card(model_name, dataset_name, sorted(tags | self._kinds_seen))
+        if not self.is_world_process_zero():
+            return
+        path = Path(self.args.output_dir, "README.md")
+        data = ModelCard.load(path).data
+        if self._kinds_seen and data.pipeline_tag is None:
+            data.pipeline_tag = "any-to-any" if len(self._kinds_seen) > 1 else _PIPELINES[min(self._kinds_seen)]
+        adapted = get_config_model_id(self.model.config) if is_peft_model(self.model) else None
+        values = card_values(self, self._kinds_seen, sorted(self._columns_seen), adapted)
+        wandb_url = wandb.run.url if is_wandb_available() and wandb.run is not None else None
+        urls = {"Weights & Biases": wandb_url, "Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
+        card = ModelCard.from_template(
+            data,
+            template_path=str(files("trl_multimodal_rft").joinpath("templates", "model_card.md")),
+            model_name=model_name or Path(self.args.output_dir).name,
+            base_model=data.base_model,
+            dataset_name=dataset_name,
+            reports=[(name, url) for name, url in urls.items() if url],
+            **values,
+        )
+        card.save(path)
 
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)
@@ -780,6 +817,18 @@ class MultimodalMixin:
         if self._is_whole and not is_peft_model(model):
             saved = type(model).from_pretrained(folder, dtype=model.dtype)
             model.load_state_dict(saved.state_dict())
+
+
+def _refuse_runs_apart(args) -> None:
+    """Accelerate doesn't say when it takes processes that were launched together for runs of one process each."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and args.world_size == 1:
+        raise RuntimeError(
+            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU: {launched} "
+            "runs would know nothing of each other and write into the same folder. To train on the CPU, set "
+            "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
+            "on GPUs, make them visible and start the script with `accelerate launch`."
+        )
 
 
 def _model_of(actor: Actor, args) -> nn.Module:
