@@ -1,0 +1,432 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+The configs of `examples/accelerate_configs`: what accelerate makes of their fields, and an example script launched with each
+of them, by the command that users type, on the CPU.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
+from small_models import spoken_digit_model
+from tasks import spoken_digits
+from trainer_utils import make_trainer, text_rows
+from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "accelerate_configs"
+CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+ZERO = {"deepspeed_zero1": 1, "deepspeed_zero2": 2, "deepspeed_zero3": 3}
+TIMEOUT = 900  # seconds; a launch takes half a minute on an idle machine
+
+# The configs are for GPUs; this makes a CPU do
+CPU = {"ACCELERATE_USE_CPU": "true"}
+IN_FLOAT32 = ["--mixed_precision", "no"]
+FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # or from TRL, for vLLM
+
+
+# Fields
+
+
+def assert_fields_are_known(path):
+    """`accelerate launch` refuses unknown fields, but not those below another, which it would ignore."""
+    config = load_config_from_file(str(path))
+    options = vars(launch_command_parser().parse_args(["script.py"]))
+    assert config.fsdp_config.keys() | config.deepspeed_config.keys() <= options.keys()
+
+
+def launch_environment(path, *options):
+    """The arguments of the launcher, and the environment that it would give to processes."""
+    path = FOLDER / f"{path}.yaml" if isinstance(path, str) else path
+    command = ["--config_file", str(path), "--main_process_port", "0", *options, "script.py"]
+    args = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""
+        return args, prepare_deepspeed_cmd_env(args)[1]
+    if args.use_fsdp or args.multi_gpu:
+        return args, prepare_multi_gpu_env(args)
+    return args, prepare_simple_launcher_cmd_env(args)[1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fields_are_known(name):
+    assert_fields_are_known(FOLDER / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    "name, parent", [("cpu", None), ("fsdp2", "fsdp_config"), ("deepspeed_zero3", "deepspeed_config")]
+)
+def test_unknown_fields_are_noticed(name, parent, tmp_path):
+    config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    (config if parent is None else config[parent])["fsdp_reshard"] = True
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError if parent is None else AssertionError, match="fsdp_reshard"):
+        assert_fields_are_known(tmp_path / "config.yaml")
+
+
+def test_types():
+    types = {name: load_config_from_file(str(FOLDER / f"{name}.yaml")).distributed_type for name in CONFIGS}
+    assert types == {
+        "cpu": DistributedType.NO,
+        "single_gpu": DistributedType.NO,
+        "multi_gpu": DistributedType.MULTI_GPU,
+        "multi_node": DistributedType.MULTI_GPU,
+        "fsdp2": DistributedType.FSDP,
+        **dict.fromkeys(ZERO, DistributedType.DEEPSPEED),
+    }
+
+
+def test_fields_of_one_process_reach_it():
+    args, environment = launch_environment("cpu")
+    assert args.num_processes == 1
+    assert environment["ACCELERATE_USE_CPU"] == "True"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+    args, environment = launch_environment("single_gpu")
+    assert args.num_processes == 1
+    assert environment["ACCELERATE_USE_CPU"] == "False"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert launch_environment("single_gpu", "--gpu_ids", "3")[1]["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.parametrize("name", [*ZERO, "fsdp2", "multi_gpu", "multi_node"])
+def test_fields_of_several_processes_reach_them(name):
+    options = ["--num_processes", "16", "--num_machines", "2"] if name != "multi_node" else []
+    options += ["--machine_rank", "1", "--main_process_ip", "10.1.2.3", "--main_process_port", "12345"]
+    args, environment = launch_environment(name, *options)
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", 1, "8")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "10.1.2.3:12345")
+    if name != "multi_node":
+        assert launch_environment(name)[0].nproc_per_node == "8"
+
+
+def plugin_of(path, monkeypatch):
+    """What the plugin of a config makes of its fields, by their names there."""
+    args, environment = launch_environment(path)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    if args.use_deepspeed:
+        plugin = DeepSpeedPlugin()
+        names = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
+        # The last two so that they follow the arguments of the script
+        names += ("zero3_save_16bit_model", "gradient_accumulation_steps", "gradient_clipping")
+        return {name: getattr(plugin, name) for name in names}
+    plugin = FullyShardedDataParallelPlugin()
+    return {
+        "fsdp_version": plugin.fsdp_version,
+        "fsdp_reshard_after_forward": plugin.reshard_after_forward,
+        "fsdp_cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
+        "fsdp_activation_checkpointing": plugin.activation_checkpointing,
+        "fsdp_offload_params": type(plugin.cpu_offload).__name__,
+        "fsdp_auto_wrap_policy": plugin.auto_wrap_policy.__name__,
+        "fsdp_state_dict_type": plugin.state_dict_type.name,
+    }
+
+
+IN_PLUGIN = {
+    "fsdp2": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": True,
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": False,
+        "fsdp_offload_params": "OffloadPolicy",  # which leaves everything where it is
+        "fsdp_auto_wrap_policy": "transformer_auto_wrap_policy",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    },
+    **{
+        name: {
+            "zero_stage": stage,
+            "offload_optimizer_device": "none",
+            "offload_param_device": "none",
+            "zero3_init_flag": stage == 3,
+            "zero3_save_16bit_model": stage == 3,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
+        for name, stage in ZERO.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", IN_PLUGIN)
+def test_fields_reach_the_plugin(name, monkeypatch):
+    assert plugin_of(name, monkeypatch) == IN_PLUGIN[name]
+
+
+@pytest.mark.parametrize(
+    "name, field, value, in_plugin",
+    [
+        ("fsdp2", "fsdp_reshard_after_forward", False, False),
+        ("fsdp2", "fsdp_cpu_ram_efficient_loading", False, False),
+        ("fsdp2", "fsdp_activation_checkpointing", True, True),
+        ("fsdp2", "fsdp_offload_params", True, "CPUOffloadPolicy"),
+        ("fsdp2", "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "size_based_auto_wrap_policy"),
+        ("fsdp2", "fsdp_state_dict_type", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT"),
+        ("deepspeed_zero1", "zero_stage", 0, 0),
+        ("deepspeed_zero2", "offload_optimizer_device", "cpu", "cpu"),
+        ("deepspeed_zero3", "offload_param_device", "cpu", "cpu"),
+        ("deepspeed_zero3", "zero3_init_flag", False, False),
+        ("deepspeed_zero3", "zero3_save_16bit_model", False, False),
+    ],
+)
+def test_the_plugin_follows_the_fields(name, field, value, in_plugin, tmp_path, monkeypatch):
+    """Many values in the files are what the plugin would have without them, too."""
+    config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    fields = config["fsdp_config" if name == "fsdp2" else "deepspeed_config"]
+    assert fields[field] != value
+    fields[field] = value
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert plugin_of(tmp_path / "config.yaml", monkeypatch) == {**IN_PLUGIN[name], field: in_plugin}
+
+
+# Runs
+
+
+class Outcome:
+    """
+    What a training run left behind.
+
+    Args:
+        folder (`Path`):
+            Its output folder.
+        output (`str`):
+            What it printed.
+        reports (`list[dict]`):
+            How each process ran, see `cpu_site/sitecustomize.py`.
+    """
+
+    def __init__(self, folder: Path, output: str, reports: list[dict]):
+        self.folder, self.output = folder, output
+        self.reports = sorted(reports, key=lambda facts: facts["process"])
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint-2"
+
+    @property
+    def steps(self) -> list[dict]:
+        return json.loads((self.checkpoint / "trainer_state.json").read_text())["log_history"]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        model, info = Qwen2AudioForConditionalGeneration.from_pretrained(self.folder, output_loading_info=True)
+        assert not any(info.values())
+        return model.state_dict()
+
+
+def wait(process):
+    try:
+        return process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return f"still running after {TIMEOUT} s"
+
+
+def stop(process):
+    process.terminate()  # a kill would leave the workers behind, which are in sessions of their own
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def launch(name, folder, script_options, launcher_options=(), environment=CPU, machines=((),)):
+    """
+    Runs `accelerate launch --config_file ... examples/grpo_audio.py`, once for each machine, to their end.
+
+    Args:
+        name (`str`):
+            Config.
+        folder (`Path`):
+            New folder; the script's output goes into `folder / "output"`.
+        script_options (`list[str]`):
+            Options of the script.
+        launcher_options (`list[str]`, *optional*):
+            Options of `accelerate launch`.
+        environment (`dict[str, str]`, *optional*, defaults to `CPU`):
+            What is added to the environment.
+        machines (`list[list[str]]`, *optional*):
+            Further options of `accelerate launch` on each machine.
+
+    Returns:
+        `tuple`: Exit code of each machine, or a string where it had to be stopped, and an `Outcome`.
+    """
+    reports = folder / "reports"
+    reports.mkdir(parents=True)
+    inherited = {name: value for name, value in os.environ.items() if name not in FROM_A_LAUNCHER}
+    environment = {
+        **inherited,
+        "HF_HUB_OFFLINE": "1",
+        "LAUNCH_REPORTS": str(reports),
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # DeepSpeed looks for ninja
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "cpu_site"), os.environ.get("PYTHONPATH", "")]),
+        **environment,
+    }
+    processes, logs = [], [folder / f"log{i}.txt" for i in range(len(machines))]
+    try:
+        for log, machine_options in zip(logs, machines, strict=True):
+            command = [
+                *("accelerate", "launch", "--config_file", f"examples/accelerate_configs/{name}.yaml"),
+                *(*launcher_options, *machine_options, "examples/grpo_audio.py"),
+                *("--output_dir", str(folder / "output"), *script_options),
+            ]
+            with log.open("w") as output:
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                )
+        codes = [wait(process) for process in processes]
+    finally:
+        for process in processes:
+            stop(process)
+    output = "".join(log.read_text(errors="replace") for log in logs)
+    return codes, Outcome(folder / "output", output, [json.loads(path.read_text()) for path in reports.iterdir()])
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A model and a dataset, as folders."""
+    folder = tmp_path_factory.mktemp("given")
+    for part in spoken_digit_model():
+        part.save_pretrained(folder / "model")
+    for split, rows in spoken_digits(train_rows=40, test_rows=10).items():
+        rows.to_parquet(folder / "data" / f"{split}.parquet")
+    return folder
+
+
+def arguments(given):
+    """Two steps whose completions, one token each, are right now and then; they are saved, and so is a checkpoint."""
+    return [
+        *("--model_name_or_path", str(given / "model"), "--dtype", "float32", "--bf16", "False"),
+        *("--dataset_name", str(given / "data"), "--max_completion_length", "1"),
+        *("--per_device_train_batch_size", "64", "--gradient_accumulation_steps", "2", "--num_generations", "16"),
+        *("--max_steps", "2", "--learning_rate", "1e-3", "--entropy_coef", "0.1"),
+        *("--logging_steps", "1", "--report_to", "none", "--save_strategy", "steps", "--save_steps", "2"),
+    ]
+
+
+def trained(name, folder, given, *script_options, launcher_options=("--num_processes", "2", *IN_FLOAT32), **options):
+    codes, outcome = launch(name, folder, [*arguments(given), *script_options], launcher_options, **options)
+    assert not any(codes), f"{codes}\n{outcome.output[-8000:]}"
+    return outcome
+
+
+def difference(weights, others, frozen=()):
+    return torch.cat([(weights[name] - others[name]).flatten() for name in weights if name not in frozen]).norm()
+
+
+def assert_trained(outcome, given, processes, machines=1, **facts):
+    assert [(r["process"], r["processes"]) for r in outcome.reports] == [(i, processes) for i in range(processes)]
+    for report in outcome.reports:
+        assert report == {**report, "device": "cpu", **facts}
+    # One run: apart, each process would have printed this
+    assert outcome.output.count("self-check: packed = padded") == machines
+    assert [step["step"] for step in outcome.steps] == [1, 2]
+    assert len(list(outcome.checkpoint.glob("rollout_state_*.pt"))) == processes
+    before = Qwen2AudioForConditionalGeneration.from_pretrained(given / "model").state_dict()
+    assert difference(outcome.weights(), before) > 0.1
+    processor = AutoProcessor.from_pretrained(outcome.folder)
+    assert processor.tokenizer.get_vocab() == AutoProcessor.from_pretrained(given / "model").tokenizer.get_vocab()
+
+
+def assert_trained_alike(outcome, other, given, frozen=()):
+    for key in ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_tokens"):
+        assert [step[key] for step in outcome.steps] == pytest.approx([step[key] for step in other.steps], rel=1e-3)
+    weights, others = outcome.weights(), other.weights()
+    before = Qwen2AudioForConditionalGeneration.from_pretrained(given / "model").state_dict()
+    assert weights.keys() == others.keys()
+    assert difference(weights, others, frozen) <= 1e-2 * difference(others, before)
+
+
+@pytest.fixture(scope="module")
+def multi_gpu(tmp_path_factory, given):
+    return trained("multi_gpu", tmp_path_factory.mktemp("multi_gpu") / "run", given)
+
+
+def test_multi_gpu(multi_gpu, given):
+    assert_trained(multi_gpu, given, 2, type="MULTI_CPU", mixed_precision="no")
+    assert max(step["reward_std"] for step in multi_gpu.steps) > 0
+
+
+@pytest.mark.slow
+def test_fsdp2(multi_gpu, given, tmp_path):
+    outcome = trained("fsdp2", tmp_path / "run", given, environment={**CPU, "FSDP2_ON_CPU": "true"})
+    assert_trained(outcome, given, 2, type="FSDP", fsdp_version=2)
+    assert (outcome.checkpoint / "pytorch_model_fsdp.bin").exists()
+    assert_trained_alike(outcome, multi_gpu, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZERO)
+def test_deepspeed(name, multi_gpu, given, tmp_path):
+    """On the CPU DeepSpeed takes another backend, by an argument of the script, and no environment variable."""
+    outcome = trained(name, tmp_path / "run", given, "--ddp_backend", "gloo", environment={})
+    assert_trained(outcome, given, 2, type="DEEPSPEED", zero_stage=ZERO[name])
+    states = sorted(path.name.split("_mp_")[0] for path in outcome.checkpoint.glob("global_step2/*model_states.pt"))
+    assert len(list(outcome.checkpoint.glob("global_step2/*optim_states.pt"))) == 2
+    frozen = []
+    if name == "deepspeed_zero3":
+        assert states == ["zero_pp_rank_0", "zero_pp_rank_1"]
+        # A model that is loaded in parts keeps what it says is frozen; loaded whole, transformers thaws it
+        frozen = ["model.audio_tower.embed_positions.weight"]
+    assert_trained_alike(outcome, multi_gpu, given, frozen)
+
+
+@pytest.mark.slow
+def test_multi_node(multi_gpu, given, tmp_path):
+    """Two machines with one process each, which are both this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(probe.getsockname()[1])]
+    machines = [["--machine_rank", str(rank), *address] for rank in range(2)]
+    outcome = trained("multi_node", tmp_path / "run", given, machines=machines)
+    assert_trained(outcome, given, 2, machines=2, type="MULTI_CPU")
+    assert_trained_alike(outcome, multi_gpu, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, launcher_options", [("cpu", []), ("single_gpu", IN_FLOAT32)])
+def test_one_process(name, launcher_options, given, tmp_path):
+    """Without a GPU, `single_gpu.yaml` finds none, and trains on the CPU."""
+    outcome = trained(name, tmp_path / "run", given, launcher_options=launcher_options, environment={})
+    assert_trained(outcome, given, 1, type="NO", mixed_precision="no")
+
+
+# Runs apart
+
+
+def test_processes_that_know_nothing_of_each_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="`WORLD_SIZE` is 2, but Accelerate runs this process alone"):
+        make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, use_cpu=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, remedy", [("multi_gpu", "ACCELERATE_USE_CPU=true"), ("deepspeed_zero2", "ddp_backend='gloo'")]
+)
+def test_launches_that_come_apart(name, remedy, given, tmp_path):
+    options = ["--num_processes", "2", *IN_FLOAT32]
+    codes, outcome = launch(name, tmp_path / "run", arguments(given), options, environment={})
+    assert codes == [1]
+    assert "RuntimeError: `WORLD_SIZE` is 2, but Accelerate runs this process alone" in outcome.output
+    assert remedy in outcome.output
+    assert not outcome.folder.exists()
