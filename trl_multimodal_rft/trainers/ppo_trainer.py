@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from accelerate.utils import DummyOptim, is_peft_model
+from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -189,6 +190,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 self.critic.to(args.device)
             # After TRL's constructor, so that no adapter is put into it
             self.model.critic = self.critic
+            if args.activation_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
+                # PEFT switches it on in the model that it wraps, where the critic isn't
+                self.critic.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
         self.ema: MovingAverage | None = None
         if args.ema_decay is not None:
             if is_deepspeed_zero3_enabled():
@@ -202,7 +206,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.__class__ = _SyncPolicy
-        self.add_callback(_AroundUpdates(self))
+        self.add_callback(_Averaging(self))
 
     def _make_critic(self, value_model) -> Critic | ValueHead:
         policy = self._unwrapped(self.model)
@@ -246,6 +250,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Optimizer
 
+    def _prepare_for_training(self, *args, **kwargs):
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.ema is not None:
+            # FSDP replaces the weights, and DeepSpeed moves them
+            parameters = self.accelerator.unwrap_model(self.model).named_parameters()
+            self.ema.follow(fsdp2_canonicalize_names(dict(parameters)))
+        return prepared
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
@@ -273,7 +285,18 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 "pass it as `value_model`."
             )
         self._critic_groups = [owner == {True} for owner in owners]
+        for group, is_critic in zip(optimizer.param_groups, self._critic_groups, strict=True):
+            group["part"] = "critic" if is_critic else "policy"
+        optimizer.register_step_pre_hook(self._leave_out_what_is_not_trained)
         return optimizer
+
+    def _leave_out_what_is_not_trained(self, optimizer, args, kwargs) -> None:
+        # Not even momentum or weight decay touch what has no gradient, and Adam counts no steps of it: an average over
+        # gradients of 0 would make its later steps several times too large. Engines step from anywhere, with any groups.
+        for group in optimizer.param_groups:
+            if not self._trains(group["part"]):
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.critic is None:
@@ -633,21 +656,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._n_skipped = state["n_skipped"]
 
 
-class _AroundUpdates(TrainerCallback):
-    """Keeps what isn't trained out of the optimizer, and the average of the policy up to date."""
+class _Averaging(TrainerCallback):
+    """Keeps the average of the policy up to date."""
 
     def __init__(self, trainer: MultimodalPPOTrainer):
         self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        trainer = self.trainer
-        if trainer.critic is None or trainer.is_deepspeed_enabled:  # which has stepped already, at rate 0
-            return
-        # Not even momentum or weight decay touch what has no gradient
-        for group, is_critic in zip(trainer.optimizer.param_groups, trainer._critic_groups, strict=True):
-            if not trainer._trains("critic" if is_critic else "policy"):
-                for parameter in group["params"]:
-                    parameter.grad = None
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ema is not None:
