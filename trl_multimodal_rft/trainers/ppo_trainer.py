@@ -115,8 +115,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     Raises:
         `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be copied,
-            if there is a supervised dataset without `ptx_coef` or the other way round, or if an average of weights is to
-            be kept under ZeRO-3.
+            if there is a supervised dataset without `ptx_coef` or the other way round, or one with reentrant checkpointing
+            under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
     """
 
     _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
@@ -181,6 +181,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             peft_config=peft_config,
             ref_model=ref_model,
         )
+        reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and args.gradient_checkpointing
+        once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
+        if args.ptx_coef > 0 and reentrant and once:
+            raise ValueError(
+                "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives apart, and "
+                "DDP and DeepSpeed take only once. Set `gradient_checkpointing_kwargs={'use_reentrant': False}`, or, for an "
+                "adapter under ZeRO-3, where TRL sets it to True, `gradient_checkpointing=False`."
+            )
         policy = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if args.advantage_estimator == "gae":
             self.critic = self._make_critic(value_model)
@@ -287,16 +295,33 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._critic_groups = [owner == {True} for owner in owners]
         for group, is_critic in zip(optimizer.param_groups, self._critic_groups, strict=True):
             group["part"] = "critic" if is_critic else "policy"
-        optimizer.register_step_pre_hook(self._leave_out_what_is_not_trained)
+        # Engines step from anywhere, some with one group at a time
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
         return optimizer
 
-    def _leave_out_what_is_not_trained(self, optimizer, args, kwargs) -> None:
-        # Not even momentum or weight decay touch what has no gradient, and Adam counts no steps of it: an average over
-        # gradients of 0 would make its later steps several times too large. Engines step from anywhere, with any groups.
+    def _before_step(self, optimizer, args, kwargs) -> None:
         for group in optimizer.param_groups:
-            if not self._trains(group["part"]):
+            if group["part"] not in self._trained:
+                # Not even momentum or weight decay touch what has no gradient
                 for parameter in group["params"]:
                     parameter.grad = None
+            elif not self._trains(group["part"]):
+                group["thawed_lr"], group["lr"] = group["lr"], 0.0
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()  # that of the value loss, with a shared trunk
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            if "thawed_lr" in group:
+                group["lr"] = group.pop("thawed_lr")
+                # Checkpoints need a state of every weight. Counted as steps, though, gradients of 0 would be a part of Adam's
+                # average, and make later steps several times too large.
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    if "step" in state:
+                        state["step"] = state["step"] * 0
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.critic is None:
