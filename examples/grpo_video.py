@@ -27,32 +27,31 @@ accelerate launch examples/grpo_video.py \
 ```
 """
 
-import sys
-
+from arguments import DemoParser
 from datasets import load_dataset
 from results import greedy_accuracy, write_results
 from small_models import motion_model
 from tasks import leading_answer_reward, moving_digits
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
-DEMO_ARGUMENTS = """
-    --output_dir outputs/grpo_video
-    --max_steps 250
-    --per_device_train_batch_size 768
-    --num_generations 16
-    --max_completion_length 3
-    --learning_rate 1e-3
-    --entropy_coef 0.1
-    --bf16 False
-    --gradient_checkpointing False
-    --logging_steps 10
-    --save_strategy no
-    --report_to none
-""".split()
+DEMO_ARGUMENTS = {
+    "output_dir": "outputs/grpo_video",
+    "max_steps": 250,
+    "per_device_train_batch_size": 768,
+    "num_generations": 16,
+    "max_completion_length": 3,
+    "learning_rate": 1e-3,
+    "entropy_coef": 0.1,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 
 
 def main(script_args, training_args, model_args):
@@ -99,7 +98,5 @@ def main(script_args, training_args, model_args):
 
 
 if __name__ == "__main__":
-    parser = TrlParser((ScriptArguments, MultimodalGRPOConfig, ModelConfig))
-    # What is given on the command line wins over the demo's arguments, of which none apply to a model by name
-    demo_arguments = [] if "--model_name_or_path" in sys.argv else DEMO_ARGUMENTS
-    main(*parser.parse_args_and_config(demo_arguments + sys.argv[1:]))
+    parser = DemoParser((ScriptArguments, MultimodalGRPOConfig, ModelConfig), DEMO_ARGUMENTS)
+    main(*parser.parse_args_and_config())

@@ -1,8 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the example scripts measure and write beside the model: held-out accuracy, a reward curve, the numbers."""
+"""What the example scripts measure and write beside the model: held-out accuracy, curves, the numbers."""
 
 import json
+import math
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from datasets import Dataset
@@ -56,6 +58,9 @@ def write_results(trainer: MultimodalGRPOTrainer, before: float, after: float) -
     """
     Writes `demo_metrics.json` and `reward.png` into the output folder.
 
+    Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that name,
+    values at sampling time against returns, over the last quarter of the logged steps.
+
     Args:
         trainer ([`MultimodalGRPOTrainer`]):
             Trainer that has trained.
@@ -74,6 +79,9 @@ def write_results(trainer: MultimodalGRPOTrainer, before: float, after: float) -
         "train_seconds": next(logs["train_runtime"] for logs in reversed(history) if "train_runtime" in logs),
         "updates": trainer.state.global_step,
     }
+    explained = [logs["explained_variance"] for logs in history if "explained_variance" in logs]
+    if explained:
+        metrics["explained_variance"] = fmean(explained[-math.ceil(len(explained) / 4) :])
     folder = Path(trainer.args.output_dir)
     (folder / "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     plot_reward(history, folder / "reward.png", f"Held-out accuracy {before:.0%} before, {after:.0%} after")
@@ -82,7 +90,7 @@ def write_results(trainer: MultimodalGRPOTrainer, before: float, after: float) -
 
 def plot_reward(history: list[dict], path: Path, title: str) -> None:
     """
-    Draws the mean reward of each logged step, with the spread over its completions.
+    Draws the mean reward of each logged step, with the spread over its completions, and what a critic explains of it.
 
     Args:
         history (`list[dict]`):
@@ -102,6 +110,12 @@ def plot_reward(history: list[dict], path: Path, title: str) -> None:
     axes.fill_between(steps, low, high, alpha=0.2, label="± standard deviation")
     axes.plot(steps, mean, label="mean reward")
     axes.set(xlabel="update", ylabel="reward", title=title)
-    axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
+    if "explained_variance" in logs[-1]:
+        explained = [entry["explained_variance"] for entry in logs]
+        right = axes.twinx()
+        right.plot([], [], color="C0", label="mean reward")
+        right.plot(steps, explained, color="C1", linestyle="--", label="explained variance")
+        right.set(ylabel="explained variance of the returns", ylim=(min(0, *explained), 1))
+        right.legend(loc="lower right")
     figure.savefig(path, dpi=150)

@@ -25,9 +25,9 @@ def launch(script, output_dir, *options):
     return run.stdout + run.stderr
 
 
-def check_results(output_dir, output):
+def check_results(output_dir, output, *more):
     metrics = json.loads((output_dir / "demo_metrics.json").read_text())
-    assert metrics.keys() == {"accuracy_before", "accuracy_after", "train_seconds", "updates"}
+    assert metrics.keys() == {"accuracy_before", "accuracy_after", "train_seconds", "updates", *more}
     assert metrics["updates"] == 2
     assert (output_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
     card = (output_dir / "README.md").read_text()
@@ -54,6 +54,24 @@ def test_audio_and_the_readme(tmp_path):
 @pytest.mark.parametrize("script", ["grpo_vision", "grpo_video"])
 def test_vision_and_video(script, tmp_path):
     check_results(tmp_path, launch(script, tmp_path))
+
+
+def check_critic(output_dir, output):
+    check_results(output_dir, output, "explained_variance")
+    # As many updates as epochs: one batch of completions, whose values are measured when they are sampled
+    (logged,) = re.findall(r"'explained_variance': '?([-\d.e]+)", output)
+    metrics = json.loads((output_dir / "demo_metrics.json").read_text())
+    assert metrics["explained_variance"] == pytest.approx(float(logged), rel=1e-3)
+    assert (output_dir / "critic" / "value_head.safetensors").exists()
+
+
+def test_ppo_audio(tmp_path):
+    check_critic(tmp_path, launch("ppo_audio", tmp_path))
+
+
+@pytest.mark.slow
+def test_ppo_vision(tmp_path):
+    check_critic(tmp_path, launch("ppo_vision", tmp_path))
 
 
 @pytest.mark.slow

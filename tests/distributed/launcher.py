@@ -20,7 +20,7 @@ class Run:
 
     Args:
         engine (`str`):
-            `"ddp"` or `"fsdp2"`, without effect on a single process.
+            `"ddp"`, `"fsdp2"`, `"zero2"` or `"zero3"`, without effect on a single process.
         processes (`int`):
             Number of processes, which talk through gloo.
         scenarios (`list[str]`):
@@ -40,11 +40,14 @@ class Run:
                 port = probe.getsockname()[1]
             launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
             launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        # Without either, accelerate starts independent runs of one process each
+        switch = "ACCELERATE_USE_DEEPSPEED" if engine.startswith("zero") and processes > 1 else "ACCELERATE_USE_CPU"
         environment = {
             **os.environ,
-            "ACCELERATE_USE_CPU": "true",  # without it, accelerate starts independent runs of one process each
+            switch: "true",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
         with (folder / "log.txt").open("w") as log:

@@ -1,12 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Two processes train as one does, with DDP and with FSDP2."""
+"""Two processes train as one does, with DDP, FSDP2 and DeepSpeed."""
 
 import pytest
 import torch
 from launcher import Run
 
 
-TIMEOUT = 300  # seconds; a run takes a tenth of it
+TIMEOUT = 600  # seconds; a run takes a tenth of it, and DeepSpeed compiles before its first
 DDP = [
     "straddling_group",
     "straddling_groups",
@@ -30,6 +30,31 @@ ACCUMULATED = ["adaptive_kl", "entropies_of_rollout", "current_entropies"]  # so
 GREEDY = ["greedy_images", "greedy_audio"]
 FSDP2 = [*GREEDY, "greedy_apart", "straddling_groups", "whole_groups_checkpointed"]
 FSDP2_ALGORITHMS = ["reinforce", "gmpo", "current_entropies"]
+PPO = ["ppo_images", "ppo_shared_trunk", "ppo_adapter"]
+PPO_ONLY_TWO = ["ppo_saved", "ppo_resumed"]
+PPO_METRICS = [
+    *[
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "value_learning_rate",
+        "kl",
+        "kl_coef",
+        "shaped_reward",
+        "explained_variance",
+    ],
+    *[f"{name}/{statistic}" for name in ("values", "returns", "advantages") for statistic in ("mean", "std")],
+]
+# Means over micro-batches, which one process makes of other completions than two do
+PPO_MICRO_BATCHES = [
+    "policy_loss",
+    "value_loss",
+    "value_clip_ratio",
+    "approx_kl",
+    "ratio/mean",
+    "ratio/max",
+    "entropy",
+]
 
 
 def run(engine, scenarios, folder, only_two):
@@ -44,13 +69,30 @@ def run(engine, scenarios, folder, only_two):
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    only_two = ["sampled", "exchanged", "resumed", "resumed_by_more", "refused"]
-    return run("ddp", [*DDP, *ALGORITHMS, "experience"], tmp_path_factory.mktemp("ddp"), only_two)
+    only_two = ["sampled", "exchanged", "resumed", "resumed_by_more", "refused", *PPO_ONLY_TWO, "ppo_refused"]
+    scenarios = [*DDP, *ALGORITHMS, "experience", *PPO, "ppo_mixed"]
+    return run("ddp", scenarios, tmp_path_factory.mktemp("ddp"), only_two)
 
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory):
-    return run("fsdp2", [*FSDP2, *FSDP2_ALGORITHMS], tmp_path_factory.mktemp("fsdp2"), ["sampled", "exchanged"])
+    only_two = ["sampled", "exchanged", *PPO_ONLY_TWO]
+    return run("fsdp2", [*FSDP2, *FSDP2_ALGORITHMS, *PPO], tmp_path_factory.mktemp("fsdp2"), only_two)
+
+
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory):
+    """Results of DeepSpeed, by stage."""
+    pytest.importorskip("deepspeed")
+    results = {}
+
+    def train(stage: str):
+        if stage not in results:
+            only_two = [*PPO_ONLY_TWO, "ppo_refused"]
+            results[stage] = run(stage, [*PPO, "ppo_adam"], tmp_path_factory.mktemp(stage), only_two)
+        return results[stage]
+
+    return train
 
 
 def norm(update):
@@ -215,3 +257,102 @@ def test_fsdp2_processes_agree_on_their_own_samples(fsdp2):
 @pytest.mark.slow
 def test_fsdp2_processes_exchange_their_groups(fsdp2):
     assert_processes_exchange_their_groups(*fsdp2[0]["exchanged"])
+
+
+# PPO
+
+
+def assert_same_ppo(two, one, scenario, tolerance=1e-5):
+    """Policy, critic and average made the same updates, from the same numbers."""
+    two, one = two[scenario], one[scenario]
+    first, second = (rank["update"] for rank in two)
+    alone = one[0]["update"]
+    assert first.keys() == second.keys() == alone.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for part in ("policy", "critic", "average"):
+        expected = {name: value for name, value in alone.items() if part_of(name) == part}
+        difference = norm({name: first[name] - value for name, value in expected.items()}) if expected else 0
+        if expected:
+            assert norm(expected) > 0.02, part
+            assert difference <= tolerance * norm(expected), part
+    accumulated = scenario == "ppo_shared_trunk"
+    for key in [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)]:
+        logged = [[step[key] for step in result["steps"] if key in step] for result in (*two, *one)]
+        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=max(1e-4, tolerance), abs=1e-5), key
+    # Each process has supervised rows of its own, together those of one process
+    assert two[0]["supervised"] != two[1]["supervised"]
+    together = [a + b for a, b in zip(two[0]["supervised"], two[1]["supervised"], strict=True)]
+    assert together == one[0]["supervised"]
+
+
+def part_of(name):
+    return name.split()[0] if name.startswith("average of ") else "critic" if name.startswith("critic.") else "policy"
+
+
+def assert_saves_and_resumes(two):
+    for rank in two["ppo_saved"]:
+        assert rank["saved_otherwise"] == []
+        assert rank["changed_by_saving"] == []
+    first, second = two["ppo_resumed"]
+    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
+    assert {part_of(name) for name, value in first["update"].items() if value.any()} >= {"policy", "critic"}
+    for rank in (first, second):
+        assert rank["otherwise"] == []
+        assert rank["logs"][0] == rank["logs"][1]
+        assert rank["supervised"][0] == rank["supervised"][1]
+
+
+@pytest.mark.parametrize("scenario", [*PPO, "ppo_mixed"])
+def test_ddp_trains_policy_and_critic_as_one_process(ddp, scenario):
+    assert_same_ppo(*ddp, scenario)
+
+
+def test_ddp_saves_and_resumes_ppo(ddp):
+    assert_saves_and_resumes(ddp[0])
+
+
+def test_second_forward_does_not_go_with_reentrant_checkpointing(ddp):
+    for rank in ddp[0]["ppo_refused"]:
+        assert len(rank["messages"]) == 2
+        assert all("`ptx_coef` adds a second forward" in message for message in rank["messages"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", PPO)
+def test_fsdp2_trains_policy_and_critic_as_one_process(fsdp2, scenario):
+    assert fsdp2[0][scenario][0]["sharded"]
+    assert_same_ppo(*fsdp2, scenario)
+
+
+@pytest.mark.slow
+def test_fsdp2_saves_and_resumes_ppo(fsdp2):
+    assert_saves_and_resumes(fsdp2[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", PPO)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_deepspeed_trains_policy_and_critic_as_one_process(deepspeed, stage, scenario):
+    assert_same_ppo(*deepspeed(stage), scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_deepspeed_counts_no_steps_of_a_frozen_policy(deepspeed, stage):
+    """Adam divides by what it remembers, so that rounding shows more."""
+    assert_same_ppo(*deepspeed(stage), "ppo_adam", tolerance=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_deepspeed_saves_and_resumes_ppo(deepspeed, stage):
+    assert_saves_and_resumes(deepspeed(stage)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "start"), [("zero2", "`ptx_coef` adds a second"), ("zero3", "`ema_decay` averages whole")]
+)
+def test_what_deepspeed_can_not_do(deepspeed, stage, start):
+    for rank in deepspeed(stage)[0]["ppo_refused"]:
+        assert [message[:24] for message in rank["messages"]] == ["`ptx_coef` adds a second", start[:24]]

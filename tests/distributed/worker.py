@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -19,18 +20,26 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from families import FAMILIES, RATE, audio, image
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
+from peft import LoraConfig
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.actors import Actor
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+)
+from trl_multimodal_rft.actors import Actor, Critic
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
 
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+ZERO = {"zero2": 2, "zero3": 3}  # stages of DeepSpeed
 GROUP = 4  # completions of a prompt
 
 
@@ -58,6 +67,20 @@ class InjectingTrainer(RecordingTrainer):
             length = int(torch.randint(1, 9, (), generator=generator))
             completions.append(torch.randint(50, 200, (length,), generator=generator).tolist())
         return completions, None
+
+
+class InjectingPPO(InjectingTrainer, MultimodalPPOTrainer):
+    """Remembers the supervised completions of each micro-batch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.supervised = []
+
+    def _supervised_batch(self):
+        batch = super()._supervised_batch()
+        if batch is not None:
+            self.supervised.append(batch[1].tolist())
+        return batch
 
 
 class ExchangingTrainer(RecordingTrainer):
@@ -105,6 +128,7 @@ def train(
     end_ids=None,
     reward_func=reward,
     checkpoint=None,
+    objects=None,
     **options,
 ):
     """
@@ -127,15 +151,16 @@ def train(
             Reward function.
         checkpoint (`Path`, *optional*):
             Checkpoint to go on from.
+        objects (`dict`, *optional*):
+            Further arguments of the trainer.
         options:
             What differs in the config.
 
     Returns:
-        `tuple`: The trainer, and a result: the `update` of each parameter, the floats that each of the `steps` logged,
-        and whether processes hold parameters in part, `sharded`.
+        `tuple`: The trainer, and a result: the `update` of each parameter, and of the average if there is one, the floats
+        that each of the `steps` logged, and whether processes hold parameters in part, `sharded`.
     """
-    AcceleratorState._reset_state()
-    state = PartialState(cpu=True)
+    state = start()
     model, processor = FAMILIES[family].build()
     if end_ids is not None:
         model.generation_config.eos_token_id = end_ids
@@ -156,16 +181,20 @@ def train(
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
         "bf16": False,
-        "fsdp": ENGINE == "fsdp2" and state.num_processes > 1,
+        **engine_options(state),
     }
-    args = MultimodalGRPOConfig(**{**config, **options})
+    config_class = MultimodalPPOConfig if issubclass(trainer_class, MultimodalPPOTrainer) else MultimodalGRPOConfig
+    args = config_class(**{**config, **options})
     data = Dataset.from_list(rows)
-    trainer = trainer_class(str(folder / "model"), reward_func, args, data, processing_class=processor)
+    trainer = trainer_class(
+        str(folder / "model"), reward_func, args, data, processing_class=processor, **(objects or {})
+    )
     before = weights(trainer.model)
+    if args.to_dict().get("ema_decay") is not None:
+        before |= averages(trainer)
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    after = weights(trainer.model)
+    after = {**weights(trainer.model), **averages(trainer)}
     steps = [
         {name: value for name, value in entry.items() if isinstance(value, float)}
         for entry in trainer.state.log_history
@@ -178,12 +207,43 @@ def train(
     }
 
 
+def start(**options):
+    """Forgets the accelerator and the engine of the scenario before."""
+    AcceleratorState._reset_state()
+    unset_hf_deepspeed_config()
+    # To accelerate, DeepSpeed on the CPU must look like one on accelerators
+    alone = "WORLD_SIZE" not in os.environ
+    return PartialState(**({"backend": "gloo"} if ENGINE in ZERO and not alone else {"cpu": True}), **options)
+
+
+def engine_options(state):
+    """Arguments of a config."""
+    if ENGINE in ZERO and state.num_processes > 1:
+        zero = {"stage": ZERO[ENGINE], "stage3_gather_16bit_weights_on_model_save": True}
+        config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        config |= {"gradient_clipping": "auto", "zero_optimization": zero}
+        return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+    return {"use_cpu": True, "fsdp": ENGINE == "fsdp2" and state.num_processes > 1}
+
+
 def weights(model):
     """Copies of the parameters, whole also where each process holds a part."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def averages(trainer):
+    """Copies of the averages of the policy's parameters."""
+    average = getattr(trainer, "ema", None)
+    return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
+
+
+def whole(value):
+    if hasattr(value, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([value]):
+            return value.detach().clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 # Datasets
@@ -443,6 +503,135 @@ def refused(folder):
     return {"messages": messages}
 
 
+# PPO
+
+
+PPO = {
+    "num_ppo_epochs": 2,
+    "max_steps": 4,
+    "beta": 0.1,
+    "freezing_actor_steps": 1,
+    "bootstrap_truncated": True,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "linear",
+    "value_learning_rate": 0.5,
+    "value_lr_scheduler_type": "cosine",
+    "vf_coef": 1.0,
+    "max_grad_norm": 5.0,
+    "ema_decay": None if ENGINE == "zero3" else 0.8,
+    "ptx_coef": 0.3,
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, objects=None, **options):
+    """
+    One group and half of another on each of two processes, and two supervised rows for each global micro-batch.
+
+    Beside what [`train`] returns, the result holds the ids of the `supervised` completions.
+    """
+    rows = image_rows() if rows is None else rows
+    options = {**PPO, **options}
+    # Completions of equal length, so that the mean of two processes is that over all tokens
+    answered = [{**each, "completion": f"number {i}"} for i, each in enumerate(rows[:7])]
+    objects = {**(objects or {}), "ptx_dataset": Dataset.from_list(answered)}
+    options["per_device_ptx_batch_size"] = 2 // PartialState().num_processes
+    trainer, result = train(folder, family, rows, batch, InjectingPPO, objects=objects, **options)
+    return trainer, {**result, "supervised": trainer.supervised}
+
+
+def ppo_images(folder):
+    """All weights get gradients, so that DDP need not look for others."""
+    return ppo(folder, gradient_checkpointing=False, ddp_find_unused_parameters=False)[1]
+
+
+def ppo_shared_trunk(folder):
+    """Two micro-batches a step, a reward scale and a KL coefficient that follow all processes."""
+    options = {"gradient_accumulation_steps": 2, "reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40}
+    # Transformers reads positions of the audio tower without a call, so that ZeRO-3 sees no gradient of them
+    data = ("qwen2_5_vl", image_rows()) if ENGINE == "zero3" else ("qwen2_audio", audio_rows())
+    return ppo(folder, *data, shared_trunk=True, value_learning_rate=0.05, **options)[1]
+
+
+def ppo_adapter(folder):
+    checkpointing = ENGINE != "zero3"  # where TRL makes it reentrant
+    objects = {"peft_config": LORA}
+    return ppo(folder, objects=objects, learning_rate=0.5, gradient_checkpointing=checkpointing)[1]
+
+
+def ppo_adam(folder):
+    """While the policy is frozen, Adam must not count steps of it."""
+    options = {"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1}
+    return ppo(folder, freezing_actor_steps=2, **options)[1]
+
+
+def ppo_mixed(folder):
+    """In the first generation batch the second of two processes has no media, in the second one the first has none."""
+    rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
+    return ppo(folder, rows=rows, batch=2 * GROUP)[1]
+
+
+def ppo_saved(folder):
+    """A sampled step after the injected ones; policy, critic and average are saved and loaded again."""
+    trainer, result = ppo(folder, "qwen2_audio", audio_rows(), batch=2 * GROUP, max_steps=5)
+    trained = weights(trainer.model)
+    trainer.save_model(folder / "saved")
+    PartialState().wait_for_everyone()
+    unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
+    model_class = type(FAMILIES["qwen2_audio"].build()[0])
+    critic = Critic.from_pretrained(folder / "saved" / "critic", model_class)
+    saved = {
+        **weights(model_class.from_pretrained(folder / "saved")),
+        **{f"critic.{name}": value for name, value in weights(critic).items()},
+    }
+    if trainer.ema is not None:
+        average = weights(model_class.from_pretrained(folder / "saved" / "ema"))
+        saved |= {f"average of {name}": value for name, value in average.items()}
+        trained |= averages(trainer)
+        AutoProcessor.from_pretrained(folder / "saved" / "ema")
+    still = weights(trainer.model)
+    return {
+        **result,
+        "saved_otherwise": [n for n in saved | trained if n not in saved or not torch.equal(saved[n], trained[n])],
+        "changed_by_saving": [n for n in still if not torch.equal(still[n], trained[n])],
+        "completions": trainer.sampled,
+    }
+
+
+def ppo_resumed(folder):
+    """Stops in the second epoch of a generation batch, before the policy's first step."""
+    options = {"gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 6}
+    options |= {"value_learning_rate": 0.02, "save_strategy": "steps", "save_steps": 3, "steps_per_generation": 4}
+    options |= {"batch": 2 * GROUP, "freezing_actor_steps": 4}
+    _, straight = ppo(folder / "straight", **options)
+    PartialState().wait_for_everyone()
+    checkpoint = folder / "straight" / "output" / "checkpoint-3"
+    trainer, result = ppo(folder / "again", checkpoint=checkpoint, **options)
+    updates = straight["update"], result["update"]
+    logs = [
+        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
+        for each in (straight, result)
+    ]
+    return {
+        **result,
+        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
+        "logs": logs,
+        "supervised": [straight["supervised"][6:], result["supervised"]],
+    }
+
+
+def ppo_refused(folder):
+    """What this engine can't do, or not with reentrant checkpointing."""
+    messages = []
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    for i, options in enumerate((reentrant, {"ema_decay": 0.8} if ENGINE == "zero3" else reentrant)):
+        try:
+            ppo(folder / str(i), **options)
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
 # Scenarios of FSDP2, beside those above
 
 
@@ -484,7 +673,7 @@ def main():
     if ENGINE == "fsdp2":
         enable_fsdp2_on_cpu()
     # A process that waits in vain fails after a minute, and says where
-    rank = PartialState(cpu=True, timeout=timedelta(minutes=1)).process_index
+    rank = start(timeout=timedelta(minutes=1)).process_index
     scenarios = {**globals(), **{name: functools.partial(algorithm, name) for name in ALGORITHMS}}
     for name in SCENARIOS:
         result = scenarios[name](FOLDER / name)

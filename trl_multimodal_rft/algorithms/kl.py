@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Estimates of the KL divergence from the reference policy, and controllers of its coefficient."""
 
+import math
 from typing import Literal
 
 import torch
@@ -108,10 +109,12 @@ class AdaptiveKLController(FixedKLController):
 
         Args:
             kl (`float`):
-                Mean divergence over all tokens of all ranks, in nats.
+                Mean divergence over all tokens of all ranks, in nats. If it isn't finite, nothing is changed.
             n_samples (`int`):
                 Samples since the last update, over all ranks.
         """
+        if not math.isfinite(kl):
+            return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_samples / self.horizon, _SMALLEST_FACTOR)
         self.value = max(self.value * factor, _SMALLEST_VALUE)

@@ -95,7 +95,7 @@ class ExperienceConfig:
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            With several processes, statistics are those of all.
+            With several processes, statistics are those of all. Policies and critics score in its mixed precision.
 
     Raises:
         `ValueError`: If an argument has no such value, or if the estimator needs several responses to a prompt.
@@ -339,10 +339,7 @@ class NaiveExperienceMaker:
         Raises:
             `ValueError`: If an option isn't known, or if a prompt is too long or holds placeholders without media.
         """
-        # Those that the config doesn't know would have no effect
-        unknown = generate_kwargs.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
-        if unknown:
-            raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
+        check_options(generate_kwargs)
         rows = [
             prompt if isinstance(prompt, dict) else {"prompt": prompt}
             for prompt in ([all_prompts] if isinstance(all_prompts, str) else all_prompts)
@@ -393,12 +390,16 @@ class NaiveExperienceMaker:
         pad_id = options.get("pad_token_id", self.tokenizer.pad_token_id)
         unwanted = options.get("suppress_tokens") or model.generation_config.suppress_tokens or []
         suppressed = sorted(self._placeholder_ids | set(unwanted))
+        sampling = {}
+        if options.get("do_sample", True):
+            names = ("temperature", "top_k", "top_p")
+            sampling = self.actor.sampling_options({name: options.get(name) for name in names})
         config = GenerationConfig(
             **{
                 "do_sample": True,
                 "max_new_tokens": model.generation_config.max_new_tokens,
                 **options,
-                **self.actor.sampling_options({name: options.get(name) for name in ("temperature", "top_k", "top_p")}),
+                **sampling,
                 "eos_token_id": eos_ids,
                 "pad_token_id": pad_id,
                 "suppress_tokens": suppressed or None,
@@ -517,7 +518,7 @@ class NaiveExperienceMaker:
             sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
             further = samples.truncated[:, None]
             mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
-        with _in_eval_mode(self.critic):
+        with _in_eval_mode(self.critic), self._autocast():
             if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
                 return completion_values(
                     self.critic,
@@ -539,7 +540,7 @@ class NaiveExperienceMaker:
     def _log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities and entropies of the actions, `(B, A)`, 0 outside the mask."""
         mask = samples.action_mask
-        with _in_eval_mode(actor):
+        with _in_eval_mode(actor), self._autocast():
             if samples.encoded_prompts is None:
                 inputs = (samples.sequences, samples.num_actions, samples.attention_mask)
                 if actor.high_entropy_token_ratio == 0:
@@ -627,8 +628,8 @@ class NaiveExperienceMaker:
                 All experiences of the rollout, in the order in which they were made.
 
         Returns:
-            `tuple`: The experiences, whose `info["reward"]` is the reward after scale and clip, and for each the shaped
-            rewards, `(B,)`: advantages of the group estimators, rewards for `"gae"` and `"reinforce"`.
+            `tuple`: The experiences, whose `info["reward"]` is the reward after scale and clip (and `raw_reward` that
+            before, if either changes it), and for each the shaped rewards, `(B,)`: advantages of the group estimators, rewards for `"gae"` and `"reinforce"`.
         """
         args = self.strategy
         sizes = [len(each.sequences) for each in experiences]
@@ -645,6 +646,8 @@ class NaiveExperienceMaker:
         if args.reward_clip_range is not None:
             rewards = rewards.clamp(*args.reward_clip_range)
         for experience, part in zip(experiences, self._local(rewards).split(sizes), strict=True):
+            if args.reward_running_scale or args.reward_clip_range is not None:
+                experience.info["raw_reward"] = experience.info["reward"]
             experience.info["reward"] = part
         if in_groups:
             masks = self._gather(_pad_right([each.action_mask for each in experiences]))
@@ -768,6 +771,11 @@ class NaiveExperienceMaker:
 
     # Processes
 
+    def _autocast(self):
+        """The precision of updates, where an accelerator has one."""
+        accelerator = self.strategy.accelerator
+        return nullcontext() if accelerator is None else accelerator.autocast()
+
     @property
     def _is_main(self) -> bool:
         accelerator = self.strategy.accelerator
@@ -793,6 +801,22 @@ class NaiveExperienceMaker:
         if accelerator is None or accelerator.num_processes == 1:
             return values
         return values.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """
+    Refuses options of generation that would have no effect.
+
+    Args:
+        options (`dict`):
+            The options by name.
+
+    Raises:
+        `ValueError`: If there is no such option.
+    """
+    unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
+    if unknown:
+        raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
 
 
 @contextmanager

@@ -28,6 +28,22 @@ class MovingAverage:
         self._parameters = parameters
         self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
+    def follow(self, parameters: dict[str, nn.Parameter]) -> None:
+        """
+        Goes on with the same weights, where an engine has moved them or split them among processes. All processes have
+        to call this.
+
+        Args:
+            parameters (`dict[str, torch.nn.Parameter]`):
+                Weights by name, those that are averaged among them.
+        """
+        for name, average in self._average.items():
+            parameter = self._parameters[name] = parameters[name]
+            average = average.to(parameter.device)
+            if isinstance(parameter, DTensor) and not isinstance(average, DTensor):
+                average = distribute_tensor(average, parameter.device_mesh, parameter.placements)
+            self._average[name] = average
+
     @torch.no_grad()
     def update(self) -> None:
         """Moves the average towards the weights."""

@@ -471,7 +471,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         if own_kl:
             own_loss = own_loss + self.beta * self._kl_loss(logps, old_logps, mask, inputs)
         metrics = self._metrics["train" if self.model.training else "eval"]
-        if "policy_loss" in metrics and (own_policy or own_kl):  # logged by TRL with an entropy bonus
+        if self._entropy_bonus_enabled and (own_policy or own_kl):  # with which TRL logs it
             # Like TRL, before the division by accumulation steps where the loss type has it
             scale = self._accumulation() if args.loss_type in MEAN_LOSS_TYPES else 1
             metrics["policy_loss"][-1] += scale * self.accelerator.gather(own_loss.detach()).mean().item()

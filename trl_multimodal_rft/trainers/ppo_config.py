@@ -3,7 +3,10 @@
 
 from dataclasses import dataclass, field
 
+from transformers import SchedulerType
+
 from .grpo_config import MultimodalGRPOConfig
+from .multimodal_config import check_choice
 
 
 @dataclass
@@ -133,14 +136,18 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}` must be above 0, got {value}.")
         for name, least in (
+            ("value_warmup_steps", 0),
             ("freezing_actor_steps", 0),
             ("num_ppo_epochs", 1),
             ("max_skipped_updates", 0),
             ("ptx_coef", 0),
             ("per_device_ptx_batch_size", 1),
         ):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+        if self.value_lr_scheduler_type is not None:
+            check_choice(self, "value_lr_scheduler_type", tuple(schedule.value for schedule in SchedulerType))
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"`ema_decay` must be between 0 and 1, got {self.ema_decay}; `None` keeps no average.")
         if self.ptx_coef > 0 and self.temperature != 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from accelerate.utils import DummyOptim, is_peft_model
+from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -113,8 +114,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     Raises:
         `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be copied,
-            if there is a supervised dataset without `ptx_coef` or the other way round, or if an average of weights is to
-            be kept under ZeRO-3.
+            if there is a supervised dataset without `ptx_coef` or the other way round, or one with reentrant checkpointing
+            under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
     """
 
     _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
@@ -179,6 +180,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             peft_config=peft_config,
             ref_model=ref_model,
         )
+        reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and args.gradient_checkpointing
+        once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
+        if args.ptx_coef > 0 and reentrant and once:
+            raise ValueError(
+                "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives apart, and "
+                "DDP and DeepSpeed take only once. Set `gradient_checkpointing_kwargs={'use_reentrant': False}`, or, for an "
+                "adapter under ZeRO-3, where TRL sets it to True, `gradient_checkpointing=False`."
+            )
         policy = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if args.advantage_estimator == "gae":
             self.critic = self._make_critic(value_model)
@@ -188,6 +197,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 self.critic.to(args.device)
             # After TRL's constructor, so that no adapter is put into it
             self.model.critic = self.critic
+            if args.activation_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
+                # PEFT switches it on in the model that it wraps, where the critic isn't
+                self.critic.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
         self.ema: MovingAverage | None = None
         if args.ema_decay is not None:
             if is_deepspeed_zero3_enabled():
@@ -201,7 +213,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.__class__ = _SyncPolicy
-        self.add_callback(_AroundUpdates(self))
+        self.add_callback(_Averaging(self))
 
     def _make_critic(self, value_model) -> Critic | ValueHead:
         policy = self._unwrapped(self.model)
@@ -245,6 +257,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Optimizer
 
+    def _prepare_for_training(self, *args, **kwargs):
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.ema is not None:
+            # FSDP replaces the weights, and DeepSpeed moves them
+            parameters = self.accelerator.unwrap_model(self.model).named_parameters()
+            self.ema.follow(fsdp2_canonicalize_names(dict(parameters)))
+        return prepared
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
@@ -272,7 +292,35 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 "pass it as `value_model`."
             )
         self._critic_groups = [owner == {True} for owner in owners]
+        for group, is_critic in zip(optimizer.param_groups, self._critic_groups, strict=True):
+            group["part"] = "critic" if is_critic else "policy"
+        # Engines step from anywhere, some with one group at a time
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
         return optimizer
+
+    def _before_step(self, optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            if group["part"] not in self._trained:
+                # Not even momentum or weight decay touch what has no gradient
+                for parameter in group["params"]:
+                    parameter.grad = None
+            elif not self._trains(group["part"]):
+                group["thawed_lr"], group["lr"] = group["lr"], 0.0
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()  # that of the value loss, with a shared trunk
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            if "thawed_lr" in group:
+                group["lr"] = group.pop("thawed_lr")
+                # Checkpoints need a state of every weight. Counted as steps, though, gradients of 0 would be a part of Adam's
+                # average, and make later steps several times too large.
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    if "step" in state:
+                        state["step"] = state["step"] * 0
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.critic is None:
@@ -620,21 +668,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._n_skipped = state["n_skipped"]
 
 
-class _AroundUpdates(TrainerCallback):
-    """Keeps what isn't trained out of the optimizer, and the average of the policy up to date."""
+class _Averaging(TrainerCallback):
+    """Keeps the average of the policy up to date."""
 
     def __init__(self, trainer: MultimodalPPOTrainer):
         self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        trainer = self.trainer
-        if trainer.critic is None or trainer.is_deepspeed_enabled:  # which has stepped already, at rate 0
-            return
-        # Not even momentum or weight decay touch what has no gradient
-        for group, is_critic in zip(trainer.optimizer.param_groups, trainer._critic_groups, strict=True):
-            if not trainer._trains("critic" if is_critic else "policy"):
-                for parameter in group["params"]:
-                    parameter.grad = None
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ema is not None:

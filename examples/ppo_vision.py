@@ -1,0 +1,88 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+PPO for models that see.
+"""
+
+from arguments import DemoParser, PPOScriptArguments
+from datasets import load_dataset
+from noise import with_noise
+from results import greedy_accuracy, write_results
+from small_models import digit_model
+from tasks import handwritten_digits, leading_answer_reward
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer
+from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+
+
+DEMO_ARGUMENTS = {
+    "output_dir": "outputs/ppo_vision",
+    "max_steps": 200,
+    "per_device_train_batch_size": 768,
+    "num_generations": 16,
+    "max_completion_length": 3,
+    "learning_rate": 1e-3,
+    "entropy_coef": 0.1,
+    "num_ppo_epochs": 2,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+
+
+def main(script_args, training_args, model_args):
+    demo = model_args.model_name_or_path is None
+    ptx_dataset = None
+    if demo:
+        model, processor = digit_model()
+        dataset = handwritten_digits()
+        dataset["train"] = with_noise(dataset["train"])
+        reward_funcs = [accuracy_reward, leading_answer_reward]
+    else:
+        model, processor = model_args.model_name_or_path, None
+        training_args.model_init_kwargs = {
+            "revision": model_args.model_revision,
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype,
+        }
+        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+        reward_funcs = [accuracy_reward, format_reward]
+    if script_args.ptx_dataset_name is not None:
+        ptx_dataset = load_dataset(
+            script_args.ptx_dataset_name, name=script_args.ptx_dataset_config, split=script_args.ptx_dataset_split
+        )
+
+    trainer = MultimodalPPOTrainer(
+        model=model,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        processing_class=processor,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        value_model=script_args.value_model_name_or_path,
+        ptx_dataset=ptx_dataset,
+    )
+    if demo:
+        before = greedy_accuracy(trainer, dataset["test"])
+        trainer.accelerator.print(f"Accuracy on held-out digits before training: {before:.1%}")
+
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(dataset_name=script_args.dataset_name)
+    if demo:
+        after = greedy_accuracy(trainer, dataset["test"])
+        trainer.accelerator.print(f"Accuracy on held-out digits after training: {after:.1%}")
+        if trainer.accelerator.is_main_process:
+            write_results(trainer, before, after)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    parser = DemoParser((PPOScriptArguments, MultimodalPPOConfig, ModelConfig), DEMO_ARGUMENTS)
+    main(*parser.parse_args_and_config())

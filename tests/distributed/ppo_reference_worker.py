@@ -1,0 +1,176 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Runs of `PPOTrainerVL` and `PPOTrainerAL` on one or several processes: `ppo_reference_worker.py <folder>`.
+
+Batches of all processes are the same for any number of them. Each process writes what it saw.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from families import FAMILIES
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader
+from trainer_utils import audio_rows, image_rows, length_and_sum
+
+from trl_multimodal_rft import MultimodalPPOConfig
+from trl_multimodal_rft.actors import ActorAL, ActorVL
+from trl_multimodal_rft.trainers import PPOTrainerAL, PPOTrainerVL
+
+
+KINDS = {
+    "image": ("qwen2_5_vl", PPOTrainerVL, ActorVL, image_rows),
+    "audio": ("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
+}
+N_PROMPTS = 4  # of a rollout, over all processes
+GROUP = 4
+
+
+def model_of(family, distance=0.0):
+    """The tiny model, or one near it."""
+    model = FAMILIES[family].build()[0]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += distance * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def injected(maker):
+    """Replaces sampling by pseudo-random responses that depend on the prompt and how often it was sampled."""
+
+    def generate(prompts, config, pad_id):
+        drawn, rows = Counter(), []
+        for prompt in prompts:
+            generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
+            drawn[prompt] += 1
+            ids = generator.integers(50, 300, generator.integers(2, config.max_new_tokens + 1)).tolist()
+            rows.append([*ids[:-1], maker.tokenizer.eos_token_id] if generator.random() < 0.5 else ids)
+        longest = max(map(len, rows))
+        return torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows])
+
+    maker._generate = generate
+
+
+def combine(model_reward_list):
+    """Metrics that only one of the processes has."""
+    (rewards,) = model_reward_list
+    return rewards, {f"of_process_{PartialState().process_index}": rewards, "everywhere": rewards}
+
+
+class Judge(torch.nn.Module):
+    def forward(self, sequences, attention_mask, **media):
+        rows = [ids[mask.bool()].tolist() for ids, mask in zip(sequences, attention_mask, strict=True)]
+        return torch.tensor(length_and_sum(rows))
+
+
+def make(folder, kind, **options):
+    family, trainer_class, actor_class, _ = KINDS[kind]
+    n_processes = PartialState().num_processes
+    processor = FAMILIES[family].build()[1]
+    config = MultimodalPPOConfig(
+        str(folder),
+        **{
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": N_PROMPTS // n_processes,
+            "num_generations": GROUP,
+            "max_completion_length": 6,
+            "num_train_epochs": 1,
+            "optim": "sgd",
+            "learning_rate": 0.5,
+            "lr_scheduler_type": "constant",
+            "reward_running_scale": True,
+            "top_entropy_quantile": 0.5,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            **options,
+        },
+    )
+    ppo = trainer_class(
+        config,
+        actor_class(model_of(family), bf16=False, packing_samples=True, high_entropy_token_ratio=0.5),
+        None,
+        Judge(),
+        actor_class(model_of(family, 0.02), bf16=False),
+        actor_class(model_of(family), bf16=False),
+        *(None,) * 4,
+        ema_beta=0.5,
+        init_kl_coef=0.1,
+        kl_target=0.01,
+        kl_horizon=100,
+        ptx_coef=0.5,
+        micro_train_batch_size=4,
+        micro_rollout_batch_size=8,
+        max_epochs=2,
+        max_norm=0.5,
+        processor=processor,
+        prompt_max_len=512,
+        reward_fn=combine,
+    )
+    return ppo, config
+
+
+def fit(folder, kind, sampled=False, **options):
+    rows = KINDS[kind][3]
+    ppo, config = make(folder, kind, **options)
+    if not sampled:
+        injected(ppo.experience_maker)
+    prompts = DataLoader(
+        list(rows(10)), N_PROMPTS // PartialState().num_processes, shuffle=True, drop_last=True, collate_fn=list
+    )
+    supervised = [{**row, "completion": "It is a cat."} for row in rows(3)]
+    before = {name: p.detach().clone() for name, p in ppo.trainer.model.named_parameters()}
+    seed = torch.initial_seed()
+    ppo.fit(config, prompts, DataLoader(supervised, batch_size=1, collate_fn=list))
+    update = {name: p.detach() - before[name] for name, p in ppo.trainer.model.named_parameters()}
+    averages = {f"average.{name}": p.detach() - before[name] for name, p in ppo.ema_model.model.named_parameters()}
+    steps = [
+        {name: value for name, value in entry.items() if isinstance(value, float)}
+        for entry in ppo.trainer.state.log_history
+    ]
+    evaluated = ppo.evaluate(DataLoader(list(rows(5)), batch_size=1, collate_fn=list), 0)
+    return {"update": {**update, **averages}, "steps": steps, "evaluated": evaluated, "seed": seed}
+
+
+def resumed(folder, kind):
+    """Real sampling; the same run again from a checkpoint in the middle of an episode."""
+    options = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2, "sampled": True}
+    whole = fit(folder / "whole", kind, save_strategy="steps", save_steps=2, **options)
+    PartialState().wait_for_everyone()
+    checkpoint = str(folder / "whole" / "checkpoint-6")
+    again = fit(folder / "again", kind, resume_from_checkpoint=checkpoint, **options)
+    theirs, own = ({n: v for n, v in run["update"].items() if n.startswith("average.")} for run in (whole, again))
+    durations = ("step_time",)
+    logs = [[{n: v for n, v in step.items() if n not in durations} for step in run["steps"]] for run in (whole, again)]
+    return {
+        "update": whole["update"],
+        "otherwise": [name for name in theirs if not torch.equal(theirs[name], own[name])],
+        "logs": logs,
+        "evaluated": [whole["evaluated"], again["evaluated"]],
+    }
+
+
+def main():
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), PartialState(cpu=True).process_index
+    scenarios = {f"fit_{kind}": lambda own, kind=kind: fit(own, kind) for kind in KINDS}
+    if PartialState().num_processes > 1:
+        scenarios["resumed"] = lambda own: resumed(own, "audio")
+    for name, scenario in scenarios.items():
+        result = scenario(folder / name)
+        save_file({n: v.contiguous() for n, v in result.pop("update").items()}, folder / f"{name}-{rank}.safetensors")
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

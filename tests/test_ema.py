@@ -1,0 +1,270 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The average of the weights: its values, its context, and what is saved of it."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from trainer_utils import Injected, audio_rows, image_rows, load, make_trainer
+from transformers import AutoProcessor
+
+from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.trainers.ema import MovingAverage
+
+
+DECAY = 0.8
+OPTIONS = {"ema_decay": DECAY, "max_steps": 3, "num_ppo_epochs": 1, "learning_rate": 0.1, "self_check": False}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+class Watched(Injected, MultimodalPPOTrainer):
+    """Keeps the policy's weights before the first update and after each."""
+
+    def train(self, *args, **kwargs):
+        self.seen = [policy_weights(self)]
+        return super().train(*args, **kwargs)
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:  # after each step
+            self.seen.append(policy_weights(self))
+        super().log(logs, *args, **kwargs)
+
+
+def policy_weights(trainer) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad and not name.startswith("critic.")
+    }
+
+
+def average_of(seen: list[dict], decay: float = DECAY) -> dict[str, torch.Tensor]:
+    """The average, number by number in float64."""
+    average = {name: value.double() for name, value in seen[0].items()}
+    for weights in seen[1:]:
+        for name, value in weights.items():
+            average[name] = decay * average[name] + (1 - decay) * value.double()
+    return average
+
+
+def assert_close(actual: dict, expected: dict, tolerance: float = 1e-6) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert (value - expected[name]).abs().max() <= tolerance, name
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Trainers after three updates, by what they train."""
+    cases = {
+        "audio": ("qwen2_audio", audio_rows, {}),
+        "shared trunk": ("qwen2_5_vl", image_rows, {"shared_trunk": True}),
+        "tied": ("gemma3", image_rows, {}),
+        "adapter": ("qwen2_audio", audio_rows, {"objects": {"peft_config": LORA}}),
+        "frozen": ("qwen2_audio", audio_rows, {"freezing_actor_steps": 2}),
+        "without a critic": ("qwen2_audio", audio_rows, {"advantage_estimator": "rloo"}),
+    }
+    trainers = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def train(name: str):
+            if name not in trainers:
+                family, rows, options = cases[name]
+                trainers[name] = make_trainer(Watched, family, rows(), f"{folder}/{name}", **OPTIONS, **options)
+                trainers[name].train()
+            return trainers[name]
+
+        yield train
+
+
+# The average
+
+
+def test_average_of_a_few_numbers():
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
+    average = MovingAverage({"weight": parameter}, 0.9)
+    expected = [1.0, -2.0]
+    for step in range(1, 5):
+        parameter.data += step
+        average.update()
+        expected = [0.9 * a + 0.1 * p for a, p in zip(expected, parameter.tolist(), strict=True)]
+        assert average._average["weight"].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_in_bf16_are_averaged_in_float32():
+    """An update of a hundredth of what bf16 can tell from 1 adds up, where an average in bf16 would stay."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    average = MovingAverage({"weight": parameter}, 0.999)
+    parameter.data += 2**-7
+    in_bf16 = torch.ones(3, dtype=torch.bfloat16)
+    for _ in range(50):
+        average.update()
+        in_bf16.lerp_(parameter.data, 1 - 0.999)
+    value = average._average["weight"]
+    assert value.dtype == torch.float32
+    assert value.tolist() == pytest.approx([1 + 2**-7 * (1 - 0.999**50)] * 3, rel=1e-6)
+    assert in_bf16.tolist() == [1, 1, 1]
+    with average.applied():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter.data, value.bfloat16())
+    assert torch.equal(parameter.data, torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16))
+
+
+def test_average_of_float16_is_saved_and_read_as_it_is(tmp_path):
+    parameters = {"a": nn.Parameter(torch.rand(4, 3).half()), "b": nn.Parameter(torch.rand(2, 5).T)}
+    average = MovingAverage(parameters, 0.7)
+    for parameter in parameters.values():
+        parameter.data *= 1.1
+    average.update()
+    average.save(tmp_path / "average.safetensors", is_main_process=True)
+    other = MovingAverage({name: nn.Parameter(torch.zeros_like(p)) for name, p in parameters.items()}, 0.7)
+    other.load(tmp_path / "average.safetensors")
+    for name, value in average._average.items():
+        assert torch.equal(value, other._average[name]), name
+    average.save(tmp_path / "none.safetensors", is_main_process=False)
+    assert not (tmp_path / "none.safetensors").exists()
+
+
+def test_average_does_not_follow_into_the_weights():
+    parameter = nn.Parameter(torch.ones(2))
+    average = MovingAverage({"weight": parameter}, 0.5)
+    parameter.data += 1
+    average.update()
+    assert parameter.tolist() == [2, 2]
+    assert average._average["weight"].tolist() == [1.5, 1.5]
+
+
+# In the trainer
+
+
+@pytest.mark.parametrize("name", ["audio", "shared trunk", "tied", "adapter", "frozen", "without a critic"])
+def test_average_is_that_of_the_weights_after_each_update(name, trained):
+    trainer = trained(name)
+    assert len(trainer.seen) == 4
+    expected = average_of(trainer.seen)
+    assert_close(trainer.ema._average, expected)
+    last = trainer.seen[-1]
+    assert max((expected[n] - last[n]).abs().max() for n in last) > 1e-3
+
+
+def test_average_of_a_frozen_policy_stays(trained):
+    seen = trained("frozen").seen
+    assert all(torch.equal(seen[0][name], seen[2][name]) for name in seen[0])
+    assert any(not torch.equal(seen[0][name], seen[3][name]) for name in seen[0])
+
+
+def test_average_is_of_the_policy_alone(trained):
+    assert not any("critic" in name for name in trained("audio").ema._average)
+    adapters = trained("adapter").ema._average
+    assert adapters and all("lora_" in name for name in adapters)
+
+
+def test_average_of_bf16_weights_in_the_trainer(tmp_path):
+    model, processor = load("qwen2_audio")
+    objects = {"model": model.bfloat16(), "processing_class": processor}
+    trainer = make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, objects=objects, **OPTIONS)
+    trainer.train()
+    assert all(value.dtype == torch.bfloat16 for value in trainer.seen[-1].values())
+    assert all(value.dtype == torch.float32 for value in trainer.ema._average.values())
+    assert_close(trainer.ema._average, average_of(trainer.seen))
+
+
+@pytest.mark.parametrize("name", ["audio", "tied", "adapter"])
+def test_weights_are_back_bit_for_bit(name, trained):
+    trainer = trained(name)
+    before = {n: value.clone() for n, value in trainer.model.state_dict().items()}
+    with trainer.ema_weights():
+        inside = {n: value.clone() for n, value in trainer.model.state_dict().items()}
+        assert all(torch.equal(policy_weights(trainer)[n], value) for n, value in trainer.ema._average.items())
+    after = trainer.model.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    changed = {n for n in before if not torch.equal(before[n], inside[n])}
+    assert changed and not any(n.startswith("critic.") for n in changed)
+    with pytest.raises(KeyError, match="out of the context"), trainer.ema_weights():
+        raise KeyError("out of the context")
+    assert all(torch.equal(before[n], value) for n, value in trainer.model.state_dict().items())
+
+
+def test_evaluation_with_the_average(trained):
+    """The average's log-probabilities are those of a model that has these weights."""
+    trainer = trained("audio")
+    ids = torch.arange(60, 75)[None]
+    trained_logits = trainer.model(input_ids=ids).logits
+    with trainer.ema_weights():
+        logits = trainer.model(input_ids=ids).logits
+    model, _ = load("qwen2_audio")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(average_of(trainer.seen)[name])
+    expected = model(input_ids=ids).logits
+    assert (logits - expected).abs().max() <= 1e-3
+    assert (trained_logits - expected).abs().max() > 0.1
+
+
+# What is saved
+
+
+@pytest.mark.parametrize("name", ["audio", "shared trunk", "tied"])
+def test_folder_of_the_average_is_a_model(name, trained, tmp_path):
+    trainer = trained(name)
+    trainer.save_model(str(tmp_path))
+    model_class = type(trainer.model)
+    average = dict(model_class.from_pretrained(tmp_path / "ema").named_parameters())
+    assert average.keys() == trainer.ema._average.keys()
+    assert all(torch.equal(value, average[n]) for n, value in trainer.ema._average.items())
+    policy = dict(model_class.from_pretrained(tmp_path).named_parameters())
+    assert all(torch.equal(value, policy[n]) for n, value in trainer.seen[-1].items())
+    AutoProcessor.from_pretrained(tmp_path / "ema")
+    assert (tmp_path / "critic").is_dir() and not (tmp_path / "ema" / "critic").exists()
+    if name == "tied":
+        model = model_class.from_pretrained(tmp_path / "ema")
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_folder_of_the_average_of_an_adapter(trained, tmp_path):
+    trainer = trained("adapter")
+    trainer.save_model(str(tmp_path))
+    model, _ = load("qwen2_audio")
+    loaded = PeftModel.from_pretrained(model, tmp_path / "ema", is_trainable=True)
+    adapters = {n: p for n, p in loaded.named_parameters() if "lora_" in n}
+    assert adapters.keys() == trainer.ema._average.keys()
+    assert all(torch.equal(value, adapters[n]) for n, value in trainer.ema._average.items())
+    saved = [load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "ema")]
+    assert saved[0].keys() == saved[1].keys()
+    assert any(not torch.equal(saved[0][n], saved[1][n]) for n in saved[0])
+
+
+def test_checkpoint_holds_the_average_in_a_file(tmp_path):
+    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, **options)
+    trainer.train()
+    saved = load_file(tmp_path / "checkpoint-2" / "ema.safetensors")
+    assert_close(saved, average_of(trainer.seen[:3]))
+    assert not (tmp_path / "checkpoint-2" / "ema").exists()
+
+
+def test_checkpoint_of_the_model_only_holds_no_average(tmp_path):
+    options = {**OPTIONS, "max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, **options).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+    assert not (tmp_path / "checkpoint-1" / "ema.safetensors").exists()
+
+
+def test_no_average_without_a_decay(tmp_path):
+    trainer = make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path)
+    with pytest.raises(ValueError, match="There is no average of the weights; set `ema_decay`"):
+        trainer.ema_weights().__enter__()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not Path(tmp_path, "saved", "ema").exists()
+
+
+@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
+def test_invalid_decay(decay, tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"`ema_decay` must be between 0 and 1, got {decay}; `None` keeps no average"
+    ):
+        make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, ema_decay=decay)

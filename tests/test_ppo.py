@@ -1,0 +1,989 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""PPO against a slow version of it: token by token, one plain forward per completion, with plain copies of both models."""
+
+import copy
+import functools
+import itertools
+import math
+from statistics import fmean, pstdev, pvariance
+
+import pytest
+import torch
+import transformers
+from families import encode
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from test_grpo_algorithms import loss_by_hand
+from torch.testing import assert_close
+from trainer_utils import (
+    Injected,
+    InjectedOurs,
+    Recording,
+    RemembersPacking,
+    assert_equal,
+    audio_rows,
+    by_key,
+    image_rows,
+    keys,
+    length_and_sum,
+    load,
+    logged,
+    make_trainer,
+    moved,
+    norm,
+    relative_difference,
+    run,
+    saved,
+    text_rows,
+    video_rows,
+)
+from transformers import Trainer
+
+from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.actors import Critic
+
+
+FAMILY = "qwen2_5_vl"
+SLOW = pytest.mark.slow
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+# Two micro-batches make an update, and a second one on the same completions
+TWICE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "max_steps": 2}
+# One update on each batch of completions, from one micro-batch
+ONCE = {"num_ppo_epochs": 1}
+
+
+class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
+    """Remembers what [`Recording`] does, the values of each micro-batch, and the weights before each update."""
+
+    def __init__(self, *args, **kwargs):
+        self.values, self.weights = [], []
+        super().__init__(*args, **kwargs)
+
+    def _value_loss(self, values, inputs):
+        self.values.append(values.detach())
+        return super()._value_loss(values, inputs)
+
+    def training_step(self, *args, **kwargs):
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self.weights.append(weights_of(self.model))
+        return super().training_step(*args, **kwargs)
+
+
+class Ours(Injected, Sampled):
+    pass
+
+
+@functools.cache
+def dataset():
+    """Every other prompt is too hard: all its completions get the same reward."""
+    return image_rows().add_column("hard", [i % 2 == 1 for i in range(8)])
+
+
+def ppo(family=FAMILY, rows=None, trainer_class=Ours, **options):
+    return run(trainer_class, family, rows or dataset(), **{"self_check": False, **options})
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def halves(weights):
+    """Weights of policy and critic."""
+    critic = {name: value for name, value in weights.items() if name.startswith("critic.")}
+    return {name: value for name, value in weights.items() if name not in critic}, critic
+
+
+def identical(a, b):
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rough(completion_ids, **kwargs):
+    """No reward for some completions."""
+    rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
+    return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
+
+
+# The slow version
+
+
+def head_weights():
+    generator = torch.Generator().manual_seed(3)
+    return 0.2 * torch.randn(1, 64, generator=generator), torch.tensor([0.3])
+
+
+def critic_of(family, distance=0.03):
+    """A critic that has neither the weights of the policy nor values of 0."""
+    critic = Critic(moved(family, distance)["model"])
+    with torch.no_grad():
+        for own, value in zip(critic.head.parameters(), head_weights(), strict=True):
+            own.copy_(value)
+    return critic
+
+
+def encoded(processor, row, completion):
+    """What a plain forward takes, and the length of the prompt."""
+    blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "audio", "video") if kind in row]
+    if "audio" in row:
+        blocks[0]["audio"] = row["audio"]["array"]
+    blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
+    inputs = dict(encode(processor, [{"role": "user", "content": blocks}]))
+    start, n = inputs["input_ids"].size(1), len(completion)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([completion])], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for name in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
+        inputs[name] = torch.cat([inputs[name], torch.zeros(1, n, dtype=torch.long)], dim=1)
+    return inputs, start
+
+
+def log_probabilities(model, processor, row, completion):
+    """Of each token, from a plain forward."""
+    inputs, start = encoded(processor, row, completion)
+    logits = model(**inputs).logits[0]
+    return [logits[start - 1 + t].log_softmax(-1)[token] for t, token in enumerate(completion)]
+
+
+def completions_of(drawn):
+    mask = drawn.batch["completion_mask"].bool()
+    return [ids[m].tolist() for ids, m in zip(drawn.batch["completion_ids"], mask, strict=True)]
+
+
+class Slow:
+    """
+    PPO of plain models, token by token, on the first draw of a trainer.
+
+    Args:
+        trainer (`Ours`):
+            The trainer to compare with, which has recorded the draw.
+        policy (`PreTrainedModel`):
+            Policy.
+        reference (`PreTrainedModel`):
+            Reference policy.
+        backbone (`PreTrainedModel`):
+            Model below the value head, which may be the policy.
+        head (`tuple[torch.Tensor, torch.Tensor]`):
+            Weight and bias of the value head.
+    """
+
+    def __init__(self, trainer, policy, reference, backbone, head):
+        self.args, self.processor = trainer.args, trainer.processing_class
+        self.policy, self.backbone = policy, backbone
+        self.weight, self.bias = (torch.nn.Parameter(part.clone()) for part in head)
+        drawn = trainer.draws[0]
+        self.completions = completions_of(drawn)
+        self.pairs = list(zip(drawn.rows, self.completions, strict=True))
+        self.rewards = [None if math.isnan(reward) else reward for (reward,) in drawn.rewards.tolist()]
+        self.cut = [ids[-1] != self.processor.tokenizer.eos_token_id for ids in self.completions]
+        with torch.no_grad():
+            self.old_logps = [[x.item() for x in self.logps(policy, *pair)] for pair in self.pairs]
+            self.ref_logps = [[x.item() for x in self.logps(reference, *pair)] for pair in self.pairs]
+            self.old_values = [[x.item() for x in self.values(*pair)] for pair in self.pairs]
+        args = self.args
+        beta = args.beta if args.kl_in_reward else 0.0
+        self.arguments = dict(gamma=args.gamma, lam=args.lam, beta=beta, bootstrap=args.bootstrap_truncated)
+        self.advantages, self.returns = self.estimate(**self.arguments)
+
+    def logps(self, model, row, completion):
+        return log_probabilities(model, self.processor, row, completion)
+
+    def values(self, row, completion):
+        """Of the state before each token, and of that after the last."""
+        inputs, start = encoded(self.processor, row, completion)
+        hidden = self.backbone.base_model(**inputs).last_hidden_state[0]
+        return [self.weight[0] @ hidden[start - 1 + t] + self.bias[0] for t in range(len(completion) + 1)]
+
+    def estimate(self, gamma, lam, beta, bootstrap):
+        """Advantages, not whitened, and returns of each completion's tokens."""
+        advantages, returns = [], []
+        for i, completion in enumerate(self.completions):
+            follows = self.old_values[i][-1] if self.cut[i] and bootstrap else 0.0
+            row, running = [], 0.0
+            for t in reversed(range(len(completion))):
+                reward = self.rewards[i] or 0.0 if t == len(completion) - 1 else 0.0
+                reward -= beta * (self.old_logps[i][t] - self.ref_logps[i][t])
+                running = reward + gamma * follows - self.old_values[i][t] + gamma * lam * running
+                row.insert(0, running)
+                follows = self.old_values[i][t]
+            advantages.append(row)
+            returns.append([row[t] + self.old_values[i][t] for t in range(len(row))])
+        return advantages, returns
+
+    def valid(self, rows):
+        """All values of completions with a reward."""
+        return [x for row, reward in zip(rows, self.rewards, strict=True) if reward is not None for x in row]
+
+    def losses(self):
+        """Policy loss and value loss, means over all tokens; counts the tokens that are clipped."""
+        args, n = self.args, sum(map(len, self.completions))
+        every = self.valid(self.advantages)
+        mean, std = fmean(every), pstdev(every)
+        policy_loss = value_loss = torch.zeros(())
+        self.clipped = {"ratio": 0, "value": 0}
+        for i, pair in enumerate(self.pairs):
+            values = self.values(*pair)
+            for t, logp in enumerate(self.logps(self.policy, *pair)):
+                advantage = 0.0 if self.rewards[i] is None else (self.advantages[i][t] - mean) / std
+                ratio = (logp - self.old_logps[i][t]).exp()
+                bounded = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+                policy_loss = policy_loss - torch.min(ratio * advantage, bounded * advantage) / n
+                self.clipped["ratio"] += (bounded * advantage < ratio * advantage).item()
+                if args.beta and not args.kl_in_reward:
+                    d = self.ref_logps[i][t] - logp
+                    policy_loss = policy_loss + args.beta * ratio * (d.exp() - d - 1) / n
+                if self.rewards[i] is None:
+                    continue
+                old, error = self.old_values[i][t], (values[t] - self.returns[i][t]) ** 2
+                if args.cliprange_value is not None:
+                    near = old + (values[t] - old).clamp(-args.cliprange_value, args.cliprange_value)
+                    self.clipped["value"] += ((near - self.returns[i][t]) ** 2 > error).item()
+                    error = torch.max(error, (near - self.returns[i][t]) ** 2)
+                value_loss = value_loss + error / 2 / n
+        return policy_loss, value_loss
+
+    def parameters(self):
+        """By their names in the trainer."""
+        named = dict(self.policy.named_parameters())
+        if self.backbone is self.policy:
+            return {**named, "critic.weight": self.weight, "critic.bias": self.bias}
+        prefix = f"critic.model.{self.backbone.base_model_prefix}."
+        named |= {prefix + name: p for name, p in self.backbone.base_model.named_parameters()}
+        return {**named, "critic.head.weight": self.weight, "critic.head.bias": self.bias}
+
+    def update(self):
+        """One step of gradient descent."""
+        args, parameters = self.args, self.parameters()
+        policy_loss, value_loss = self.losses()
+        loss = policy_loss + args.vf_coef * value_loss
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        with torch.no_grad():
+            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+                own = name.startswith("critic.") and args.value_learning_rate is not None
+                if gradient is not None:
+                    parameter -= (args.value_learning_rate if own else args.learning_rate) * gradient
+        return policy_loss.item(), value_loss.item()
+
+
+RATES = {"learning_rate": 0.01, "value_learning_rate": 0.1}
+CASES = {
+    "audio": (
+        "qwen2_audio",
+        audio_rows,
+        {
+            "beta": 0.5,
+            "gamma": 0.9,
+            "lam": 0.8,
+            "bootstrap_truncated": True,
+            "reward": rough,
+            "num_generations": 2,
+            **RATES,
+        },
+    ),
+    "images, KL in the loss": (FAMILY, image_rows, {"beta": 0.5, "kl_in_reward": False, "vf_coef": 0.5, **RATES}),
+    "video, one completion per prompt": (
+        FAMILY,
+        video_rows,
+        {"num_generations": 1, "cliprange_value": None, "learning_rate": 0.03},
+    ),
+    "text, sampled": (
+        "qwen2_audio",
+        text_rows,
+        {"bootstrap_truncated": True, "gamma": 0.95, "trainer_class": Sampled, "max_completion_length": 5, **RATES},
+    ),
+    "audio, a copy of the policy": ("qwen2_audio", audio_rows, {"value_learning_rate": 0.3, "beta": 0.5}),
+    "images, shared trunk": (
+        FAMILY,
+        image_rows,
+        {"shared_trunk": True, "vf_coef": 1.0, "reward": rough, "learning_rate": 0.01, "value_learning_rate": 0.3},
+    ),
+}
+
+
+def against_the_slow_version(name, family, rows, options):
+    """Runs both, and gives the slow version after its last update."""
+    shared, copied = options.get("shared_trunk", False), "copy" in name
+    objects = {**moved(family), **({} if shared or copied else {"value_model": critic_of(family)})}
+    options = {"reward": length_and_sum, **TWICE, **options}
+    result = ppo(family, rows(), objects=objects, **options)
+    weights = [*result.trainer.weights, weights_of(result.trainer.model)]
+
+    policy = moved(family)["model"]
+    backbone = policy if shared else moved(family, 0.02 if copied else 0.03)["model"]
+    head = (torch.zeros(1, 64), torch.zeros(1)) if shared or copied else head_weights()
+    slow = Slow(result.trainer, policy, load(family)[0], backbone, head)
+    before = {name: parameter.detach().clone() for name, parameter in slow.parameters().items()}
+    assert identical(before, weights[0])
+    for epoch in range(2):
+        losses = slow.update()
+        ours = halves({name: weights[epoch + 1][name] - value for name, value in before.items()})
+        theirs = halves({name: p.detach() - before[name] for name, p in slow.parameters().items()})
+        for update, expected in zip(ours, theirs, strict=True):
+            size = norm(expected)
+            assert size > 1e-3
+            assert relative_difference(expected, update) <= 5e-5
+            for name, value in expected.items():
+                assert (update[name] - value).norm() <= 1e-3 * value.norm() + 1e-6 * size, name
+        entry = result.history[epoch]
+        assert entry["policy_loss"] * 2 == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+        assert entry["loss"] == pytest.approx(losses[0] + slow.args.vf_coef * losses[1], rel=1e-4, abs=1e-6)
+        assert (slow.clipped["ratio"] > 0) == (epoch > 0)
+        assert slow.clipped["value"] == 0 or epoch > 0
+    values, returns = slow.valid([row[:-1] for row in slow.old_values]), slow.valid(slow.returns)
+    advantages = slow.valid(slow.advantages)
+    for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
+        assert result.history[0][f"{name}/mean"] == pytest.approx(fmean(numbers), rel=1e-4, abs=1e-5)
+        assert result.history[0][f"{name}/std"] == pytest.approx(pstdev(numbers), rel=1e-4, abs=1e-5)
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    expected = 1 - pvariance(errors) / pvariance(returns)
+    assert result.history[0]["explained_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert "explained_variance" not in result.history[1]
+    return slow
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_equal_those_of_the_slow_version(name):
+    """Of every weight of policy and critic, in two epochs on the same completions."""
+    family, rows, options = CASES[name]
+    slow = against_the_slow_version(name, family, rows, options)
+    assert not slow.args.cliprange_value or slow.clipped["value"] > 0
+    assert any(slow.cut) and (not all(slow.cut) or name == "text, sampled")
+    assert (None in slow.rewards) == (options.get("reward") is rough)
+    # What the options of the case say matters here
+    neutral = {"gamma": 1.0, "lam": 1.0, "beta": 0.0, "bootstrap": False}
+    for option, value in slow.arguments.items():
+        if value != neutral[option]:
+            changed, _ = slow.estimate(**{**slow.arguments, option: neutral[option]})
+            assert (
+                max(abs(a - b) for a, b in zip(slow.valid(changed), slow.valid(slow.advantages), strict=True)) > 0.01
+            )
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "family, rows", [("gemma3", image_rows), ("llava_onevision", video_rows), ("qwen2_5_omni", audio_rows)]
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_updates_of_more_families_equal_those_of_the_slow_version(family, rows, shared):
+    options = {"beta": 0.1, "bootstrap_truncated": True, "gamma": 0.9, "reward": rough, **RATES}
+    against_the_slow_version(family, family, rows, {**options, "shared_trunk": shared})
+
+
+# Packing
+
+
+@pytest.mark.parametrize(
+    "family, rows, shared",
+    [
+        ("qwen2_audio", audio_rows, False),
+        (FAMILY, image_rows, True),
+        ("llava_onevision", image_rows, False),  # media that don't join
+        pytest.param("qwen2_audio", audio_rows, True, marks=SLOW),
+        pytest.param(FAMILY, image_rows, False, marks=SLOW),
+        pytest.param("llava_onevision", image_rows, True, marks=SLOW),
+        pytest.param(FAMILY, video_rows, True, marks=SLOW),
+    ],
+)
+def test_packed_equals_padded(family, rows, shared):
+    def trained(packing):
+        objects = {**moved(family), **({} if shared else {"value_model": critic_of(family)})}
+        options = {"beta": 0.2, "bootstrap_truncated": True, "reward": rough, "shared_trunk": shared, **TWICE, **RATES}
+        return ppo(family, rows(), objects=objects, packing=packing, **options)
+
+    padded, packed = trained("padded"), trained("prefix")
+    assert all(packed.trainer.scored_packed) and not any(padded.trainer.scored_packed)
+    assert_equal(padded, packed)
+    for a, b in zip(halves(padded.update), halves(packed.update), strict=True):
+        assert norm(a) > 0.01 and relative_difference(a, b) <= 5e-5
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=SLOW)])
+def test_gradient_checkpointing_changes_nothing(shared):
+    def trained(checkpointing):
+        objects = {**moved(FAMILY), **({} if shared else {"value_model": critic_of(FAMILY)})}
+        return ppo(objects=objects, gradient_checkpointing=checkpointing, shared_trunk=shared, **TWICE)
+
+    assert_equal(trained(False), trained(True))
+
+
+# Freezing
+
+OPTIMIZERS = {
+    "adamw": {"optim": "adamw_torch", "weight_decay": 0.1},
+    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"},
+}
+
+
+@pytest.mark.parametrize(
+    "optimizer, shared",
+    [
+        ("adamw", False),
+        ("sgd", True),
+        pytest.param("adamw", True, marks=SLOW),
+        pytest.param("sgd", False, marks=SLOW),
+    ],
+)
+def test_frozen_policy_stays_as_it_is(optimizer, shared):
+    result = ppo(
+        freezing_actor_steps=2,
+        shared_trunk=shared,
+        beta=0.1,
+        objects=moved(FAMILY),
+        **OPTIMIZERS[optimizer],
+        **{**TWICE, "max_steps": 5, "lr_scheduler_type": "linear", "warmup_steps": 1},
+    )
+    weights = [halves(w) for w in (*result.trainer.weights, weights_of(result.trainer.model))]
+    for step, ((policy, critic), (next_policy, next_critic)) in enumerate(itertools.pairwise(weights)):
+        # Warmup comes first in each schedule, at rate 0
+        assert identical(policy, next_policy) == (step <= 2)
+        assert identical(critic, next_critic) == (step == 0)
+    assert logged(result, "learning_rate") == pytest.approx([0, 0, 0, 0.01, 0.005])
+    assert logged(result, "value_learning_rate") == pytest.approx([0, 0.01, 0.0075, 0.005, 0.0025])
+    if optimizer == "adamw":
+        state, groups = result.trainer.optimizer.state, result.trainer.optimizer.param_groups
+        for group, is_critic in zip(groups, [False, True, False, True], strict=True):
+            counts = {int(state[p]["step"]) for p in group["params"] if p in state}
+            assert counts == ({5} if is_critic else {3})  # no moments from before
+
+
+def test_frozen_policy_leaves_the_gradient_norm_alone():
+    """Or it would decide how far the critic's gradient is clipped."""
+    result = ppo(
+        freezing_actor_steps=1, objects={**moved(FAMILY), "value_model": critic_of(FAMILY)}, max_steps=1, **ONCE
+    )
+    policy, critic = halves(result.update)
+    assert norm(policy) == 0
+    assert result.history[0]["grad_norm"] * 0.01 == pytest.approx(norm(critic), rel=1e-4)
+
+
+# Rates
+
+
+def test_rates_and_schedules_are_those_by_hand():
+    result = ppo(
+        learning_rate=0.02,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        value_learning_rate=0.06,
+        value_lr_scheduler_type="cosine",
+        value_warmup_steps=0.2,
+        **{**ONCE, "max_steps": 5},
+    )
+    assert logged(result, "learning_rate") == pytest.approx([0.02 * x for x in (0, 1 / 2, 1, 2 / 3, 1 / 3)])
+    cosine = [0, *((1 + math.cos(math.pi * i / 4)) / 2 for i in range(4))]
+    assert logged(result, "value_learning_rate") == pytest.approx([0.06 * x for x in cosine])
+
+
+@pytest.mark.parametrize("schedule, end", [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 1e-3})])
+def test_schedules_end_at_the_same_rate(schedule, end):
+    """Which is a rate, not a share of the initial one."""
+    options = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": end, "value_learning_rate": 0.1, **ONCE}
+    result = ppo(**options)
+    assert result.trainer.lr_scheduler.get_last_lr() == pytest.approx([1e-3] * 4)
+    # What the policy's schedule takes is nothing to another
+    result = ppo(**{**options, "value_lr_scheduler_type": "linear"})
+    assert logged(result, "value_learning_rate") == pytest.approx([0.1, 0.05])
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", pytest.param(FAMILY, marks=SLOW)])
+def test_weight_decay_is_that_of_transformers(family, tmp_path):
+    trainer = make_trainer(
+        Ours, family, text_rows(), tmp_path, weight_decay=0.1, value_learning_rate=0.5, self_check=False
+    )
+    optimizer = trainer.create_optimizer()
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    plain = load(family)[0]
+    decayed = set(Trainer.get_decay_parameter_names(None, plain))
+    assert 0 < len(decayed) < len(dict(plain.named_parameters()))
+    for name, parameter in trainer.model.named_parameters():
+        critic = name.startswith("critic.")
+        group = groups[id(parameter)]
+        original = name.removeprefix("critic.model.")
+        expected = original == "critic.head.weight" if original.startswith("critic.") else original in decayed
+        assert group["weight_decay"] == (0.1 if expected else 0.0), name
+        assert group["lr"] == (0.5 if critic else 0.01), name
+        assert not ("bias" in name or "layernorm" in name) or group["weight_decay"] == 0
+
+
+def test_optimizer_of_the_user():
+    """Makes the updates of one that the trainer makes."""
+    options = {"optim_args": "momentum=0.9", **RATES, **TWICE}
+    theirs = ppo(objects={**moved(FAMILY), "value_model": critic_of(FAMILY)}, **options)
+    objects = {**moved(FAMILY), "value_model": critic_of(FAMILY)}
+    policy, critic = (list(objects[name].parameters()) for name in ("model", "value_model"))
+    groups = [{"params": critic, "lr": 0.1}, {"params": policy, "lr": 0.01}]
+    ours = ppo(objects={**objects, "optimizers": (torch.optim.SGD(groups, momentum=0.9), None)}, **options)
+    assert identical(weights_of(theirs.trainer.model), weights_of(ours.trainer.model))
+    for parameters in ([*policy, *critic], policy):
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
+        with pytest.raises(ValueError, match="in parameter groups of their own"):
+            ppo(objects={**objects, "optimizers": (optimizer, None)}, **options)
+
+
+# Where the critic comes from
+
+
+def classifier(labels=1):
+    """A reward model of Gemma 3, with images."""
+    model = moved("gemma3", 0.03)["model"]
+    config = copy.deepcopy(model.config)
+    config.num_labels = labels
+    torch.manual_seed(5)
+    reward_model = transformers.Gemma3ForSequenceClassification(config)
+    reward_model.model.load_state_dict(model.model.state_dict())
+    with torch.no_grad():
+        reward_model.score.weight.normal_()
+    return reward_model.eval()
+
+
+class Bootstrapping(Ours):
+    def _score_values(self, batch):
+        self.scored = super()._score_values(batch)
+        return self.scored
+
+
+@pytest.mark.parametrize("from_path", [False, True])
+def test_reward_model_gives_the_first_values(from_path, tmp_path):
+    """The value after the last token is its score of the whole."""
+    model = classifier()
+    if from_path:
+        model.save_pretrained(tmp_path)
+    objects = {**moved("gemma3"), "value_model": str(tmp_path) if from_path else classifier()}
+    options = {
+        "bootstrap_truncated": True,
+        "max_steps": 1,
+        "learning_rate": 0.0,
+        "trainer_class": Bootstrapping,
+        **ONCE,
+    }
+    trainer = ppo("gemma3", image_rows(), objects=objects, **options).trainer
+    (drawn,), (_, after) = trainer.draws, trainer.scored
+    processor, cut = trainer.processing_class, 0
+    for row, completion, value in zip(drawn.rows, completions_of(drawn), after.tolist(), strict=True):
+        if completion[-1] == processor.tokenizer.eos_token_id:
+            assert value == 0
+            continue
+        with torch.no_grad():
+            score = model(**encoded(processor, row, completion)[0]).logits.item()
+        assert value == pytest.approx(score, rel=1e-4) and abs(score) > 0.01
+        cut += 1
+    assert 1 < cut < 8
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_critic_is_a_copy_of_the_policy(peft, tmp_path):
+    objects = {**moved(FAMILY), **({"peft_config": LORA} if peft else {})}
+    trainer = make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects)
+    expected = moved(FAMILY)["model"].base_model.state_dict()
+    assert identical(trainer.critic.model.base_model.state_dict(), expected)
+    assert not any(parameter.any() for parameter in trainer.critic.head.parameters())
+    assert all(parameter.requires_grad for parameter in trainer.critic.parameters())
+    assert not any("lora" in name for name, _ in trainer.critic.named_parameters())
+    with trainer._policy_alone():
+        own = {parameter.data_ptr() for parameter in trainer.model.parameters()}
+    assert own.isdisjoint(parameter.data_ptr() for parameter in trainer.critic.parameters())
+
+
+def test_critic_is_what_was_passed(tmp_path):
+    """An instance of the policy's class, a critic, and the folder of a critic, which makes the same updates."""
+    options = {**TWICE, "max_steps": 1}
+    backbone, critic = moved(FAMILY, 0.03)["model"], critic_of(FAMILY)
+    critic.save_pretrained(tmp_path)
+    expected = {name: value.clone() for name, value in critic.state_dict().items()}
+    from_instance, from_critic, from_path = (
+        ppo(objects={**moved(FAMILY), "value_model": value_model}, **options)
+        for value_model in (backbone, critic, str(tmp_path))
+    )
+    assert from_instance.trainer.critic.model is backbone and from_critic.trainer.critic is critic
+    for result in (from_instance, from_critic, from_path):
+        before = {n.removeprefix("critic."): w for n, w in halves(result.trainer.weights[0])[1].items()}
+        heads = ("head.weight", "head.bias")
+        assert all(torch.equal(before[name], expected[name]) for name in before if name not in heads)
+        zero = not any(before[name].any() for name in heads)
+        assert zero if result is from_instance else identical(before, expected)
+    assert identical(from_critic.update, from_path.update)
+    assert logged(from_path, "values/mean")[0] != 0 == logged(from_instance, "values/mean")[0]
+
+
+def other_vocabulary():
+    model = load(FAMILY)[0]
+    model.resize_token_embeddings(model.config.get_text_config().vocab_size + 8, mean_resizing=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "value_model, found",
+    [
+        (lambda: str(saved("qwen2_audio")), "'qwen2_audio' model"),
+        (lambda: str(saved("qwen2_vl")), "'qwen2_vl' model"),
+        (lambda: load("qwen2_audio")[0], "Qwen2AudioForConditionalGeneration"),
+        (lambda: Critic(load("qwen2_audio")[0]), "Qwen2AudioForConditionalGeneration with 371"),
+        (classifier, "Gemma3ForSequenceClassification"),
+        (
+            other_vocabulary,
+            "Qwen2_5_VLForConditionalGeneration with 380 tokens, the policy a Qwen2_5_VLForConditionalGeneration with 372",
+        ),
+    ],
+    ids=["path", "path of a relative", "instance", "critic", "reward model", "vocabulary"],
+)
+def test_critic_of_another_family_is_refused(value_model, found, tmp_path):
+    objects = {**moved(FAMILY), "value_model": value_model()}
+    with pytest.raises(ValueError, match=rf"must be of the policy's family.*it is a {found}"):
+        make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects)
+
+
+def test_critic_without_a_use_is_refused(tmp_path):
+    make = functools.partial(make_trainer, Ours, FAMILY, text_rows(), tmp_path)
+    objects = {**moved(FAMILY), "value_model": str(tmp_path)}
+    with pytest.raises(
+        ValueError, match="`value_model` was passed, which `advantage_estimator='rloo'` has no use for"
+    ):
+        make(objects=objects, advantage_estimator="rloo")
+    with pytest.raises(ValueError, match="`value_model` was passed, which `shared_trunk=True` has no use for"):
+        make(objects=objects, shared_trunk=True)
+    objects = {**moved("gemma3"), "value_model": classifier(3)}
+    with pytest.raises(ValueError, match="Gemma3ForSequenceClassification has 3 labels"):
+        make_trainer(Ours, "gemma3", text_rows(), tmp_path, objects=objects)
+
+
+def test_critic_of_a_quantized_policy(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+
+    def objects():
+        model, processor = load(FAMILY)
+        model = type(model).from_pretrained(saved(FAMILY), quantization_config=config)
+        return {"model": model, "processing_class": processor, "peft_config": LORA}
+
+    with pytest.raises(ValueError, match="A copy of a quantized policy can't be trained as its critic"):
+        make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects())
+    for choice in ({"shared_trunk": True}, {"objects": {**objects(), "value_model": critic_of(FAMILY)}}):
+        result = ppo(rows=text_rows(), **{"objects": objects(), "max_steps": 1, **ONCE, **choice})
+        assert all(norm(part) > 1e-3 for part in halves(result.update))
+
+
+# Losses
+
+
+def value_loss_by_hand(trainer, moment, values):
+    """The value loss of a micro-batch, token by token, and how many tokens are clipped."""
+    args, batch = trainer.args, moment.batch
+    kind, steps = args.loss_type, args.gradient_accumulation_steps
+    rows = [batch["completion_mask"][i].nonzero().flatten().tolist() for i in range(len(values))]
+    scorable = [i for i, flag in enumerate(batch["scorable"].tolist()) if flag]
+    n_scorable = sum(len(rows[i]) for i in scorable)
+    items = batch["num_items_in_batch"].item() * steps / args.steps_per_generation
+    total = mean = clipped = 0.0
+    for i in scorable:
+        for t in rows[i]:
+            share = {
+                **dict.fromkeys(("grpo", "sapo"), 1 / (len(rows[i]) * len(rows) * steps)),
+                **dict.fromkeys(("dapo", "cispo", "vespo", "cpgd", "dual_clip"), 1 / items),
+                "luspo": 1 / (len(rows) * steps),
+                "bnpo": 1 / (n_scorable * steps),
+                "dr_grpo": 1 / (len(rows) * args.max_completion_length * steps),
+            }[kind]
+            value, old, target = (x[i, t].item() for x in (values, batch["old_values"], batch["returns"]))
+            near = old + max(min(value - old, args.cliprange_value), -args.cliprange_value)
+            error = max((value - target) ** 2, (near - target) ** 2) / 2
+            clipped += (near - target) ** 2 > (value - target) ** 2
+            total += share * error
+            mean += error / n_scorable
+    return total, mean, clipped / max(n_scorable, 1)
+
+
+TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+
+
+@pytest.mark.parametrize("loss_type", [*TRL_LOSSES, "cpgd", "dual_clip"])
+def test_losses_and_their_metrics_are_those_by_hand(loss_type):
+    """Of four micro-batches in two updates, and of the same again."""
+    result = ppo(
+        loss_type=loss_type,
+        beta=0.3,
+        reward=rough,
+        objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
+        value_learning_rate=0.01 if loss_type == "luspo" else 0.1,  # whose loss is a sum over tokens
+        **{**TWICE, "steps_per_generation": 4, "max_steps": 4},
+    )
+    trainer = result.trainer
+    assert all(norm(part) > 1e-3 for part in halves(result.update))
+    scale = (
+        trainer.args.gradient_accumulation_steps if loss_type in ("grpo", "bnpo", "dr_grpo", "luspo", "sapo") else 1
+    )
+    expected = [{} for _ in range(4)]
+    for moment, values in zip(trainer.micro_batches, trainer.values, strict=True):
+        mask = moment.batch["completion_mask"].bool()
+        value_loss, mean, clipped = value_loss_by_hand(trainer, moment, values)
+        policy_loss = moment.loss.item() - trainer.args.vf_coef * value_loss
+        if loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cpgd", "dual_clip"):
+            by_hand = loss_by_hand(trainer, moment, moment.logps).item()
+            assert policy_loss == pytest.approx(by_hand, rel=1e-4, abs=1e-6)
+        log_ratios = (moment.logps - moment.batch["old_per_token_logps"])[mask].tolist()
+        metrics = {
+            "policy_loss": scale * policy_loss,
+            "value_loss": mean,
+            "value_clip_ratio": clipped,
+            "ratio/mean": fmean(map(math.exp, log_ratios)),
+            "ratio/max": math.exp(max(log_ratios)),
+            "approx_kl": fmean(math.exp(x) - 1 - x for x in log_ratios),
+        }
+        for name, value in metrics.items():
+            expected[moment.step].setdefault(name, []).append(value)
+    for entry, metrics in zip(result.history[:4], expected, strict=True):
+        assert entry["kl_coef"] == 0.3 and entry["skipped_updates"] == 0
+        for name, (one, other) in metrics.items():
+            assert entry[name] == pytest.approx((one + other) / 2, rel=1e-4, abs=1e-5), name
+    assert max(logged(result, "value_clip_ratio")) > 0 and max(logged(result, "approx_kl")) > 1e-4
+
+
+def test_gmpo_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`loss_type='gmpo'` takes one advantage per completion"):
+        make_trainer(Ours, FAMILY, text_rows(), tmp_path, loss_type="gmpo")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"advantage_estimator": "group_norm", "beta": 0.1},
+        {"advantage_estimator": "reinforce", "beta": 0.1, "num_generations": 1},
+        {"advantage_estimator": "rloo", "loss_type": "cpgd", "top_entropy_quantile": 0.5},
+        {"advantage_estimator": "cpgd", "loss_type": "gmpo", "epsilon": 0.4},
+    ],
+    ids=lambda options: options["advantage_estimator"],
+)
+def test_estimators_without_critic_are_those_of_grpo(options):
+    options = {**TWICE, "max_steps": 4, "optim": "adamw_torch", **options}
+    n = options.pop("num_ppo_epochs")
+    theirs = ppo(trainer_class=InjectedOurs, objects=moved(FAMILY), num_iterations=n, **options)
+    ours = ppo(objects=moved(FAMILY), num_ppo_epochs=n, **options)
+    assert ours.trainer.critic is None
+    assert not {"value_loss", "value_learning_rate", "explained_variance"} & set().union(*ours.history)
+    # The order of the micro-batches of an update is another in the second epoch
+    assert_equal(theirs, ours, same_metrics=False)
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+
+
+# Micro-batches
+
+
+def test_order_of_micro_batches_changes_with_the_epoch():
+    result = ppo(**{**TWICE, "steps_per_generation": 4, "num_ppo_epochs": 4, "max_steps": 16})
+    names = [tuple(keys(moment.batch)) for moment in result.trainer.micro_batches]
+    assert len(names) == 32
+    orders = [names[start : start + 4] for start in range(0, 32, 4)]
+    for epochs in (orders[:4], orders[4:]):
+        assert all(set(order) == set(epochs[0]) and len(set(order)) == 4 for order in epochs)
+        assert len(set(map(tuple, epochs))) > 1
+    assert not set(orders[0]) & set(orders[4])
+
+
+def test_groups_that_are_exchanged_keep_values_and_returns():
+    def hard_or_not(completion_ids, hard, **kwargs):
+        return [0.1 if h else r for r, h in zip(length_and_sum(completion_ids), hard, strict=True)]
+
+    result = ppo(
+        reward=hard_or_not,
+        dynamic_sampling=True,
+        dynamic_sampling_max_rounds=2,
+        replay_buffer_size=8,
+        objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
+        beta=0.1,
+        **{**TWICE, "max_steps": 12},
+    )
+    assert sum(logged(result, "replay/frac")) > 0 and max(logged(result, "sampling/rounds")) == 2
+    trainer = result.trainer
+    for name in ("old_values", "returns", "advantages", "old_per_token_logps"):
+        drawn, trained = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
+        assert trained.keys() <= drawn.keys()
+        assert all(torch.equal(drawn[key], value) for key, value in trained.items())
+        assert all(value.any() for value in trained.values())
+    steps = {key: draw.step for draw in trainer.draws for key in keys(draw.batch)}
+    ages = [moment.step - steps[key] for moment in trainer.micro_batches for key in keys(moment.batch)]
+    assert max(ages) > 1  # what a draw is trained on in its own two epochs
+
+
+# Gradients that aren't finite
+
+
+class Broken(Ours):
+    """The gradient isn't finite in some steps: of everything, or of one weight of the critic."""
+
+    steps: tuple[int, ...] = ()
+    everything = True
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.state.global_step not in self.steps:
+            return loss
+        return loss * torch.inf if self.everything else loss + self.critic.head.bias.sum() * torch.nan
+
+
+def broken(*steps, everything=True, n=5, **options):
+    trainer_class = type("Broken", (Broken,), {"steps": steps, "everything": everything})
+    return ppo(
+        trainer_class=trainer_class, **{"max_steps": n, "optim": "adamw_torch", "weight_decay": 0.1, **ONCE, **options}
+    )
+
+
+@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_update_without_a_finite_gradient_is_skipped(everything, max_grad_norm):
+    result = broken(1, 2, everything=everything, max_grad_norm=max_grad_norm, max_skipped_updates=2)
+    weights = [*result.trainer.weights, weights_of(result.trainer.model)]
+    same = [identical(a, b) for a, b in itertools.pairwise(weights)]
+    assert same == [False, True, True, False, False]
+    assert logged(result, "skipped_updates") == [0, 1, 1, 0, 0]
+    assert all(value.isfinite().all() for value in weights[-1].values())
+    assert {int(state["step"]) for state in result.trainer.optimizer.state.values()} == {3}
+
+
+def test_too_many_skipped_updates_in_a_row_raise():
+    assert logged(broken(0, 1, 3, 4, max_skipped_updates=2), "skipped_updates") == [1, 1, 0, 1, 1]
+    with pytest.raises(FloatingPointError, match="The gradient of 3 updates in a row isn't finite.*before step 2"):
+        broken(1, 2, 3, max_skipped_updates=2)
+    with pytest.raises(FloatingPointError, match="The gradient of 1 updates in a row"):
+        broken(1, max_skipped_updates=0)
+
+
+# References
+
+
+def test_reference_follows_the_policy_without_the_critic():
+    result = ppo(
+        beta=0.1,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=0.3,
+        objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
+        **{**TWICE, "max_steps": 4},
+    )
+    trainer = result.trainer
+    expected = weights_of(load(FAMILY)[0])
+    for step in (2, 4):
+        policy, _ = halves([*trainer.weights, weights_of(trainer.model)][step])
+        expected = {name: 0.7 * value + 0.3 * policy[name] for name, value in expected.items()}
+    reference = weights_of(trainer.accelerator.unwrap_model(trainer.ref_model))
+    assert reference.keys() == expected.keys()
+    assert relative_difference(expected, reference) <= 1e-6
+    assert list(trainer.model._modules)[-1] == "critic"
+    assert norm(halves(result.update)[1]) > 0
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_divergence_is_that_from_the_reference(peft):
+    """A model that was passed, or the policy without its adapter."""
+    objects = {**moved(FAMILY), **({"peft_config": LORA} if peft else {"ref_model": moved(FAMILY, 0.05)["model"]})}
+    result = ppo(beta=0.2, objects=objects, max_steps=1, **ONCE)
+    reference = moved(FAMILY, 0.02 if peft else 0.05)["model"]
+    (drawn,) = result.trainer.draws
+    for i, (row, completion) in enumerate(zip(drawn.rows, completions_of(drawn), strict=True)):
+        with torch.no_grad():
+            logps = torch.stack(log_probabilities(reference, result.trainer.processing_class, row, completion))
+        n = len(completion)
+        assert_close(drawn.batch["ref_per_token_logps"][i, :n], logps, rtol=0, atol=1e-4)
+        assert (drawn.batch["old_per_token_logps"][i, :n] - logps).abs().max() > 1e-3
+
+
+def test_reference_without_a_use_is_refused(tmp_path):
+    objects = {**moved(FAMILY), "ref_model": load(FAMILY)[0]}
+    with pytest.raises(ValueError, match="`ref_model` was passed, which `beta=0` has no use for"):
+        make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects)
+
+
+# Saving
+
+
+def values_of(critic, processor, rows, completions):
+    """From plain forwards."""
+    with torch.no_grad():
+        pairs = zip(rows, completions, strict=True)
+        return [critic(**rename(encoded(processor, *pair)[0])) for pair in pairs]
+
+
+def rename(inputs):
+    return {"sequences": inputs.pop("input_ids"), **inputs}
+
+
+@pytest.mark.parametrize(
+    "family, rows, shared",
+    [
+        ("qwen2_audio", audio_rows, False),
+        (FAMILY, image_rows, True),
+        pytest.param(FAMILY, image_rows, False, marks=SLOW),
+    ],
+)
+def test_saved_policy_is_a_plain_model_beside_its_critic(family, rows, shared, tmp_path):
+    objects = {**moved(family), **({} if shared else {"value_model": critic_of(family)})}
+    trainer = make_trainer(
+        Ours, family, rows(), tmp_path, objects=objects, shared_trunk=shared, self_check=False, **TWICE
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    trainer.create_model_card()
+    assert "1707.06347" in (tmp_path / "README.md").read_text()
+    policy, critic = halves(trainer.model.state_dict())
+    names = {name for file in (tmp_path / "final").glob("*.safetensors") for name in load_file(file)}
+    assert names and not any("critic" in name or "value" in name for name in names - policy.keys())
+    again, info = type(trainer.model).from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not any(info.values()), info
+    assert identical(again.state_dict(), policy)
+    if shared:
+        assert [file.name for file in (tmp_path / "final" / "critic").iterdir()] == ["value_head.safetensors"]
+        assert identical(
+            {f"critic.{n}": w for n, w in load_file(tmp_path / "final/critic/value_head.safetensors").items()}, critic
+        )
+        return
+    again = Critic.from_pretrained(tmp_path / "final" / "critic", type(trainer.model))
+    drawn = trainer.draws[0]
+    given = trainer.processing_class, drawn.rows, completions_of(drawn)
+    for a, b in zip(values_of(again, *given), values_of(trainer.critic, *given), strict=True):
+        assert torch.equal(a, b) and a.std() > 0.01
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_saved_adapter_has_no_critic(shared, tmp_path):
+    objects = {**moved(FAMILY), "peft_config": LORA}
+    trainer = make_trainer(
+        Ours, FAMILY, dataset(), tmp_path, objects=objects, shared_trunk=shared, self_check=False, beta=0.1, **TWICE
+    )
+    before = weights_of(trainer.model)
+    trainer.train()
+    after = weights_of(trainer.model)
+    moving = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    policy, critic = halves(after)
+    assert {name for name in policy if "lora" in name} == moving & policy.keys()
+    assert critic.keys() & moving and not any("lora" in name for name in critic)
+    trainer.save_model(str(tmp_path / "final"))
+    assert {file.name for file in (tmp_path / "final").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    again = PeftModel.from_pretrained(moved(FAMILY)["model"], tmp_path / "final")
+    assert identical(weights_of(again), policy)
+    head = load_file(tmp_path / "final" / "critic" / "value_head.safetensors")
+    assert (
+        torch.equal(head["weight"], after["critic.weight" if shared else "critic.head.weight"])
+        and head["weight"].any()
+    )
+
+
+# The rest
+
+
+def test_evaluation_leaves_training_alone():
+    options = {"objects": {**moved(FAMILY), "value_model": critic_of(FAMILY)}, **TWICE, "max_steps": 4}
+    plain = ppo(**options)
+    objects = {**moved(FAMILY), "value_model": critic_of(FAMILY), "eval_dataset": image_rows(2)}
+    evaluation = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 2,
+    }
+    evaluated = ppo(**{**options, "objects": objects}, **evaluation)
+    assert identical(plain.update, evaluated.update)
+    assert len(logged(evaluated, "eval_explained_variance")) == 4
+    assert all(logged(evaluated, "eval_values/std"))
+
+
+def test_sampled_run_checks_itself():
+    result = ppo("qwen2_audio", audio_rows(), trainer_class=Sampled, self_check=True, max_steps=1, **ONCE)
+    assert result.trainer._self_check.packed <= 1e-3
+    assert all(norm(part) > 0 for part in halves(result.update))

@@ -1,0 +1,220 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The options of the PPO config: what is refused, what is accepted, and that each does something."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import pytest
+import torch
+from test_ppo import FAMILY, Ours, critic_of, dataset, rough
+from trainer_utils import make_trainer, moved, relative_difference, run, text_rows
+from trl import TrlParser
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOConfig
+
+
+def config(**options):
+    return MultimodalPPOConfig("out", use_cpu=True, bf16=False, report_to=[], **options)
+
+
+def function(rewards, **_):
+    return rewards
+
+
+WITHOUT = {"advantage_estimator": "rloo"}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        *(
+            ({name: value}, f"`{name}` must be between 0 and 1, got {value}")
+            for name in ("gamma", "lam")
+            for value in (-0.1, 1.1)
+        ),
+        *(
+            ({name: value}, f"`{name}` must be above 0, got {value}")
+            for name in ("vf_coef", "cliprange_value", "value_learning_rate")
+            for value in (0.0, -1.0)
+        ),
+        *(
+            ({name: value}, f"`{name}` must be at least {least}, got {value}")
+            for name, least, value in (
+                ("value_warmup_steps", 0, -0.5),
+                ("freezing_actor_steps", 0, -1),
+                ("num_ppo_epochs", 1, 0),
+                ("num_ppo_epochs", 1, -1),
+                ("max_skipped_updates", 0, -1),
+                ("ptx_coef", 0, -0.1),
+                ("per_device_ptx_batch_size", 1, 0),
+            )
+        ),
+        ({"value_lr_scheduler_type": "other"}, "`value_lr_scheduler_type` must be one of 'linear', 'cosine'"),
+        *(({"ema_decay": value}, f"`ema_decay` must be between 0 and 1, got {value}") for value in (0.0, 1.0, -1.0)),
+        ({"ptx_coef": 0.1, "temperature": 0.7}, "which is that of the policy at `temperature=1`, got 0.7"),
+        *(
+            (
+                {**WITHOUT, name: value},
+                f"`{name}` is about the critic, which `advantage_estimator='rloo'` doesn't have",
+            )
+            for name, value in (
+                ("bootstrap_truncated", True),
+                ("shared_trunk", True),
+                ("value_learning_rate", 0.1),
+                ("value_lr_scheduler_type", "linear"),
+                ("value_warmup_steps", 0.1),
+                ("freezing_actor_steps", 1),
+            )
+        ),
+        (
+            {"advantage_estimator": function, "shared_trunk": True},
+            "which `advantage_estimator='function'` doesn't have",
+        ),
+        ({"num_iterations": 2}, "`num_iterations` (2) is called `num_ppo_epochs` here"),
+        ({"num_iterations": 4, "num_ppo_epochs": 2}, "`num_iterations` (4) is called `num_ppo_epochs` here"),
+        ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', 'rloo'"),
+        ({"loss_type": "gmpo"}, "`loss_type='gmpo'` takes one advantage per completion"),
+        ({"importance_sampling_level": "sequence"}, "`importance_sampling_level='sequence'` takes one advantage per"),
+        ({"beta": 0.1, "kl_estimator": "k3"}, "`kl_estimator='k3'` in the reward gives a biased"),
+        ({"beta": 0.1, "kl_estimator": "k1", "kl_in_reward": False}, "`kl_estimator='k1'` in the loss"),
+        ({"scale_rewards": "batch"}, "`scale_rewards='batch'` applies to `advantage_estimator='group_norm'` only"),
+        ({"num_generations": 1, "dynamic_sampling": True}, "`dynamic_sampling` tells prompts by whether"),
+        ({**WITHOUT, "num_generations": 1}, "`advantage_estimator='rloo'` compares the completions of a prompt"),
+    ],
+)
+def test_config_refuses(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(**options)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, {"advantage_estimator": "gae", "num_ppo_epochs": 4, "num_iterations": 4}),
+        ({"num_ppo_epochs": 1}, {"num_iterations": 1}),
+        ({"num_ppo_epochs": 3, "num_iterations": 3}, {"num_iterations": 3}),
+        ({"num_generations": 1}, {"num_generations": 1}),
+        ({"beta": 0.1}, {"kl_estimator": "k1", "kl_in_reward": True}),
+        ({"beta": 0.1, "kl_in_reward": False}, {"kl_estimator": "k3", "kl_in_reward": False}),
+        ({"gamma": 0.0, "lam": 0.0}, {}),
+        ({"gamma": 1.0, "lam": 1.0}, {}),
+        ({"cliprange_value": None, "value_warmup_steps": 0.0, "max_skipped_updates": 0}, {}),
+        ({"value_lr_scheduler_type": "cosine"}, {}),
+        ({"advantage_estimator": "reinforce++", "num_generations": 1}, {"advantage_estimator": "reinforce"}),
+        ({"advantage_estimator": function}, {}),
+        ({"ema_decay": 0.992, "ptx_coef": 0.1}, {}),
+    ],
+)
+def test_config_accepts(options, expected):
+    args = config(**options)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_grpo_config_refuses_a_critic():
+    with pytest.raises(ValueError, match=r"needs the values of a critic.*Use `MultimodalPPOTrainer`"):
+        MultimodalGRPOConfig("out", use_cpu=True, bf16=False, advantage_estimator="gae")
+
+
+def test_config_from_the_command_line():
+    line = (
+        "--output_dir out --use_cpu true --bf16 false --gamma 0.99 --lam 0.9 --bootstrap_truncated --vf_coef 0.5 "
+        "--cliprange_value 0.3 --value_learning_rate 1e-5 --value_lr_scheduler_type cosine --value_warmup_steps 0.1 "
+        "--freezing_actor_steps 5 --num_ppo_epochs 2 --max_skipped_updates 3 --ema_decay 0.99 --ptx_coef 0.2 "
+        "--per_device_ptx_batch_size 2 --num_generations 1"
+    )
+    (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config(line.split())
+    expected = {
+        "advantage_estimator": "gae",
+        "gamma": 0.99,
+        "lam": 0.9,
+        "bootstrap_truncated": True,
+        "vf_coef": 0.5,
+        "cliprange_value": 0.3,
+        "value_learning_rate": 1e-5,
+        "value_lr_scheduler_type": "cosine",
+        "value_warmup_steps": 0.1,
+        "freezing_actor_steps": 5,
+        "num_ppo_epochs": 2,
+        "num_iterations": 2,
+        "max_skipped_updates": 3,
+        "ema_decay": 0.99,
+        "ptx_coef": 0.2,
+        "per_device_ptx_batch_size": 2,
+        "num_generations": 1,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    line = "--output_dir out --use_cpu true --bf16 false --shared_trunk true"
+    (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config(line.split())
+    assert args.shared_trunk and args.cliprange_value == 0.2 and args.value_learning_rate is None
+    (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config([*line.split(), "--cliprange_value", "None"])
+    assert args.cliprange_value is None
+
+
+def test_config_is_saved_and_left_alone(tmp_path):
+    trainer = make_trainer(
+        Ours, FAMILY, text_rows(), tmp_path, self_check=False, max_steps=1, save_strategy="steps", save_steps=1
+    )
+    before = trainer.args.to_dict()
+    trainer.train()
+    assert trainer.args.to_dict() == before
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.to_dict() == before
+    assert json.loads(trainer.args.to_json_string())["advantage_estimator"] == "gae"
+
+
+def test_schedule_that_follows_a_metric_is_refused():
+    with pytest.raises(ValueError, match="The schedule 'reduce_lr_on_plateau' follows a metric"):
+        update_with((("value_lr_scheduler_type", "reduce_lr_on_plateau"),))
+
+
+# Every option changes a result. Those of updates that aren't finite, of the average and of supervised rows have tests of
+# their own.
+
+ELSEWHERE = {"max_skipped_updates", "ema_decay", "ptx_coef", "per_device_ptx_batch_size"}
+LINEAR = {"value_lr_scheduler_type": "linear"}
+PAIRS = {
+    "advantage_estimator": ({}, {"advantage_estimator": "reinforce"}),
+    "gamma": ({}, {"gamma": 0.9}),
+    "lam": ({}, {"lam": 0.5}),
+    "bootstrap_truncated": ({}, {"bootstrap_truncated": True}),
+    "shared_trunk": ({}, {"shared_trunk": True}),
+    "vf_coef": ({}, {"vf_coef": 0.5}),
+    "cliprange_value": ({}, {"cliprange_value": None}),
+    "value_learning_rate": ({}, {"value_learning_rate": 0.05}),
+    "value_lr_scheduler_type": ({}, LINEAR),
+    "value_warmup_steps": (LINEAR, {**LINEAR, "value_warmup_steps": 1}),
+    "freezing_actor_steps": ({}, {"freezing_actor_steps": 1}),
+    "num_ppo_epochs": ({}, {"num_ppo_epochs": 3}),
+}
+
+
+@functools.cache
+def update_with(options):
+    options = dict(options)
+    own = options.keys() & {"shared_trunk", "advantage_estimator"}
+    objects = {**moved(FAMILY), **({} if own else {"value_model": critic_of(FAMILY)})}
+    fixed = {
+        "num_ppo_epochs": 2,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "value_learning_rate": None if "advantage_estimator" in options else 0.1,
+    }
+    return run(Ours, FAMILY, dataset(), self_check=False, reward=rough, objects=objects, **{**fixed, **options}).update
+
+
+def test_every_option_is_among_the_pairs():
+    added = {field.name for field in dataclasses.fields(MultimodalPPOConfig)} - {
+        field.name for field in dataclasses.fields(MultimodalGRPOConfig)
+    }
+    assert added | {"advantage_estimator"} == PAIRS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_option_makes_another_update(name):
+    one, other = (update_with(tuple(options.items())) for options in PAIRS[name])
+    common = one.keys() & other.keys()
+    one, other = ({key: update[key] for key in common} for update in (one, other))
+    assert relative_difference(one, other) > 1e-3

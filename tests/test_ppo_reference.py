@@ -1,0 +1,1999 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+PPO with the interface of the reference system: its signatures, each of its steps against slow ones, and whole runs.
+
+Slow steps forward a plain model once for each sample, without padding.
+"""
+
+import copy
+import inspect
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, pstdev, pvariance
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, RATE, encode
+from safetensors.torch import load_file
+from test_remote_rewards import Server
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+from trainer_utils import (
+    audio_rows,
+    image_rows,
+    length_and_sum,
+    load,
+    moved,
+    norm,
+    relative_difference,
+    video_rows,
+)
+from transformers import TrainerCallback
+from trl import GRPOConfig
+
+from trl_multimodal_rft import MultimodalPPOConfig
+from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
+from trl_multimodal_rft.replay import (
+    BufferItem,
+    ReplayBuffer,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+    zero_pad_sequences,
+)
+from trl_multimodal_rft.trainers import PPOTrainerAL, PPOTrainerVL
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+from trl_multimodal_rft.trainers.supervised import encode_supervised
+
+
+# Signatures of the page
+
+CONSTRUCTOR = """strategy, actor, critic, reward_model, initial_model, ema_model, actor_optim, critic_optim, actor_scheduler,
+    critic_scheduler, ema_beta=0.992, init_kl_coef=0.001, kl_target=None, kl_horizon=10000, ptx_coef=0,
+    micro_train_batch_size=8, buffer_limit=0, buffer_cpu_offload=True, eps_clip=0.2, value_clip=0.2,
+    micro_rollout_batch_size=8, gradient_checkpointing=False, max_epochs=1, max_norm=1.0, tokenizer=None, processor=None,
+    prompt_max_len=128, dataloader_pin_memory=True, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
+    reward_recipe=None, save_hf_ckpt=False, disable_ds_ckpt=False, **generate_kwargs"""
+SIGNATURES = {
+    "__init__": CONSTRUCTOR,
+    "fit": """args, prompts_dataloader, pretrain_dataloader, eval_dataloader=None, consumed_samples=0,
+        num_update_steps_per_episodes=1""",
+    "ppo_train": "global_steps=0",
+    "training_step": "experience, global_steps, entropy_mask=None",
+    "training_step_actor": "experience, entropy_mask=None",
+    "training_step_critic": "experience",
+    "evaluate": "eval_dataloader, global_step",
+    # Its mutable defaults are `None` here
+    "save_logs_and_checkpoints": "args, global_step, step_bar, logs_dict=None, client_states=None, episode=0",
+}
+
+
+@pytest.mark.parametrize("method", SIGNATURES)
+@pytest.mark.parametrize("cls", [PPOTrainerVL, PPOTrainerAL])
+def test_signature_is_that_of_the_page(cls, method):
+    page = list(inspect.signature(eval(f"lambda self, {' '.join(SIGNATURES[method].split())}: 0")).parameters.values())
+    ours = list(inspect.signature(getattr(cls, method)).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in ours[: len(page)]] == [(p.name, p.kind, p.default) for p in page]
+    for own in ours[len(page) :]:
+        assert own.default is not inspect.Parameter.empty
+    assert not any(isinstance(p.default, (list, dict, set)) for p in ours)
+
+
+# Trainers
+
+
+@dataclass
+class Kind:
+    """What goes together for a modality."""
+
+    family: str
+    trainer: type
+    actor: type
+    rows: Any
+
+
+KINDS = {
+    "image": Kind("qwen2_5_vl", PPOTrainerVL, ActorVL, image_rows),
+    "audio": Kind("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
+}
+KINDS_OR_SLOW = ["image", pytest.param("audio", marks=pytest.mark.slow)]
+EOS = list(range(50, 110))  # enough tokens that responses differ in length
+GROUP = 4
+LEARNING_RATE = 1.0  # so large that the rounding of the weights says little about their difference
+
+
+def strategy(folder, **options) -> MultimodalPPOConfig:
+    """Groups of 4, two micro-batches of 4 for an update, plain gradient descent."""
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": GROUP,
+        "optim": "sgd",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        **options,
+    }
+    return MultimodalPPOConfig(str(folder), **options)
+
+
+def make(folder, kind="image", *, cls=None, config=None, critic=None, optims=(None,) * 4, **arguments):
+    """
+    A trainer whose critic has values other than 0.
+
+    `config` are options of the strategy, `policy`, `ref`, `ema` and `optims` stand for the arguments without defaults.
+    """
+    kind = KINDS[kind]
+    config = strategy(folder, **(config or {}))
+    policy = arguments.pop("policy", None) or actor_of(kind)
+    if critic is None and config.advantage_estimator == "gae":
+        critic = critic_of(kind.family)
+    models = (arguments.pop(name, None) for name in ("reward_model", "ref", "ema"))
+    arguments = {
+        "init_kl_coef": 0.1,
+        "micro_train_batch_size": config.per_device_train_batch_size,
+        "max_norm": 1e9,
+        "processor": load(kind.family)[1],
+        "prompt_max_len": 512,
+        "reward_fn": length_and_sum,
+        "max_new_tokens": 6,
+        "eos_token_id": EOS,
+        **arguments,
+    }
+    return (cls or kind.trainer)(config, policy, critic, *models, *optims, **arguments)
+
+
+def actor_of(kind, packing=True, **options) -> Actor:
+    kind = KINDS[kind] if isinstance(kind, str) else kind
+    return kind.actor(load(kind.family)[0], bf16=False, packing_samples=packing, **options)
+
+
+def reference_of(kind, **options) -> Actor:
+    """A policy near that of [`actor_of`]."""
+    return KINDS[kind].actor(moved(KINDS[kind].family)["model"], bf16=False, **options)
+
+
+def head_weights(size=64):
+    generator = torch.Generator().manual_seed(3)
+    return 0.2 * torch.randn(1, size, generator=generator), torch.tensor([0.3])
+
+
+def critic_of(family):
+    """A critic that has neither the weights of the policy nor values of 0."""
+    critic = Critic(moved(family, 0.03)["model"])
+    weight, bias = head_weights(critic.head.in_features)
+    with torch.no_grad():
+        critic.head.weight.copy_(weight)
+        critic.head.bias.copy_(bias)
+    return critic
+
+
+def weights_of(ppo):
+    return {name: parameter.detach().clone() for name, parameter in ppo.trainer.model.named_parameters()}
+
+
+def moves(ppo, before):
+    """How much each parameter of policy and critic moved."""
+    update = {name: value - before[name] for name, value in weights_of(ppo).items()}
+    critic = {name: value for name, value in update.items() if name.startswith("critic.")}
+    return {name: value for name, value in update.items() if name not in critic}, critic
+
+
+# Experience
+
+
+def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
+    """A rollout of `n_rows` prompts in a buffer, as if it came from other policies and critics than the current ones."""
+    torch.manual_seed(seed)
+    rows = list(KINDS[kind].rows(n_rows))
+    experiences = ppo.experience_maker.make_experience_list(rows, **ppo.generate_kwargs)
+    for each in experiences:
+        each.action_log_probs += noise * torch.randn(each.action_mask.shape)
+        if each.values is not None:
+            each.values += noise * torch.randn(each.action_mask.shape)
+    buffer = ReplayBuffer()
+    for each in experiences:
+        buffer.append(each)
+    return rows, buffer[:]
+
+
+# The slow version
+
+
+class Slow:
+    """
+    PPO of plain models.
+
+    Args:
+        kind (`str`):
+            Modality.
+        args (`MultimodalPPOConfig`):
+            Options of the trainer to compare with.
+    """
+
+    def __init__(self, kind, args):
+        family = KINDS[kind].family
+        (self.policy, self.processor), self.critic, self.args = load(family), moved(family, 0.03)["model"], args
+        self.weight, self.bias = (torch.nn.Parameter(part) for part in head_weights())
+        self.policy_loss = self.value_loss = 0.0
+        self.clipped = [0, 0]
+
+    def inputs(self, row, response):
+        blocks = [{"type": name, name: row[name]} for name in ("image", "audio", "video") if row.get(name) is not None]
+        if "audio" in row:
+            blocks[0]["audio"] = row["audio"]["array"]
+        blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
+        inputs = dict(encode(self.processor, [{"role": "user", "content": blocks}]))
+        start, n = inputs["input_ids"].size(1), len(response)
+        tokens = {"input_ids": response[None], "attention_mask": torch.ones(1, n, dtype=torch.long)}
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in inputs:
+                tokens[name] = torch.zeros(1, n, dtype=torch.long)
+        return {k: torch.cat([v, tokens[k]], dim=1) if k in tokens else v for k, v in inputs.items()}, start
+
+    def add(self, row: dict, item: BufferItem, n_tokens: float, weights=None):
+        """Adds the losses of a sample, whose actions weigh `1 / n_tokens`."""
+        args, n = self.args, len(item.action_mask)
+        inputs, start = self.inputs(row, item.sequences[len(item.sequences) - n :])
+        assert inputs["input_ids"][0].tolist() == item.sequences.tolist()
+        logits = self.policy(**inputs).logits[0]
+        hidden = self.critic.base_model(**inputs).last_hidden_state[0]
+        for t in range(n):
+            if not item.action_mask[t]:
+                continue
+            logp = logits[start - 1 + t].log_softmax(-1)[item.sequences[start + t]]
+            ratio, advantage = (logp - item.action_log_probs[t]).exp(), item.advantages[t]
+            bounded = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+            loss = -torch.min(ratio * advantage, bounded * advantage) * (1.0 if weights is None else weights[t])
+            self.clipped[0] += (bounded * advantage < ratio * advantage).item()
+            if args.beta and not args.kl_in_reward:
+                d = item.base_action_log_probs[t] - logp
+                loss = loss + args.beta * ratio * (d.exp() - d - 1)
+            self.policy_loss = self.policy_loss + loss / n_tokens
+            if math.isnan(item.info["reward"]):
+                continue
+            value = self.weight[0] @ hidden[start - 1 + t] + self.bias[0]
+            near = item.values[t] + (value - item.values[t]).clamp(-args.cliprange_value, args.cliprange_value)
+            errors = (value - item.returns[t]) ** 2, (near - item.returns[t]) ** 2
+            self.clipped[1] += (errors[1] > errors[0]).item()
+            self.value_loss = self.value_loss + torch.max(*errors) / 2 / n_tokens
+
+    def critic_parameters(self):
+        """By their names in the trainer."""
+        prefix = f"critic.model.{self.critic.base_model_prefix}."
+        named = {f"{prefix}{name}": p for name, p in self.critic.base_model.named_parameters()}
+        return {**named, "critic.head.weight": self.weight, "critic.head.bias": self.bias}
+
+    def update(self, rate=LEARNING_RATE):
+        """How much gradient descent moves each parameter of policy and critic."""
+        parts, critic = [], self.critic_parameters()
+        for loss, named in ((self.policy_loss, dict(self.policy.named_parameters())), (self.value_loss, critic)):
+            loss = loss * (self.args.vf_coef if named is critic else 1)
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            parts.append(
+                {
+                    name: torch.zeros_like(p) if gradient is None else -rate * gradient
+                    for (name, p), gradient in zip(named.items(), gradients, strict=True)
+                }
+            )
+        return parts
+
+
+def assert_moves(ppo, before, expected, tolerance=1e-5):
+    for actual, slow in zip(moves(ppo, before), expected, strict=True):
+        assert norm(slow) > 1e-4
+        assert relative_difference(slow, actual) <= tolerance
+
+
+def n_actions(items):
+    return sum(int(item.action_mask.sum()) for item in items)
+
+
+ROUTES = {
+    "image, packed forward": ("image", True, False),
+    "image, padded forward": ("image", False, False),
+    "image, packed experience": ("image", True, True),
+    "audio, packed forward": ("audio", True, False),
+    "audio, packed experience, padded forward": ("audio", False, True),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_training_step(route, tmp_path):
+    """Two micro-batches of other groups, whose losses are means over their tokens, make an update."""
+    kind, packing, packed = ROUTES[route]
+    ppo = make(tmp_path, kind, policy=actor_of(kind, packing))
+    rows, items = experience_of(ppo, kind)
+    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    for start in (0, 4):
+        part, policy_loss, value_loss = items[start : start + 4], slow.policy_loss, slow.value_loss
+        for item in part:
+            slow.add(rows[start // 4], item, 2 * n_actions(part))
+        status = ppo.training_step(make_experience_batch(part, packed), 0)
+        assert status["policy_loss"] == pytest.approx(2 * float(slow.policy_loss - policy_loss), rel=1e-4)
+        assert status["critic_loss"] == pytest.approx(2 * float(slow.value_loss - value_loss), rel=1e-4)
+        assert status["actor_lr"] == status["critic_lr"] == LEARNING_RATE
+    assert min(slow.clipped) > 0
+    assert_moves(ppo, before, slow.update())
+    assert ppo.trainer.state.global_step == 1
+
+
+def with_gaps(items):
+    """Samples some of whose actions don't count, in between others."""
+    result = []
+    for index, item in enumerate(items):
+        mask = item.action_mask.clone()
+        if len(mask) > 2:
+            mask[1 + index % (len(mask) - 2)] = False
+        result.append(replace(item, action_mask=mask))
+    assert any(not item.action_mask.all() for item in result)
+    return result
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_actions_that_do_not_count_are_seen_all_the_same(kind, packed, tmp_path):
+    """And the weights of the others stay with them."""
+    ppo = make(tmp_path, kind, config={"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8})
+    rows, items = experience_of(ppo, kind)
+    items = with_gaps(items)
+    weights = [torch.rand(len(item.action_mask)) for item in items]
+    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    for index, item in enumerate(items):
+        slow.add(rows[index // 4], item, n_actions(items), weights[index])
+    columns = weights if packed else zero_pad_sequences(weights)
+    ppo.training_step(make_experience_batch(items, packed), 0, columns)
+    assert_moves(ppo, before, slow.update())
+
+
+def test_experience_as_it_was_made(tmp_path):
+    """Prompts padded on the left, responses on the right."""
+    ppo = make(tmp_path, config={"gradient_accumulation_steps": 1})
+    torch.manual_seed(0)
+    rows = list(image_rows(2))
+    (experience,) = ppo.experience_maker.make_experience_list(rows, **ppo.generate_kwargs)
+    assert not experience.attention_mask[:, 0].all() and not experience.attention_mask[:, -1].all()
+    items = remove_padding_in_sequences(split_experience_batch(experience))
+    slow, before = Slow("image", ppo.strategy), weights_of(ppo)
+    for index, item in enumerate(items):
+        slow.add(rows[index // 4], item, n_actions(items), torch.ones(6)[: len(item.action_mask)] * (index % 2))
+    mask = (torch.arange(8) % 2)[:, None].expand(experience.action_mask.shape)
+    status = ppo.training_step(experience, 0, mask)
+    assert_moves(ppo, before, slow.update())
+    # Nobody has moved since, so that the policy is still the one that sampled
+    assert status["ratio/max"] == pytest.approx(1, abs=1e-4) and status["value_clip_ratio"] == 0
+    assert before.keys() == weights_of(ppo).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_ppo_train(kind, tmp_path):
+    """Two epochs of two updates, in each of which an action weighs the same as in the others, in another order."""
+    config = {"gradient_accumulation_steps": 1, "learning_rate": 0.1, "value_learning_rate": 0.2}
+    ppo = make(tmp_path, kind, config=config, max_epochs=2, ref=reference_of(kind))
+    rows, items = experience_of(ppo, kind)
+    ppo.replay_buffer.append(make_experience_batch(items))
+    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    status = ppo.ppo_train(10)
+    assert ppo.trainer.state.global_step == 14
+    named, losses = (dict(slow.policy.named_parameters()), slow.critic_parameters()), []
+    for step in (10, 12):
+        generator = torch.Generator().manual_seed(ppo.strategy.seed + step)
+        for group in torch.randperm(2, generator=generator).tolist():
+            slow.policy_loss = slow.value_loss = 0.0
+            for item in items[4 * group : 4 * group + 4]:
+                slow.add(rows[group], item, n_actions(items) / 2)
+            losses.append((slow.policy_loss.item(), slow.value_loss.item()))
+            for move, parameters, rate in zip(slow.update(1.0), named, (0.1, 0.2), strict=True):
+                with torch.no_grad():
+                    for name, change in move.items():
+                        parameters[name] += rate * change
+    expected = [{name: p.detach() - before[name] for name, p in parameters.items()} for parameters in named]
+    assert_moves(ppo, before, expected, 1e-4)
+    assert status["policy_loss"] == pytest.approx(fmean(policy for policy, _ in losses), rel=1e-4)
+    assert status["critic_loss"] == pytest.approx(fmean(value for _, value in losses), rel=1e-4)
+    assert (status["actor_lr"], status["critic_lr"]) == pytest.approx((0.1, 0.2))
+
+    # Statistics are those of the samples
+    columns = {
+        "returns": [x for item in items for x in item.returns.tolist()],
+        "advantages": [x for item in items for x in item.advantages.tolist()],
+        "step_reward": [item.info["reward"].item() for item in items],
+        "response_length": [float(len(item.action_mask)) for item in items],
+    }
+    for name, numbers in columns.items():
+        for kind_, function in {"mean": fmean, "std": pstdev, "min": min, "max": max}.items():
+            assert status[f"{name}_{kind_}"] == pytest.approx(function(numbers), rel=1e-4, abs=1e-6), name
+    values = [x for item in items for x in item.values.tolist()]
+    errors = [r - v for r, v in zip(columns["returns"], values, strict=True)]
+    assert status["values"] == pytest.approx(fmean(values), rel=1e-4)
+    assert status["explained_variance"] == pytest.approx(
+        1 - pvariance(errors) / pvariance(columns["returns"]), rel=1e-4
+    )
+    k1 = [x for item in items for x in item.kl.tolist()]
+    assert status["kl"] == pytest.approx(fmean(k1), rel=1e-4)
+    assert abs(status["kl"]) > 1e-4
+
+
+def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path):
+    class Noting(PPOTrainerVL):
+        def _step(self, items, *args):
+            self.noted.append([tuple(item.sequences.tolist()) for item in items])
+            super()._step(items, *args)
+
+    def run(seed, together=True):
+        config = {
+            "gradient_accumulation_steps": 1,
+            "seed": seed,
+            "keep_groups_together": together,
+            "learning_rate": 1e-2,
+        }
+        ppo = make(tmp_path, config=config, max_epochs=3, cls=Noting)
+        ppo.noted = []
+        _, items = experience_of(ppo, n_rows=4)
+        ppo.replay_buffer.append(make_experience_batch(items))
+        ppo.ppo_train()
+        assert len(ppo.replay_buffer) == len(items)
+        return [tuple(item.sequences.tolist()) for item in items], [ppo.noted[i : i + 4] for i in (0, 4, 8)]
+
+    items, epochs = run(1)
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == sorted(items)
+        assert all(part in [items[i : i + 4] for i in (0, 4, 8, 12)] for part in epoch)
+    assert len({str(epoch) for epoch in epochs}) > 1
+    assert run(1) == (items, epochs)
+    assert run(2)[1] != epochs
+    _, apart = run(1, together=False)
+    for epoch in apart:
+        assert sorted(sum(epoch, [])) == sorted(items)
+        assert any(part not in [items[i : i + 4] for i in (0, 4, 8, 12)] for part in epoch)
+
+
+@pytest.mark.parametrize("n", [0, 4, 12])
+def test_buffer_that_does_not_fill_updates(n, tmp_path):
+    ppo = make(tmp_path)
+    if n > 0:
+        ppo.replay_buffer.append(make_experience_batch(experience_of(ppo, n_rows=n // 4)[1]))
+    with pytest.raises(ValueError, match=rf"The buffer holds {n} samples .* whole optimizer steps of 2 x 4"):
+        ppo.ppo_train()
+
+
+def adam(**options):
+    """Options of a config whose optimizer remembers, and moves what has no gradient."""
+    return {
+        "optim": "adamw_torch",
+        "weight_decay": 0.1,
+        "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 1,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_one_part_alone(part, tmp_path):
+    """The other one stays, bit for bit, although it has momentum, and what moves moves as in a step of both."""
+    updates = {}
+    for method in ("training_step", f"training_step_{part}"):
+        ppo = make(tmp_path, config=adam(per_device_train_batch_size=8, max_grad_norm=1e9))
+        _, items = experience_of(ppo)
+        batch = make_experience_batch(items)
+        ppo.training_step(batch, 0)
+        before = weights_of(ppo)
+        arguments = (batch, 1) if method == "training_step" else (batch,)
+        status = getattr(ppo, method)(*arguments)
+        assert ppo.trainer.state.global_step == 2
+        updates[method] = moves(ppo, before)
+    assert {"policy_loss", "actor_lr", "critic_loss", "critic_lr"} <= status.keys()
+    mine, other = (0, 1) if part == "actor" else (1, 0)
+    both, alone = updates["training_step"], updates[f"training_step_{part}"]
+    assert norm(both[other]) > 0.1 and norm(alone[other]) == 0
+    assert norm(alone[mine]) > 0.1
+    assert all(torch.equal(both[mine][name], alone[mine][name]) for name in alone[mine])
+
+
+def test_frozen_policy(tmp_path):
+    ppo = make(tmp_path, config=adam(freezing_actor_steps=2, per_device_train_batch_size=8))
+    batch = make_experience_batch(experience_of(ppo)[1])
+    for step in range(4):
+        before = weights_of(ppo)
+        status = ppo.training_step(batch, step)
+        policy, critic = moves(ppo, before)
+        assert (norm(policy) > 0) == (step >= 2) == (status["actor_lr"] > 0)
+        assert norm(critic) > 0
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence", "micro_batch"])
+@pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tokens_of_high_entropy(scope, renormalize, tmp_path):
+    share = 0.3
+    options = {"top_entropy_quantile": share, "entropy_scope": scope, "entropy_renormalize": renormalize}
+    ppo = make(tmp_path, config=options, policy=actor_of("image", high_entropy_token_ratio=share))
+    rows, items = experience_of(ppo)
+    items = with_gaps(items)
+    ppo.replay_buffer.append(make_experience_batch(items))
+    parts = {"batch": [range(8)], "sequence": [[i] for i in range(8)], "micro_batch": [range(4), range(4, 8)]}[scope]
+    slow, before = Slow("image", ppo.strategy), weights_of(ppo)
+    for part in parts:
+        tokens = [(i, t) for i in part for t in range(len(items[i].action_mask)) if items[i].action_mask[t]]
+        ranked = sorted(tokens, key=lambda place: -items[place[0]].action_entropy[place[1]].item())
+        chosen = ranked[: math.ceil(share * len(tokens))]
+        weight = len(tokens) / len(chosen) if renormalize else 1.0
+        for i in part:
+            weights = [weight if (i, t) in chosen else 0.0 for t in range(len(items[i].action_mask))]
+            slow.add(rows[i // 4], items[i], n_actions(items), weights)
+    ppo.ppo_train()
+    assert_moves(ppo, before, slow.update())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_media_make_a_difference(kind, tmp_path):
+    updates = []
+    for changed in (False, True):
+        ppo = make(tmp_path, kind, config={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1})
+        batch = make_experience_batch(experience_of(ppo, kind)[1])
+        media = batch.pixel_values if kind == "image" else batch.audio_values
+        if changed:
+            media.copy_(media.flip(-1))
+        before = weights_of(ppo)
+        ppo.training_step(batch, 0)
+        updates.append(moves(ppo, before))
+    for a, b in zip(*updates, strict=True):
+        assert relative_difference(a, b) > 1e-3
+
+
+def test_unscorable_responses_move_nothing(tmp_path):
+    def reward(completion_ids, **kwargs):
+        return [None if i % 4 < 2 else float(len(ids)) for i, ids in enumerate(completion_ids)]
+
+    updates = []
+    for changed in (False, True):
+        ppo = make(tmp_path, config={"per_device_train_batch_size": 8}, reward_fn=reward)
+        rows, items = experience_of(ppo)
+        if changed:  # another response, which would have another gradient
+            items[0].sequences[-3:] = 120
+        else:
+            slow = Slow("image", ppo.strategy)
+            for index, item in enumerate(items):
+                slow.add(rows[index // 4], item, 2 * n_actions(items))
+        before = weights_of(ppo)
+        ppo.training_step(make_experience_batch(items), 0)
+        ppo.training_step(make_experience_batch(items), 0)
+        updates.append(moves(ppo, before))
+    for a, b, expected in zip(*updates, slow.update(), strict=True):
+        assert relative_difference(a, b) < 1e-5
+        assert relative_difference(a, {name: 2 * move for name, move in expected.items()}) < 1e-5
+
+
+# What can't be an update
+
+
+def test_experience_that_lacks_something(tmp_path):
+    ppo = make(tmp_path, ref=reference_of("image"))
+    items = experience_of(ppo)[1][:4]
+    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "advantages", "returns", "values"):
+        batch = make_experience_batch([replace(item, **{name: None}) for item in items], packing_samples=True)
+        with pytest.raises(ValueError, match=f"The experience has no `{name}`; make it with"):
+            ppo.training_step(batch, 0)
+    without = make(tmp_path, config={"advantage_estimator": "reinforce"})
+    batch = make_experience_batch(experience_of(without)[1][:4])
+    with pytest.raises(ValueError, match="'reinforce'` has no critic to train"):
+        without.training_step_critic(batch)
+    assert "critic_loss" not in without.training_step_actor(batch)
+
+
+def test_updates_are_not_mixed(tmp_path):
+    ppo = make(tmp_path)
+    items = experience_of(ppo)[1]
+    batch = make_experience_batch(items[:4])
+    ppo.training_step_actor(batch)
+    with pytest.raises(RuntimeError, match="An update of policy is half done, after 1 of 2 micro-batches"):
+        ppo.training_step_critic(batch)
+    ppo.replay_buffer.append(make_experience_batch(items))
+    with pytest.raises(RuntimeError, match="An update is half done, after 1 of 2"):
+        ppo.ppo_train()
+    ppo.training_step_actor(batch)
+    ppo.training_step_critic(batch)
+    with pytest.raises(RuntimeError, match="An update of critic is half done"):
+        ppo.training_step(batch, 0)
+    ppo.training_step_critic(batch)
+    ppo.ppo_train(2)
+
+
+def test_schedules_need_a_length(tmp_path):
+    ppo = make(tmp_path, config={"lr_scheduler_type": "linear"})
+    batch = make_experience_batch(experience_of(ppo)[1][:4])
+    with pytest.raises(ValueError, match="nobody knows how long the schedule .* set `max_steps`"):
+        ppo.training_step(batch, 0)
+    ppo = make(tmp_path, config={"lr_scheduler_type": "linear", "max_steps": 4, "gradient_accumulation_steps": 1})
+    rates = [ppo.training_step(batch, step)["actor_lr"] for step in range(4)]
+    assert rates == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+# Whole runs
+
+
+def loader(rows, batch_size=2, **options) -> DataLoader:
+    return DataLoader(list(rows), batch_size=batch_size, collate_fn=list, **options)
+
+
+def columns(rows, *names):
+    """Batches as of the reference system: tuples of prompts, media of each kind, references and labels."""
+
+    def collate(batch):
+        media = ([row.get(name) for row in batch] for name in names)
+        others = ([row.get(name) for row in batch] for name in ("references", "labels"))
+        return ([row["prompt"] for row in batch], *media, *others)
+
+    return DataLoader(list(rows), batch_size=2, collate_fn=collate)
+
+
+def fit(ppo, prompts, pretrain=None, seed=0, **options):
+    """Two rollouts, or as many as the strategy says."""
+    torch.manual_seed(seed)
+    before = weights_of(ppo)
+    ppo.fit(ppo.strategy, prompts, pretrain, **options)
+    return moves(ppo, before)
+
+
+def logged(ppo, name):
+    return [entry[name] for entry in ppo.trainer.state.log_history if name in entry]
+
+
+SMALL = {"learning_rate": 1e-2, "num_train_epochs": 1}
+
+
+def answered(rows, kind):
+    """Rows with references and labels, whose media are lists."""
+    return [
+        {
+            "prompt": row["prompt"],
+            f"{kind}s": [row[kind]],
+            "references": f"answer {i}",
+            "labels": "even" if i % 2 == 0 else "odd",
+        }
+        for i, row in enumerate(rows)
+    ]
+
+
+class Noting:
+    """A reward function that remembers what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, prompts, completions, completion_ids, refs, labels, **columns):
+        self.calls.append({"prompts": prompts, "completions": completions, "refs": refs, "labels": labels, **columns})
+        return length_and_sum(completion_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit(kind, tmp_path):
+    """Batches of rows and of the reference's tuples train alike, with everything that reward functions get."""
+    rows, updates = answered(KINDS[kind].rows(4), kind), []
+    for batches in (loader(rows), columns(rows, f"{kind}s")):
+        reward = Noting()
+        ppo = make(tmp_path, kind, config=SMALL, ref=reference_of(kind), reward_fn=reward, micro_rollout_batch_size=8)
+        updates.append(fit(ppo, batches))
+        assert [call["refs"][0] for call in reward.calls] == ["answer 0", "answer 2"]
+        assert [call["refs"][::4] for call in reward.calls] == [["answer 0", "answer 1"], ["answer 2", "answer 3"]]
+        assert reward.calls[0]["labels"] == ["even"] * 4 + ["odd"] * 4
+        media = [
+            block[kind]
+            for call in reward.calls
+            for prompt in call["prompts"][::4]
+            for block in prompt[0]["content"][:1]
+        ]
+        assert all(own is row[f"{kind}s"][0] for own, row in zip(media, rows, strict=True))
+        assert ppo.trainer.state.global_step == 2 and len(ppo.replay_buffer) == 0
+        assert logged(ppo, "step") == [1, 2] and logged(ppo, "epoch") == [0.5, 1.0]
+        assert [x > 0.1 for x in logged(ppo, "rollout/reward_std")] == [True, True]
+        assert max(map(abs, logged(ppo, "kl"))) > 1e-3
+    for a, b in zip(*updates, strict=True):
+        assert norm(a) > 1e-3
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_tuples_with_videos_and_without_media(tmp_path):
+    clip, picture = next(iter(video_rows(1)))["video"], image_rows(1)[0]["image"]
+    rows = [
+        {"prompt": "What is in the image?", "images": picture, "references": "a", "labels": "b"},
+        {"prompt": "Is there a bird?"},
+        {"prompt": "Describe the video.", "videos": [clip]},
+        {"prompt": "Compare them.", "images": [picture], "videos": [clip]},
+    ]
+    ppo = make(tmp_path, config={**SMALL, "max_steps": 2})
+    assert ppo._rows(next(iter(columns(rows, "images", "videos")))) == [
+        {"prompt": "What is in the image?", "images": [picture], "references": "a", "labels": "b"},
+        {"prompt": "Is there a bird?", "references": None, "labels": None},
+    ]
+    updates = []
+    for batches in (
+        columns(rows, "images", "videos"),
+        loader([{**r, "images": [picture]} if "labels" in r else r for r in rows]),
+    ):
+        ppo = make(tmp_path, config={**SMALL, "max_steps": 2})
+        updates.append(fit(ppo, batches))
+    for a, b in zip(*updates, strict=True):
+        assert norm(a) > 1e-3 and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_prompts_without_media(kind, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"Is there a bird? {i}"}]} for i in range(4)]
+    ppo = make(tmp_path, kind, config=SMALL, processor=None, tokenizer=load(KINDS[kind].family)[1].tokenizer)
+    for update in fit(ppo, loader(rows)):
+        assert norm(update) > 1e-3
+    words = [{"prompt": "Is there a bird?"}, {"prompt": "Is there a cat, a dog or a bird?"}]
+    assert ppo.evaluate(loader(words), 2)["num_samples"] == 2
+
+
+def test_batches_that_are_no_prompts(tmp_path):
+    ppo = make(tmp_path)
+    for batch in (["a", "b", "c", "d"], (["a"], ["b"]), [["a"], ["b"], {"c": 1}, ["d"]]):
+        with pytest.raises(
+            ValueError, match="A batch of prompts is a list of rows, which are dictionaries, or a tuple of 4 or 5"
+        ):
+            ppo._rows(batch)
+    with pytest.raises(ValueError, match="a tuple of 4 lists, got 5 of list"):
+        make(tmp_path, "audio")._rows(([], [], [], [], []))
+    assert ppo._rows([]) == []
+
+
+# Rewards
+
+
+class Judge(nn.Module):
+    """A reward model that looks at tokens and media."""
+
+    def __init__(self, weight=1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, sequences, attention_mask, **media):
+        assert not self.training
+        seen = sum(value.float().abs().mean() for value in media.values())
+        return self.weight * ((sequences % 7) * attention_mask).sum(1) + seen
+
+
+def rewarded(ppo, rows, **options):
+    """Rewards of a rollout, and its responses as text."""
+    torch.manual_seed(0)
+    experiences = ppo.experience_maker.make_experience_list(list(rows), **ppo.generate_kwargs)
+    rewards = torch.cat([each.info["reward"] for each in experiences])
+    texts = [
+        ppo.tokenizer.decode(ids[-mask.numel() :][mask], skip_special_tokens=True)
+        for each in experiences
+        for ids, mask in zip(each.sequences, each.action_mask, strict=True)
+    ]
+    return rewards.tolist(), texts, experiences
+
+
+def test_reward_models_that_a_function_combines(tmp_path):
+    given = []
+
+    def combine(model_reward_list, labels, queries, refs, label_map):
+        given.append((model_reward_list, labels, queries, refs, label_map))
+        first, second = model_reward_list
+        return first - second, {"accuracy_reward": first, "format_reward": second}
+
+    judges, rows = [Judge(1.0), Judge(0.5)], answered(image_rows(4), "image")
+    ppo = make(
+        tmp_path,
+        config=SMALL,
+        reward_model=judges,
+        reward_fn=combine,
+        reward_fn_label_map={"a": 0, "b": 1},
+    )
+    fit(ppo, loader(rows))
+    models, labels, queries, refs, label_map = given[0]
+    assert label_map == {"a": 0, "b": 1}
+    assert (labels[::4], refs[::4]) == (["even", "odd"], ["answer 0", "answer 1"])
+    assert all("<|im_start|>" in query for query in queries)
+    for index, (models, *_) in enumerate(given):
+        logs = {name: logged(ppo, f"rollout/{name}")[index] for name in ("reward", "accuracy_reward", "format_reward")}
+        first, second = (each.mean().item() for each in models)
+        assert logs == pytest.approx({"reward": first - second, "accuracy_reward": first, "format_reward": second})
+    # Not trained
+    assert [judge.weight.item() for judge in judges] == [1.0, 0.5] and judges[0].weight.grad is None
+
+
+def test_one_reward_model(tmp_path):
+    judge = Judge()
+    ppo = make(tmp_path, "audio", reward_model=judge, reward_fn=None)
+    rewards, _, experiences = rewarded(ppo, audio_rows(2))
+    (each,) = experiences
+    media = {"input_features": each.audio_values, "feature_attention_mask": each.audio_attention_mask}
+    assert rewards == pytest.approx(judge.eval()(each.sequences, each.attention_mask, **media).tolist())
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Starts a reward server."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    servers = []
+
+    def start(answer):
+        servers.append(Server(answer))
+        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_reward_server(as_list, serve, tmp_path):
+    server = serve(lambda request: {"rewards": [len(text) for text in request["completions"]]})
+    url = [server.url] if as_list else server.url
+    ppo = make(tmp_path, remote_rm_url=url, reward_fn=None, config=SMALL)
+    rows = answered(image_rows(4), "image")
+    rewards, texts, _ = rewarded(ppo, rows[:2])
+    assert rewards == [len(text) for text in texts]
+    (request,) = server.requests
+    assert request["labels"] == ["even"] * 4 + ["odd"] * 4
+    assert [len(images) for images in request["images"]] == [1] * 8
+    fit(ppo, loader(rows))
+    assert len(server.requests) == 3
+
+
+def test_reward_recipe(serve, tmp_path):
+    server = serve(lambda request: {"rewards": [10.0] * len(request["completions"])})
+    recipe = {"even": [("model", "judge", 1.0), ("rule", "server", 0.1)], "odd": [("rule", "server", 2.0)]}
+    arguments = {"reward_model": Judge(), "remote_rm_url": server.url, "reward_fn": None, "reward_recipe": recipe}
+    ppo = make(tmp_path, reward_fn_label_map={"judge": 0, "server": 1}, **arguments)
+    rewards, _, (each,) = rewarded(ppo, answered(image_rows(2), "image"))
+    judged = ((each.sequences % 7) * each.attention_mask).sum(1)
+    assert rewards[4:] == [20.0] * 4
+    media = rewards[0] - 1 - judged[0].item()
+    assert rewards[:4] == pytest.approx([judged[i].item() + media + 1 for i in range(4)], rel=1e-5)
+    with pytest.raises(ValueError, match="label 'unknown', which `reward_recipe` doesn't know"):
+        rewarded(ppo, [{**answered(image_rows(1), "image")[0], "labels": "unknown"}])
+
+
+def test_metrics_of_reward_functions_need_not_be_the_same_in_all_micro_batches(tmp_path):
+    def combine(model_reward_list):
+        (rewards,) = model_reward_list
+        combine.calls += 1
+        return rewards, {"first": 1.0} if combine.calls % 2 == 1 else {"second": rewards.tolist()}
+
+    combine.calls = 0
+    ppo = make(tmp_path, config=SMALL, reward_model=Judge(), reward_fn=combine, micro_rollout_batch_size=4)
+    fit(ppo, loader(image_rows(4)))
+    assert combine.calls == 4
+    assert logged(ppo, "rollout/first") == [1.0, 1.0]
+    assert len(logged(ppo, "rollout/second")) == 2
+
+
+# Optimizers and schedules
+
+
+def optims(policy, critic, cls=torch.optim.AdamW):
+    """Optimizers with two groups of the policy and one of the critic, and a schedule of each."""
+    own = list(policy.model.parameters())
+    actor_optim = cls([{"params": own[:3], "lr": 1e-2}, {"params": own[3:], "lr": 3e-2}], lr=1.0)
+    critic_optim = cls(critic.parameters(), lr=5e-2, weight_decay=0.5)
+    actor_scheduler = LambdaLR(actor_optim, [lambda step: 0.5**step, lambda step: 1.0])
+    return actor_optim, critic_optim, actor_scheduler, LambdaLR(critic_optim, lambda step: 1 / (1 + step))
+
+
+@pytest.mark.parametrize("n_frozen", [0, 2])
+def test_own_optimizers_and_schedules(n_frozen, tmp_path):
+    policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
+    config = adam(per_device_train_batch_size=8, freezing_actor_steps=n_frozen)
+    ppo = make(tmp_path, policy=policy, critic=critic, config=config, optims=optims(policy, critic))
+    batch = make_experience_batch(experience_of(ppo)[1])
+    statuses, rates = [], []
+    for step in range(4):
+        before = weights_of(ppo)
+        statuses.append(ppo.training_step(batch, step))
+        group = ppo.trainer.optimizer.param_groups
+        rates.append([each["lr"] for each in group])  # of the step to come
+        assert (norm(moves(ppo, before)[0]) > 0) == (step >= n_frozen)
+    steps = [max(step - n_frozen, -1) for step in range(1, 5)]
+    expected = [[1e-2 * 0.5**s if s >= 0 else 0, 3e-2 if s >= 0 else 0, 5e-2 / (2 + i)] for i, s in enumerate(steps)]
+    assert rates == [pytest.approx(rate) for rate in expected]
+    assert [status["critic_lr"] for status in statuses] == pytest.approx([5e-2, 2.5e-2, 5e-2 / 3, 1.25e-2])
+    assert {type(ppo.trainer.optimizer.optimizer)} == {torch.optim.AdamW}
+    assert [group["weight_decay"] for group in ppo.trainer.optimizer.param_groups] == [0.01, 0.01, 0.5]
+
+
+def test_own_optimizers_train_as_the_configured_ones(tmp_path):
+    updates = []
+    for own in (True, False):
+        policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
+        given = (None,) * 4
+        if own:
+            given = (
+                torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0),
+                torch.optim.AdamW(critic.parameters(), lr=2e-2, weight_decay=0),
+                None,
+                None,
+            )
+        config = adam(weight_decay=0.0, value_learning_rate=2e-2, per_device_train_batch_size=8)
+        ppo = make(tmp_path, policy=policy, critic=critic, config=config, optims=given)
+        batch, before = make_experience_batch(experience_of(ppo)[1]), weights_of(ppo)
+        for step in range(2):
+            ppo.training_step(batch, step)
+        updates.append(moves(ppo, before))
+    for a, b in zip(*updates, strict=True):
+        assert norm(a) > 0.1 and relative_difference(a, b) < 1e-5
+
+
+def test_optimizers_keep_what_they_remember(tmp_path):
+    policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
+    given = optims(policy, critic)
+    for optimizer in given[:2]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    ppo = make(tmp_path, policy=policy, critic=critic, config=adam(), optims=given)
+    ppo._prepare()
+    state = ppo.trainer.optimizer.optimizer.state
+    assert all(state[parameter]["step"] == 1 for parameter in [*policy.model.parameters(), *critic.parameters()])
+
+
+def test_optimizers_and_schedules_that_do_not_fit(tmp_path):
+    policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
+    actor_optim, critic_optim, actor_scheduler, critic_scheduler = optims(policy, critic)
+    constant = torch.optim.lr_scheduler.StepLR(critic_optim, 1)
+    sgd = torch.optim.SGD(critic.parameters(), lr=1.0)
+    cases = [
+        ((actor_optim, None, None, None), r"with \['actor_optim'\] pass \['actor_optim', 'critic_optim'\], or none"),
+        ((None, critic_optim, None, None), r"with \['critic_optim'\] pass"),
+        ((None, None, actor_scheduler, critic_scheduler), r"with \['actor_scheduler', 'critic_scheduler'\] pass"),
+        ((actor_optim, sgd, None, None), r"of one class, got \['AdamW', 'SGD'\]"),
+        (
+            (actor_optim, critic_optim, actor_scheduler, constant),
+            "`critic_scheduler` must be a `LambdaLR`.* got StepLR",
+        ),
+        ((actor_optim, critic_optim, None, critic_scheduler), "`actor_scheduler` must be a `LambdaLR`.* got NoneType"),
+    ]
+    for given, error in cases:
+        with pytest.raises(ValueError, match=error):
+            make(tmp_path, policy=policy, critic=critic, optims=given)
+    config = {"advantage_estimator": "reinforce"}
+    with pytest.raises(ValueError, match="'reinforce'` has no critic"):
+        make(tmp_path, policy=policy, config=config, optims=(actor_optim, critic_optim, None, None))
+    strange = strategy(tmp_path)
+    with pytest.raises(ValueError, match="`critic_optim` was passed, but no `critic`"):
+        PPOTrainerVL(
+            strange,
+            policy,
+            None,
+            None,
+            None,
+            None,
+            actor_optim,
+            critic_optim,
+            None,
+            None,
+            processor=load("qwen2_5_vl")[1],
+        )
+
+
+# Divergence from the reference
+
+
+def test_divergence_in_the_reward(tmp_path):
+    """By k1, at each action."""
+    ppo = make(tmp_path, ref=reference_of("image"), init_kl_coef=0.5, gamma=1.0, lambd=1.0)
+    rewards, _, (each,) = rewarded(ppo, image_rows(2))
+    mask = each.action_mask
+    policy, ref = load("qwen2_5_vl")[0], moved("qwen2_5_vl")["model"]
+    media = {"pixel_values": each.pixel_values, "image_grid_thw": each.image_grid_thws}
+    with torch.no_grad():
+        logps, ref_logps = (
+            ActorVL(model, bf16=False)(each.sequences, mask.size(1), each.attention_mask, **media)
+            for model in (policy, ref)
+        )
+    k1 = torch.where(mask, logps - ref_logps, 0)
+    assert k1.abs().max() > 0.01
+    to_come = k1.flip(1).cumsum(1).flip(1)
+    expected = torch.where(mask, torch.tensor(rewards)[:, None] - 0.5 * to_come, 0)
+    assert_close(each.returns, expected, rtol=1e-4, atol=1e-4)
+    assert ppo.strategy.kl_in_reward
+
+
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_divergence_in_the_loss(kind, tmp_path):
+    config = {"beta": 0.2, "kl_in_reward": False, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    ppo = make(tmp_path, kind, config=config, ref=reference_of(kind), init_kl_coef=0.5)
+    rows, items = experience_of(ppo, kind, noise=0.05)
+    assert [x.info["reward"].item() for x in items] == pytest.approx([x.info["return"].item() for x in items])
+    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    assert ppo.strategy.beta == 0.5
+    for index, item in enumerate(items):
+        slow.add(rows[index // 4], item, n_actions(items))
+    ppo.training_step(make_experience_batch(items), 0)
+    assert_moves(ppo, before, slow.update())
+
+
+@pytest.mark.parametrize("in_reward", [True, False])
+def test_adaptive_coefficient(in_reward, tmp_path):
+    config = {**SMALL, "beta": 0.1, "kl_in_reward": in_reward}
+    ppo = make(tmp_path, config=config, ref=reference_of("image"), kl_target=1e-6, kl_horizon=40)
+    assert ppo.experience_maker.kl_ctl is ppo.trainer._kl_controller
+    fit(ppo, loader(image_rows(4)))
+    # Far above the target, so by 20 % of 8 in 40 samples in each of two updates
+    assert ppo.experience_maker.kl_ctl.value == ppo.trainer.beta == pytest.approx(0.1 * 1.04**2)
+    assert logged(ppo, "kl_coef") == pytest.approx([0.1 * 1.04, 0.1 * 1.04**2])
+    returns, rewards = (logged(ppo, f"rollout/{name}")[1] for name in ("return", "reward"))
+    assert (abs(returns - rewards) > 1e-6) == in_reward
+    before = ppo.experience_maker.kl_ctl.value
+    batch = make_experience_batch(experience_of(ppo)[1][:4])
+    for _ in range(2):
+        ppo.training_step_critic(batch)
+    assert ppo.experience_maker.kl_ctl.value == before
+    for _ in range(2):
+        ppo.training_step_actor(batch)
+    assert ppo.experience_maker.kl_ctl.value == pytest.approx(before * 1.04)
+
+
+def test_policy_without_its_adapter_is_the_reference(tmp_path):
+    policy = actor_of("image", lora_rank=4)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    ppo = make(tmp_path, policy=policy, config={**SMALL, "learning_rate": 0.1})
+    for _ in range(2):
+        _, _, (each,) = rewarded(ppo, image_rows(2))
+        plain, mask = ActorVL(load("qwen2_5_vl")[0], bf16=False), each.action_mask
+        media = {"pixel_values": each.pixel_values, "image_grid_thw": each.image_grid_thws}
+        with torch.no_grad():
+            expected = plain(each.sequences, mask.size(1), each.attention_mask, **media)
+        assert_close(each.base_action_log_probs, torch.where(mask, expected, 0), rtol=1e-4, atol=1e-4)
+        assert (each.base_action_log_probs - each.action_log_probs).abs().max() > 1e-3
+        if not ppo.trainer.is_prepared:
+            policy_moves, critic_moves = fit(ppo, loader(image_rows(4)))
+    assert {name for name, move in policy_moves.items() if move.any()} == {n for n in policy_moves if "default" in n}
+    assert norm(critic_moves) > 1e-3
+
+
+def test_no_divergence_without_coefficient_or_reference(tmp_path):
+    for arguments in ({"ref": reference_of("image"), "init_kl_coef": 0.0}, {}):
+        ppo = make(tmp_path, **arguments)
+        _, _, (each,) = rewarded(ppo, image_rows(2))
+        assert each.base_action_log_probs is None and ppo.trainer.ref_model is None
+        with pytest.raises(ValueError, match="`kl_target` needs an `initial_model` to diverge from"):
+            make(tmp_path, kl_target=0.1, **arguments)
+
+
+# Average of the weights, supervised rows
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_average_of_the_weights(lora_rank, tmp_path):
+    class Noting(PPOTrainerVL):
+        def ppo_train(self, *args):
+            status = super().ppo_train(*args)
+            self.noted.append(weights_of(self))
+            return status
+
+    policy, ema = (actor_of("image", lora_rank=lora_rank) for _ in range(2))
+    ppo = make(tmp_path, cls=Noting, policy=policy, ema=ema, ema_beta=0.7, config=SMALL)
+    ppo.noted = [weights_of(ppo)]
+    fit(ppo, loader(image_rows(4)))
+    assert len(ppo.noted) == 3  # an update each
+    averages = dict(ema.model.named_parameters())
+    trained = [name for name, parameter in ppo.actor.model.named_parameters() if parameter.requires_grad]
+    trained = [name for name in trained if not name.startswith("critic.")]
+    for name in trained:
+        expected = ppo.noted[0][name]
+        for weights in ppo.noted[1:]:
+            expected = 0.7 * expected + 0.3 * weights[name]
+        assert_close(averages[name], expected, rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(averages[name], ppo.noted[2][name]) for name in trained)
+    # The policy has its own weights again
+    now = weights_of(ppo)
+    assert all(torch.equal(now[name], ppo.noted[2][name]) for name in now)
+
+
+def test_average_of_another_model(tmp_path):
+    with pytest.raises(ValueError, match="`ema_model` must be a copy of the policy, but has no `model.visual"):
+        make(tmp_path, ema=actor_of("audio"))
+    policy = actor_of("image")
+    with pytest.raises(ValueError, match="holds the policy's own weights; pass a copy"):
+        make(tmp_path, policy=policy, ema=policy)
+
+
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_supervised_rows(kind, tmp_path):
+    rows = list(KINDS[kind].rows(2))
+    supervised = [{"prompt": row["prompt"], "completion": "It is a cat.", kind: row[kind]} for row in rows]
+    updates = []
+    for coef in (0.0, 0.5):
+        config = {"gradient_accumulation_steps": 1, "max_steps": 1}
+        ppo = make(tmp_path, kind, config=config, ptx_coef=coef, micro_train_batch_size=8)
+        updates.append(fit(ppo, loader(rows), loader(supervised)))
+    (without, critic), (with_it, same_critic) = updates
+    policy, processor = load(KINDS[kind].family)
+    prompts, ids, mask = encode_supervised(supervised, processor, policy, [processor.tokenizer.eos_token_id])
+    slow, likelihood = Slow(kind, ppo.strategy), 0.0
+    for row, response in zip(rows, (own[keep.bool()] for own, keep in zip(ids, mask, strict=True)), strict=True):
+        inputs, start = slow.inputs(row, response)
+        logps = slow.policy(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
+        likelihood = likelihood + logps.gather(-1, response[:, None]).sum() / mask.sum()
+    slow.policy_loss, slow.value_loss = -0.5 * likelihood, sum(p.sum() for p in slow.critic_parameters().values())
+    expected, _ = slow.update()
+    assert relative_difference(expected, {name: with_it[name] - without[name] for name in expected}) < 1e-4
+    assert relative_difference(critic, same_critic) < 1e-6
+    assert logged(ppo, "ptx_loss") == [pytest.approx(-likelihood.item(), rel=1e-4)]
+
+
+def test_supervised_rows_that_are_missing_or_not_used(tmp_path):
+    class Unread(list):
+        def __getitem__(self, index):
+            raise AssertionError("read although it doesn't count")
+
+    prompts = loader(image_rows(4))
+    with pytest.raises(ValueError, match=r"`ptx_coef` \(0.5\) needs a `pretrain_dataloader`"):
+        fit(make(tmp_path, ptx_coef=0.5, config=SMALL), prompts)
+    ppo = make(tmp_path, ptx_coef=0.5, config=SMALL)
+    with pytest.raises(ValueError, match="supervised rows, which only `fit` takes"):
+        ppo.training_step(make_experience_batch(experience_of(ppo)[1][:4]), 0)
+    ppo = make(tmp_path, config=SMALL)
+    fit(ppo, prompts, DataLoader(Unread([{}]), batch_size=1))
+    assert logged(ppo, "ptx_loss") == []
+
+
+# Evaluation
+
+
+def equal(a, b) -> bool:
+    """Whether two nested states are the same, bit for bit."""
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        return (a == b).all().item() if a.shape == b.shape else False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def state_of(ppo) -> dict:
+    """All that an evaluation must leave alone."""
+    trainer, maker = ppo.trainer, ppo.experience_maker
+    models = [ppo.actor, ppo.critic, maker.initial_model, *maker.reward_models]
+    return copy.deepcopy(
+        {
+            "weights": [model.state_dict() for model in models],
+            "modes": [[module.training for module in model.modules()] for model in models],
+            "generation": [vars(model.base_model.generation_config) for model in (ppo.actor, maker.initial_model)],
+            "average": trainer.ema._average,
+            "optimizer": trainer.optimizer.state_dict(),
+            "schedule": trainer.lr_scheduler.state_dict(),
+            "random": [torch.get_rng_state(), np.random.get_state(), random.getstate()],
+            "scale": maker.reward_scale.state_dict(),
+            "kl": maker.kl_ctl.state_dict(),
+            "buffer": [vars(item) for item in ppo.replay_buffer[:]],
+            "order": ppo.replay_buffer.state_dict()["generator"],
+            "metrics": [dict(trainer._metrics["train"]), dict(trainer._metrics["eval"]), trainer.pending_logs],
+            "trainer": [trainer.state.global_step, trainer.state.log_history, trainer._step],
+            "strategy": {name: value for name, value in vars(maker.strategy).items() if name != "accelerator"},
+            "options": ppo.generate_kwargs,
+        }
+    )
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_evaluation_changes_nothing(greedy, tmp_path):
+    class Restless(Judge):
+        """Uses all kinds of random numbers."""
+
+        def forward(self, sequences, attention_mask, **media):
+            noise = torch.rand(()) + np.random.rand() + random.random()
+            return super().forward(sequences, attention_mask, **media) + noise
+
+    config = {**SMALL, "reward_running_scale": True, **adam()}
+    arguments = {"reward_model": Restless(), "reward_fn": None, "ema": actor_of("image"), "kl_target": 1e-3}
+    ppo = make(tmp_path, config=config, ref=reference_of("image"), max_norm=1.0, **arguments)
+    fit(ppo, loader(image_rows(4)))
+    ppo.replay_buffer.append(make_experience_batch(experience_of(ppo)[1]))
+    ppo.actor.base_model.model.visual.eval()  # a frozen encoder, say
+    before = state_of(ppo)
+    results = ppo.evaluate(loader(image_rows(5), shuffle=True), 1, greedy, 1 if greedy else 3)
+    after = state_of(ppo)
+    assert [name for name in before if not equal(before[name], after[name])] == []
+    assert results["num_samples"] == 5 * (1 if greedy else 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_evaluation(kind, tmp_path):
+    """Responses of `generate` to one prompt at a time, whatever the options of sampling, and no complaints of it."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    options = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "temperature": 0.5}
+    ppo = make(tmp_path, kind, policy=actor_of(kind, temperature=0.5), **options)
+    rows = list(KINDS[kind].rows(5))
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        results = ppo.evaluate(loader(rows), 0)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert [message for message in messages if "flag" in message] == []
+    slow, responses = Slow(kind, ppo.strategy), []
+    for row in rows:
+        inputs, start = slow.inputs(row, torch.tensor([], dtype=torch.long))
+        suppressed = [slow.policy.config.image_token_id if kind == "image" else slow.policy.config.audio_token_id]
+        suppressed += [slow.policy.config.video_token_id] if kind == "image" else []
+        ids = slow.policy.generate(
+            **inputs, do_sample=False, max_new_tokens=6, eos_token_id=EOS, suppress_tokens=suppressed
+        )
+        responses.append(ids[0, start:].tolist())
+    rewards = length_and_sum(responses)
+    assert results == pytest.approx(
+        {
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
+            "response_length_mean": fmean(map(len, responses)),
+            "num_samples": 5,
+        }
+    )
+    with pytest.raises(ValueError, match="set `greedy=False`"):
+        ppo.evaluate(loader(rows), 0, n_samples_per_prompt=2)
+
+
+def test_sampled_evaluation(tmp_path):
+    calls = []
+
+    def reward(completion_ids, **columns):
+        calls.append(length_and_sum(completion_ids))
+        return [None if i == 0 else value for i, value in enumerate(calls[-1])]
+
+    ppo = make(tmp_path, reward_fn=reward, micro_rollout_batch_size=6)
+    results = ppo.evaluate(loader(image_rows(4)), 0, greedy=False, n_samples_per_prompt=3)
+    assert ppo.evaluate(loader(image_rows(4)), 0, False, 3) == results
+    assert len(calls) == 4 and len(set(calls[0])) > 1
+    known = [calls[i][1:] for i in range(2)]
+    best = [max(part) for rewards in known for part in (rewards[:2], rewards[2:])]
+    assert results["reward_mean"] == pytest.approx(fmean(sum(known, [])))
+    assert results["reward_best_mean"] == pytest.approx(fmean(best))
+    assert results["num_samples"] == 12
+    ppo = make(tmp_path, reward_fn=lambda completions, **columns: [None] * len(completions))
+    results = ppo.evaluate(loader(image_rows(2)), 0)
+    assert math.isnan(results["reward_mean"]) and math.isnan(results["reward_std"]) and results["num_samples"] == 2
+
+
+# Logs and checkpoints
+
+
+def test_logs_are_means_over_their_interval(tmp_path):
+    runs = []
+    for interval in (1, 2, 0.5):
+        ppo = make(tmp_path, config={**SMALL, "logging_steps": interval, "logging_first_step": interval == 0.5})
+        fit(ppo, loader(image_rows(8)))
+        runs.append(ppo.trainer.state.log_history)
+    each, pairs, fractions = runs
+    assert [entry["step"] for entry in each] == [1, 2, 3, 4]
+    assert [entry["epoch"] for entry in each] == [0.25, 0.5, 0.75, 1.0]
+    assert [(entry["step"], entry["epoch"]) for entry in pairs] == [(2, 0.5), (4, 1.0)]
+    names = each[0].keys() - {"step", "epoch", "step_time"}
+    assert {"rollout/reward", "rollout/response_length", "policy_loss", "critic_loss", "returns_mean"} <= names
+    for index, entry in enumerate(pairs):
+        for name in names:
+            numbers = [each[2 * index + i][name] for i in (0, 1)]
+            assert entry[name] == pytest.approx(fmean(numbers), rel=1e-3, abs=1e-5), name
+    assert [entry["step"] for entry in fractions] == [1, 2, 4]
+    assert fractions[1]["rollout/reward"] == each[1]["rollout/reward"]
+
+
+def folders(path):
+    return sorted(each.name for each in path.iterdir() if each.is_dir())
+
+
+def test_intervals(tmp_path):
+    """Two updates of each rollout, so that none ends at the third."""
+    config = {
+        **SMALL,
+        "logging_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    }
+    ppo = make(tmp_path, config=config, max_epochs=2)
+    fit(ppo, loader(image_rows(8)), eval_dataloader=loader(image_rows(2)))
+    history = ppo.trainer.state.log_history
+    assert [entry["step"] for entry in history if "policy_loss" in entry] == [4, 6]
+    assert [entry["step"] for entry in history if "eval_reward_mean" in entry] == [4, 8]
+    assert folders(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_ends_of_episodes(tmp_path):
+    config = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "epoch")
+    ppo = make(tmp_path, config={**SMALL, **config, "num_train_epochs": 1.5})
+    fit(ppo, loader(image_rows(8)), eval_dataloader=loader(image_rows(2)))
+    assert ppo.trainer.state.global_step == 6
+    entries = [(entry["step"], entry["epoch"]) for entry in ppo.trainer.state.log_history]
+    assert entries == [(4, 1.0)] * 2
+    assert folders(tmp_path) == ["checkpoint-4"]
+
+
+def test_saved_models_that_are_not_rotated_away(tmp_path):
+    config = {**SMALL, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    ppo = make(tmp_path, config=config, save_hf_ckpt=True)
+    fit(ppo, loader(image_rows(8)))
+    assert folders(tmp_path) == [
+        "checkpoint-3",
+        "checkpoint-4",
+        *[f"hf-checkpoint-{step}" for step in (1, 2, 3, 4)],
+    ]
+    kept, last = (
+        Path(tmp_path, name, "model.safetensors").read_bytes() for name in ("hf-checkpoint-4", "checkpoint-4")
+    )
+    assert kept == last
+    assert "optimizer.pt" not in {path.name for path in Path(tmp_path, "hf-checkpoint-4").iterdir()}
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    config = {**SMALL, **adam(), "save_strategy": "steps", "save_steps": 2, "reward_running_scale": True}
+    arguments = {"ema": actor_of("image"), "ref": reference_of("image"), "kl_target": 1e-3, "kl_horizon": 50}
+    ppo = make(tmp_path, config=config, **arguments)
+    fit(ppo, loader(image_rows(4)))
+    folder = tmp_path / "checkpoint-4"
+    own = ppo.trainer.model.state_dict()
+    policy = type(ppo.actor.base_model).from_pretrained(folder).state_dict()
+    assert policy.keys() == {name for name in own if not name.startswith("critic.")}
+    assert all(torch.equal(value, own[name]) for name, value in policy.items())
+    critic = Critic.from_pretrained(folder / "critic", type(ppo.actor.base_model)).state_dict()
+    assert all(torch.equal(value, own[f"critic.{name}"]) for name, value in critic.items())
+    average = load_file(folder / "ema.safetensors")
+    assert equal(average, ppo.trainer.ema._average)
+    state = load_rollout_state(folder, 0)
+    assert state["client_states"] == {"consumed_samples": 4}
+    assert state["kl_controller"] == {"value": pytest.approx(ppo.trainer.beta)} and ppo.trainer.beta != 0.1
+    assert state["reward_scale"]["count"] == 16
+    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
+    assert equal(optimizer["state"], ppo.trainer.optimizer.state_dict()["state"])
+    assert {"scheduler.pt", "rng_state.pth", "trainer_state.json", "processor_config.json"} <= {
+        path.name for path in folder.iterdir()
+    }
+    ppo.save_model(str(tmp_path / "final"))
+    for name, expected in (("", own), ("ema", average)):
+        saved = type(ppo.actor.base_model).from_pretrained(tmp_path / "final" / name).state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in saved.items() if key in expected)
+        assert not any(key.startswith("critic") for key in saved)
+
+
+def test_checkpoints_of_models_alone(tmp_path):
+    config = {**SMALL, "save_strategy": "steps", "save_steps": 2}
+    fit(make(tmp_path, config=config, disable_ds_ckpt=True), loader(image_rows(4)))
+    names = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "critic"} <= names
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt"} & names
+
+
+def test_logs_and_checkpoints_of_a_loop_of_ones_own(tmp_path, capsys):
+    config = {"logging_steps": 2, "save_strategy": "steps", "save_steps": 4}
+    ppo = make(tmp_path, config=config)
+    bar = tqdm(total=4)
+    for step in (1, 2, 3, 4):
+        logs = {"rollout_reward": float(step), "policy_loss": 2.0 * step}
+        ppo.save_logs_and_checkpoints(ppo.strategy, step, bar, logs, {"mine": step}, step / 4)
+    assert logged(ppo, "rollout/reward") == [1.5, 3.5]
+    assert logged(ppo, "policy_loss") == [3.0, 7.0]
+    assert logged(ppo, "epoch") == [0.5, 1.0]
+    assert "reward=4.000" in str(bar)
+    bar.close()
+    assert folders(tmp_path) == ["checkpoint-4"]
+    assert load_rollout_state(tmp_path / "checkpoint-4", 0)["client_states"] == {"mine": 4}
+    with pytest.raises(ValueError, match="`fit` got no `eval_dataloader`"):
+        ppo.save_logs_and_checkpoints(strategy(tmp_path, eval_strategy="steps", eval_steps=1), 5, None)
+
+
+# Going on from a checkpoint
+
+EVERYTHING = {
+    **adam(learning_rate=1e-2, weight_decay=0.01),
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "value_learning_rate": 2e-2,
+    "freezing_actor_steps": 1,
+    "reward_running_scale": True,
+    "bootstrap_truncated": True,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "logging_steps": 4,
+}
+
+
+class NotingPrompts(PPOTrainerVL):
+    """Remembers the prompts of each rollout."""
+
+    def _rows(self, batch):
+        rows = super()._rows(batch)
+        self.__dict__.setdefault("noted", []).append([row["prompt"][0]["content"] for row in rows])
+        return rows
+
+
+def everything(folder, kind="image", **config):
+    """Three rollouts of two updates in each of two episodes."""
+    policy, ema = actor_of(kind), actor_of(kind)
+    rows = KINDS[kind].rows(7)
+    supervised = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)]
+    arguments = {"ref": reference_of(kind), "kl_target": 0.01, "kl_horizon": 50, "ema": ema, "ema_beta": 0.8}
+    ppo = make(
+        folder,
+        kind,
+        cls=type("Noting", (NotingPrompts, KINDS[kind].trainer), {}),
+        policy=policy,
+        config={**EVERYTHING, **config},
+        max_epochs=2,
+        max_norm=1.0,
+        ptx_coef=0.5,
+        **arguments,
+    )
+    torch.manual_seed(int.from_bytes(str(folder)[-1].encode()))  # must not matter after a resume, nor for the prompts
+    ppo.fit(ppo.strategy, loader(rows, shuffle=True, drop_last=True), loader(supervised, batch_size=1))
+    return ppo, ema
+
+
+def end_of(ppo, ema) -> dict:
+    """All that must be the same after a resumed run."""
+    trainer = ppo.trainer
+    state = trainer._rollout_state()
+    del state["metrics"]
+    durations = ("time", "runtime", "per_second")
+    return {
+        "weights": trainer.model.state_dict(),
+        "average": trainer.ema._average,
+        "ema": ema.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": trainer.lr_scheduler.state_dict(),
+        "rollouts": {name: value for name, value in state.items() if name != "experience"},
+        "order": ppo.replay_buffer.state_dict()["generator"],
+        "logs": [
+            {name: value for name, value in entry.items() if not any(part in name for part in durations)}
+            for entry in trainer.state.log_history
+        ],
+        "random": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops"),
+    [
+        ("image", [4]),
+        pytest.param("image", [2, 6, 8, 10], marks=pytest.mark.slow),
+        pytest.param("audio", [2, 4, 6, 8, 10], marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_run_is_the_uninterrupted_run(kind, stops, tmp_path):
+    """In the middle of an episode, between two rollouts, and between two episodes."""
+    uninterrupted, ema = everything(tmp_path / "0", kind)
+    assert uninterrupted.trainer.state.global_step == 12
+    expected = end_of(uninterrupted, ema)
+    assert len(expected["logs"]) == 3
+    prompts = uninterrupted.noted
+    assert all(len(set(sum(prompts[i : i + 3], []))) == 6 for i in (0, 3)) and prompts[:3] != prompts[3:]
+    for stop in stops:
+        checkpoint = tmp_path / "0" / f"checkpoint-{stop}"
+        resumed, ema = everything(tmp_path / str(stop), kind, resume_from_checkpoint=str(checkpoint))
+        assert resumed.noted == prompts[stop // 2 :]
+        actual = end_of(resumed, ema)
+        assert [name for name in expected if not equal(expected[name], actual[name])] == [], stop
+
+
+def test_prompts_that_have_been_consumed(tmp_path):
+    runs = {}
+    for consumed in (0, 2, 6):
+        ppo = make(tmp_path, cls=NotingPrompts, config={**SMALL, "num_train_epochs": 2})
+        fit(ppo, loader(image_rows(4), shuffle=True), consumed_samples=consumed)
+        runs[consumed] = ppo.noted
+        assert ppo.trainer.state.global_step == len(ppo.noted) == 4 - consumed // 2
+        assert logged(ppo, "epoch")[-1] == 2
+    assert runs[2] == runs[0][1:] and runs[6] == runs[0][3:]
+
+
+def test_updates_of_an_episode(tmp_path):
+    """At least so many, by going through the prompts several times."""
+    ppo = make(tmp_path, cls=NotingPrompts, config={**SMALL, "logging_strategy": "epoch"}, max_epochs=2)
+    fit(ppo, loader(image_rows(4), shuffle=True), num_update_steps_per_episodes=5)
+    assert ppo.trainer.state.global_step == 8
+    passes = [sorted(sum(ppo.noted[i : i + 2], [])) for i in (0, 2)]
+    assert passes[0] == passes[1] and ppo.noted[:2] != ppo.noted[2:]
+    assert logged(ppo, "epoch") == [1.0]
+
+
+def test_number_of_steps(tmp_path):
+    """Rounded up to whole rollouts, also for the schedule."""
+    config = {**SMALL, "max_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 100}
+    ppo = make(tmp_path, config=config, max_epochs=2)
+    fit(ppo, loader(image_rows(4)))
+    assert ppo.trainer.state.global_step == 4
+    assert logged(ppo, "actor_lr") == pytest.approx([0.01 * 0.875, 0.01 * 0.375])
+    with pytest.raises(RuntimeError, match="There have been updates already"):
+        fit(ppo, loader(image_rows(4)))
+
+
+def test_callbacks_are_asked(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    class Count(TrainerCallback):
+        events = []
+
+        def on_save(self, args, state, control, **kwargs):
+            self.events.append("save")
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            self.events.append(sorted(metrics))
+
+    config = {**SMALL, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    ppo = make(tmp_path, config=config)
+    ppo.trainer.add_callback(Stop)
+    ppo.trainer.add_callback(Count)
+    fit(ppo, loader(image_rows(8)), eval_dataloader=loader(image_rows(1)))
+    assert ppo.trainer.state.global_step == 2
+    names = ["epoch", "eval_num_samples", "eval_response_length_mean", "eval_reward_mean", "eval_reward_std"]
+    assert Count.events == [names, "save"]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from image_rows(1)
+
+
+def test_loaders_that_do_not_fit(tmp_path):
+    cases = [
+        (loader(image_rows(4), 3), {}, "4 prompts don't fill whole batches of 3 on 1 processes"),
+        (loader(image_rows(2), 3, drop_last=True), {}, "2 prompts don't fill whole batches of 3"),
+        (loader(image_rows(3), 3), {}, "leaves 12 samples in the buffer, which don't fill whole optimizer steps of 8"),
+        (loader(image_rows(4)), {"buffer_limit": 6}, "leaves 6 samples in the buffer"),
+        (
+            DataLoader(list(image_rows(4)), batch_sampler=[[0, 1], [2, 3]]),
+            {},
+            "must have a `batch_size`, and a dataset whose",
+        ),
+        (DataLoader(Endless(), batch_size=2), {}, "a dataset whose length is known"),
+    ]
+    for prompts, arguments, error in cases:
+        with pytest.raises(ValueError, match=error):
+            fit(make(tmp_path, config=SMALL, **arguments), prompts)
+    for config, error in (
+        ({"eval_strategy": "steps", "eval_steps": 1}, "pass an `eval_dataloader`"),
+        ({"save_strategy": "best", "metric_for_best_model": "reward"}, "save 'steps' or 'epoch'"),
+    ):
+        ppo = make(tmp_path, config=SMALL)
+        with pytest.raises(ValueError, match=error):
+            ppo.fit(strategy(tmp_path, **SMALL, **config), loader(image_rows(4)), None)
+
+
+# Arguments
+
+
+def test_critic_by_default(tmp_path):
+    """A copy of the policy with a head that is 0, which has weights of its own."""
+    kind = KINDS["image"]
+    policy, processor = actor_of(kind), load(kind.family)[1]
+    arguments = {
+        "processor": processor,
+        "reward_fn": length_and_sum,
+        "prompt_max_len": 512,
+        "micro_train_batch_size": 4,
+    }
+    ppo = PPOTrainerVL(strategy(tmp_path), policy, *(None,) * 8, **arguments, max_new_tokens=6)
+    assert ppo.critic is ppo.experience_maker.critic
+    backbone = dict(ppo.critic.model.base_model.named_parameters())
+    own = dict(load(kind.family)[0].base_model.named_parameters())
+    assert all(torch.equal(backbone[name], own[name]) for name in own) and backbone.keys() == own.keys()
+    mine = {parameter.data_ptr() for parameter in policy.base_model.base_model.parameters()}
+    assert not mine & {parameter.data_ptr() for parameter in backbone.values()}
+    rewards, _, (each,) = rewarded(ppo, image_rows(2))
+    assert not each.values.any() and each.returns.any()
+    before = weights_of(ppo)
+    for part in (0, 4):
+        ppo.training_step(make_experience_batch(split_experience_batch(each)[part : part + 4]), 0)
+    _, critic = moves(ppo, before)
+    assert critic["critic.head.weight"].any() and critic["critic.head.bias"].any()
+
+
+def test_clip_ranges(tmp_path):
+    ppo = make(tmp_path, config={"gradient_accumulation_steps": 1}, eps_clip=0.05, value_clip=0.4)
+    rows, items = experience_of(ppo)
+    slow, before = Slow("image", ppo.strategy), weights_of(ppo)
+    assert (slow.args.epsilon, slow.args.cliprange_value) == (0.05, 0.4)
+    for item in items[:4]:
+        slow.add(rows[0], item, n_actions(items[:4]))
+    ppo.training_step(make_experience_batch(items[:4]), 0)
+    assert_moves(ppo, before, slow.update())
+
+
+def test_gradient_norm(tmp_path):
+    ppo = make(tmp_path, config={"gradient_accumulation_steps": 1}, max_norm=0.01)
+    before = weights_of(ppo)
+    status = ppo.training_step(make_experience_batch(experience_of(ppo)[1][:4]), 0)
+    policy, critic = moves(ppo, before)
+    assert status["grad_norm"] > 0.1
+    assert norm({**policy, **critic}) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_gradient_checkpointing(lora_rank, tmp_path):
+    """Activations of both backbones are computed again, and the update is the same."""
+    updates, counts = [], []
+    for checkpointing in (False, True):
+        ppo = make(
+            tmp_path,
+            config={"gradient_accumulation_steps": 1},
+            policy=actor_of("image", lora_rank=lora_rank),
+            gradient_checkpointing=checkpointing,
+        )
+        batch, before, calls = make_experience_batch(experience_of(ppo)[1][:4]), weights_of(ppo), [0, 0]
+
+        def count(index, calls=calls):
+            calls[index] += 1
+
+        for index, model in enumerate((ppo.actor.base_model, ppo.critic.model)):
+            layer = model.get_decoder().layers[0]
+            layer.self_attn.register_forward_hook(lambda *_, index=index: count(index))
+        ppo.training_step(batch, 0)
+        updates.append(moves(ppo, before))
+        counts.append(calls)
+    assert counts == [[1, 1], [2, 2]]
+    for a, b in zip(*updates, strict=True):
+        assert norm(a) > 0.01 and relative_difference(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_images_of_a_group_are_encoded_once(packing, tmp_path):
+    ppo = make(tmp_path, policy=actor_of("image", packing))
+    items = experience_of(ppo)[1][:4]
+    n_patches, seen = len(items[0].pixel_values), []
+    encoders = [ppo.actor.base_model.model.visual, ppo.critic.model.model.visual]
+    for encoder in encoders:
+        encoder.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    ppo.training_step(make_experience_batch(items), 0)
+    assert seen == [n_patches * (1 if packing else 4)] * 2
+
+
+def test_updates_without_a_finite_gradient(tmp_path):
+    """Change nothing, and too many are an error."""
+    config = adam(max_skipped_updates=1)
+    ppo = make(tmp_path, config=config)
+    items = experience_of(ppo)[1][:4]
+    ppo.training_step(make_experience_batch(items), 0)
+    broken = make_experience_batch([replace(item, advantages=item.advantages * torch.inf) for item in items])
+    before = weights_of(ppo)
+    assert ppo.training_step(broken, 1)["skipped_updates"] == 1
+    assert all(norm(part) == 0 for part in moves(ppo, before))
+    assert ppo.training_step(make_experience_batch(items), 2)["skipped_updates"] == 0
+    ppo.training_step(broken, 3)
+    with pytest.raises(FloatingPointError, match="2 updates in a row isn't finite"):
+        ppo.training_step(broken, 4)
+
+
+def test_shaped_rewards(tmp_path):
+    """Are trained on; the log has those before, too."""
+    config = {**SMALL, "reward_running_scale": True, "reward_clip_range": [0.0, 1.5], "soft_overlong_cache": 2}
+    ppo = make(tmp_path, config=config)
+    rewards, _, (each,) = rewarded(ppo, image_rows(2))
+    lengths = each.action_mask.sum(1).tolist()
+    penalties = [min(4 - n, 0) / 2 for n in lengths]
+    responses = [ids[-6:][mask[-6:]].tolist() for ids, mask in zip(each.sequences, each.action_mask, strict=True)]
+    raw = [reward + penalty for reward, penalty in zip(length_and_sum(responses), penalties, strict=True)]
+    assert max(lengths) == 6 and each.info["raw_reward"].tolist() == pytest.approx(raw)
+    std = torch.tensor(raw).std().item()
+    assert rewards == pytest.approx([min(max(x / std, 0), 1.5) for x in raw], rel=1e-4)
+    fit(ppo, loader(image_rows(4)))
+    shaped, means = logged(ppo, "rollout/shaped_reward"), logged(ppo, "rollout/reward")
+    assert all(abs(a - b) > 0.01 for a, b in zip(shaped, means, strict=True))
+    assert logged(ppo, "step_reward_mean") == pytest.approx(shaped, rel=1e-4)
+    assert all(x < 0 for x in logged(ppo, "rollout/soft_overlong_punishment"))
+    assert ppo.experience_maker.reward_scale.count == 8 + 16
+
+
+def test_buffer(tmp_path):
+    ppo = make(tmp_path, buffer_limit=8, buffer_cpu_offload=False, micro_rollout_batch_size=8, config=SMALL)
+    assert (ppo.replay_buffer.limit, ppo.replay_buffer.cpu_offload) == (8, False)
+    assert make(tmp_path).replay_buffer.cpu_offload
+    noted, train = [], ppo.ppo_train
+    ppo.ppo_train = lambda *args: noted.append(len(ppo.replay_buffer)) or train(*args)
+    fit(ppo, loader(image_rows(8), 4))
+    # Of 16 samples of each of two rollouts the newest 8 make an update
+    assert noted == [8, 8] and ppo.trainer.state.global_step == 2
+    assert logged(ppo, "epoch") == [0.5, 1.0]
+
+
+def test_micro_batches_of_the_rollout(tmp_path):
+    calls = []
+
+    def reward(completion_ids, **columns):
+        calls.append(len(completion_ids))
+        return length_and_sum(completion_ids)
+
+    ppo = make(tmp_path, micro_rollout_batch_size=3, reward_fn=reward)
+    rewarded(ppo, image_rows(2))
+    assert calls == [3, 3, 2]
+
+
+def test_options_of_the_rollout(tmp_path):
+    ppo = make(tmp_path, prompt_max_len=10, dataloader_pin_memory=False)
+    with pytest.raises(ValueError, match=r"Prompt 0 has \d+ tokens, more than `prompt_max_len` \(10\)"):
+        rewarded(ppo, image_rows(2))
+    assert not ppo.trainer.args.dataloader_pin_memory
+    ppo = make(tmp_path, max_new_tokens=3, gamma=0.5, lambd=0.25)
+    assert (ppo.strategy.gamma, ppo.strategy.lam, ppo.strategy.max_completion_length) == (0.5, 0.25, 3)
+    torch.manual_seed(0)
+    (each,) = ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs)
+    assert each.action_mask.size(1) <= 3
+    mask = each.action_mask
+    rewards = torch.zeros_like(each.values).scatter(1, mask.sum(1, keepdim=True) - 1, each.info["reward"][:, None])
+    _, returns = ppo.experience_maker.get_advantages_and_returns(each.values, rewards, mask, 0.5, 0.25)
+    assert_close(each.returns, returns)
+
+
+CRITIC_FREE = {"advantage_estimator": "group_norm"}
+
+
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_without_a_critic(kind, tmp_path):
+    ppo = make(tmp_path, kind, config={**SMALL, **CRITIC_FREE})
+    policy, critic = fit(ppo, loader(KINDS[kind].rows(4)))
+    assert norm(policy) > 1e-3 and critic == {}
+    assert logged(ppo, "critic_loss") == logged(ppo, "critic_lr") == [] and len(logged(ppo, "policy_loss")) == 2
+
+
+def test_errors_of_the_constructor(tmp_path):
+    policy, processor = actor_of("image"), load("qwen2_5_vl")[1]
+    given = {"processor": processor, "reward_fn": length_and_sum}
+
+    def construct(config=None, critic=None, **arguments):
+        config = strategy(tmp_path, **(config or {}))
+        return PPOTrainerVL(config, policy, critic, *(None,) * 7, **{**given, **arguments})
+
+    cases = [
+        ({"critic": critic_of("qwen2_5_vl"), "config": CRITIC_FREE}, "`critic` was passed, which .*'group_norm'"),
+        ({"reward_fn": None}, "There is no source of reward"),
+        ({"max_new_token": 5}, "`max_new_token` is no option of sampling"),
+        ({"config": {"shared_trunk": True}}, "`shared_trunk` of `strategy` has no effect in these steps, only in"),
+        ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*; pass `top_p` to the trainer itself"),
+        ({"config": {"use_vllm": True}}, "`use_vllm` of `strategy`"),
+        ({"config": {"top_entropy_quantile": 0.2}}, "make the actor with `high_entropy_token_ratio=0.2`"),
+        ({"processor": None}, "Pass the policy's `processor`, or its `tokenizer`"),
+        ({"micro_rollout_batch_size": 0}, "`micro_rollout_batch_size` must be at least 1"),
+        ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),
+        ({"init_kl_coef": -0.1}, "`init_kl_coef` must be at least 0"),
+        ({"gamma": 1.5}, "`gamma` must be between 0 and 1"),
+        ({"value_clip": -1.0}, "`cliprange_value` must be above 0"),
+        ({"config": {"temperature": 0.5}, "ptx_coef": -1.0}, "`ptx_coef` must be at least 0"),
+    ]
+    for arguments, error in cases:
+        with pytest.raises(ValueError, match=error):
+            construct(**arguments)
+    with pytest.raises(TypeError, match="must be a MultimodalPPOConfig, got GRPOConfig"):
+        PPOTrainerVL(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), policy, *(None,) * 8, **given)
+    hot = reference_of("image", temperature=2.0)
+    with pytest.raises(ValueError, match="The reference is an actor for temperature 2.0, the policy for 1.0"):
+        make(tmp_path, policy=policy, ref=hot)
+    with pytest.raises(ValueError, match="can't be its own reference without an adapter"):
+        make(tmp_path, policy=policy, ref=policy)
+
+
+def test_config_is_left_as_it_was(tmp_path):
+    config = strategy(tmp_path, learning_rate=1e-3)
+    before = {name: value for name, value in copy.deepcopy(vars(config)).items() if name != "distributed_state"}
+    PPOTrainerVL(config, actor_of("image"), *(None,) * 8, processor=load("qwen2_5_vl")[1], reward_fn=length_and_sum)
+    assert {name: vars(config)[name] for name in before if vars(config)[name] != before[name]} == {}
+
+
+def test_one_response_to_a_prompt(tmp_path):
+    ppo = make(tmp_path, config={**SMALL, "num_generations": 1, "per_device_train_batch_size": 2, "max_steps": 1})
+    policy, critic = fit(ppo, loader(image_rows(4), 4))
+    assert norm(policy) > 1e-3 and norm(critic) > 1e-3
+    assert logged(ppo, "advantages_std") == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
+    """Until something moves, policy and critic are what they were, to the bit."""
+    config = {"bf16": True, "learning_rate": 0.0, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    ppo = make(tmp_path, config=config, policy=actor_of("image", packing), ref=actor_of("image"), value_clip=1e-6)
+    ppo._prepare()  # as `fit` does before the first rollout
+    _, _, (each,) = rewarded(ppo, image_rows(2))
+    status = ppo.training_step(each, 0)
+    assert status["ratio/max"] == 1 and status["approx_kl"] == 0 and status["value_clip_ratio"] == 0
+    exact = make(tmp_path, policy=actor_of("image", packing))
+    _, items = experience_of(exact, noise=0)
+    values = torch.cat([item.values for item in remove_padding_in_sequences(split_experience_batch(each))])
+    assert 1e-4 < (values - torch.cat([item.values for item in items])).abs().max() < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "granite_speech"])  # which has batch norm
+def test_every_family(name, tmp_path):
+    """What the update sees is what the policy saw, so that no ratio differs from 1."""
+    model, processor = FAMILIES[name].build()
+    if name == "qwen3_vl_moe":  # transformers' own `generate` fails with router logits and padding
+        model.config.get_text_config().output_router_logits = False
+    chats = [chat for chat in FAMILIES[name].prompts() if name != "glm4v" or "video" not in str(chat)]
+    for block in (block for chat in chats for message in chat for block in message["content"]):
+        if block["type"] == "audio" and name != "voxtral":
+            block["audio"] = {"array": block["audio"], "sampling_rate": RATE}
+    kinds = set(FAMILIES[name].modalities)
+    actor_class = ActorAL if kinds == {"audio"} else ActorOmni if "audio" in kinds else ActorVL
+    config = strategy(tmp_path, gradient_accumulation_steps=1, learning_rate=0.0, num_generations=2)
+    arguments = {"processor": processor, "reward_fn": length_and_sum, "prompt_max_len": 5000, "max_new_tokens": 4}
+    ppo = PPOTrainerVL(
+        config,
+        actor_class(model, bf16=False, packing_samples=name != "qwen3_5"),
+        *(None,) * 8,
+        **arguments,
+        micro_train_batch_size=2 * len(chats),
+        micro_rollout_batch_size=2,
+    )
+    torch.manual_seed(0)
+    for each in ppo.experience_maker.make_experience_list([{"prompt": chat} for chat in chats], **ppo.generate_kwargs):
+        ppo.replay_buffer.append(each)
+    status = ppo.ppo_train()
+    assert status["ratio/max"] == pytest.approx(1, abs=1e-4)
+    assert status["grad_norm"] > 0.01
+    if ppo.trainer._apart is not None:
+        with pytest.raises(ValueError, match="an experience must hold one prompt; set `micro_rollout_batch_size`"):
+            PPOTrainerVL(config, ActorVL(model, bf16=False), *(None,) * 8, **arguments, micro_rollout_batch_size=4)
+
+
+# What the experience maker has for this
+
+
+@pytest.mark.parametrize("has_references", [True, False])
+def test_references_are_labels_where_there_are_none(has_references, tmp_path):
+    given = []
+
+    def reward(completions, refs, labels):
+        given.append((refs, labels))
+        return [0.0] * len(completions)
+
+    rows = answered(image_rows(2), "image")
+    if not has_references:
+        rows = [{name: value for name, value in row.items() if name != "references"} for row in rows]
+    rewarded(make(tmp_path, reward_fn=reward), rows)
+    labels = ["even"] * 4 + ["odd"] * 4
+    expected = ["answer 0"] * 4 + ["answer 1"] * 4 if has_references else labels
+    assert given == [(expected, labels)]
+
+
+class LastToken(nn.Module):
+    """A critic that is no backbone: the value of a state is read off its last token."""
+
+    def forward(self, sequences, num_actions, attention_mask, **media):
+        return (sequences % 11 * attention_mask / 10.0)[:, -num_actions - 1 : -1]
+
+
+@pytest.mark.parametrize("critic", ["packed", "padded", "bare"])
+@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def test_truncated_responses_are_worth_what_the_critic_expects(kind, critic, tmp_path):
+    """On top of their reward; others end with it."""
+    config = {"bootstrap_truncated": True}
+    ppo = make(tmp_path, kind, config=config, policy=actor_of(kind, critic == "packed"), gamma=0.9, lambd=0.8)
+    maker = ppo.experience_maker
+    maker.critic = LastToken() if critic == "bare" else maker.critic
+    rows = list(KINDS[kind].rows(3))
+    torch.manual_seed(1)
+    experiences = maker.make_experience_list(rows, **{**ppo.generate_kwargs, "max_new_tokens": 3})
+    slow, n_cut = Slow(kind, ppo.strategy), 0
+    items = [item for each in experiences for item in remove_padding_in_sequences(split_experience_batch(each))]
+    for index, item in enumerate(items):
+        n = len(item.action_mask)
+        ids = item.sequences[len(item.sequences) - n :]
+        with torch.no_grad():
+            if critic == "bare":
+                values = (item.sequences[len(item.sequences) - n - 1 :] % 11 / 10.0).tolist()
+            else:
+                inputs, start = slow.inputs(rows[index // 4], ids)
+                hidden = slow.critic.base_model(**inputs).last_hidden_state[0, start - 1 :]
+                values = (hidden @ slow.weight[0] + slow.bias).tolist()
+        cut = ids[-1].item() not in EOS
+        n_cut += cut
+        assert item.info["truncated"].item() == cut
+        assert item.values.tolist() == pytest.approx(values[:-1], abs=1e-4)
+        follows, running, returns = values[-1] if cut else 0.0, 0.0, []
+        for t in reversed(range(n)):
+            reward = item.info["reward"].item() if t == n - 1 else 0.0
+            running = reward + 0.9 * follows - values[t] + 0.9 * 0.8 * running
+            follows = values[t]
+            returns.insert(0, running + values[t])
+        assert item.returns.tolist() == pytest.approx(returns, abs=1e-4)
+    assert 0 < n_cut < len(items)
+
+
+# Processes
+
+
+class Processes:
+    """What each of some processes of `ppo_reference_worker.py` wrote."""
+
+    def __init__(self, n: int, folder: Path):
+        folder.mkdir()
+        self.n, self.folder = n, folder
+        worker = Path(__file__).parent / "distributed" / "ppo_reference_worker.py"
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+        environment = {
+            **os.environ,
+            "ACCELERATE_USE_CPU": "true",  # without it, accelerate starts independent runs of one process each
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [sys.executable, *launcher, str(worker), str(folder)]
+        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
+
+    def __getitem__(self, name: str) -> list[dict]:
+        results = []
+        for rank in range(self.n):
+            result = json.loads((self.folder / f"{name}-{rank}.json").read_text())
+            results.append({**result, "update": load_file(self.folder / f"{name}-{rank}.safetensors")})
+        return results
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    return Processes(2, folder / "two"), Processes(1, folder / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_as_one(kind, processes):
+    (first, second), (alone,) = (each[f"fit_{kind}"] for each in processes)
+    assert first["seed"] != second["seed"]  # they must not sample alike
+    parts = [
+        {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}
+        for part in ("model", "critic", "average")
+    ]
+    for part in parts:
+        assert norm(part) > 0.01
+        assert all(torch.equal(first["update"][name], second["update"][name]) for name in part)
+        assert relative_difference(part, {name: first["update"][name] for name in part}) <= 1e-5
+    assert len(alone["steps"]) == 2
+    # Extremes of micro-batches, which aren't the same, and what only one of the processes knows
+    own = ("ratio/max", "clip_ratio/low_min", "clip_ratio/high_max", "step_time", "of_process")
+    for results in zip(first["steps"], second["steps"], alone["steps"], strict=True):
+        assert results[0].keys() - {"step_time"} == results[1].keys() - {"step_time"}
+        assert {"rollout/of_process_0", "rollout/of_process_1", "rollout/everywhere"} <= results[0].keys()
+        names = [name for name in results[2] if not any(part in name for part in own)]
+        assert {"policy_loss", "ptx_loss", "grad_norm", "kl_coef", "explained_variance", "rollout/reward_std"} <= set(
+            names
+        )
+        for name in names:
+            values = [result[name] for result in results]
+            assert values[0] == values[1] == pytest.approx(values[2], rel=1e-4, abs=1e-5), name
+    evaluated = [result["evaluated"] for result in (first, second, alone)]
+    assert evaluated[0] == evaluated[1] and evaluated[0]["num_samples"] == 5
+    for name in ("reward_mean", "reward_std", "response_length_mean", "everywhere_mean"):
+        assert evaluated[0][name] == pytest.approx(evaluated[2][name], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_a_checkpoint(processes):
+    first, second = processes[0]["resumed"]
+    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
+    for rank in (first, second):
+        assert rank["otherwise"] == []
+        assert rank["logs"][0] == rank["logs"][1] and len(rank["logs"][0]) == 4
+        assert rank["evaluated"][0] == rank["evaluated"][1]

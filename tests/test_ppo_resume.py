@@ -1,0 +1,394 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A PPO run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
+
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from test_resume import REPLAY, Recording, checkpoint, few_live, logged, same_weights
+from trainer_utils import audio_rows, image_rows, make_trainer, sound, text_rows, with_media
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+
+
+class RecordingPPO(Recording, MultimodalPPOTrainer):
+    """Keeps what each micro-batch was trained on, supervised rows included."""
+
+    def _supervised_batch(self):
+        batch = super()._supervised_batch()
+        if batch is not None:
+            prompts, ids, _ = batch
+            self.trained_on.append(([prompt.input_ids.tolist() for prompt in prompts], ids.tolist()))
+        return batch
+
+
+class WithoutFiniteGradient(RecordingPPO):
+    """Skips the updates of the steps 3, 4 and 5."""
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        return loss * torch.inf if self.state.global_step in (3, 4, 5) else loss
+
+
+# A generation batch is four prompts, trained on in two epochs of two optimizer steps each; five prompts are a dataset,
+# so that the one that is left out depends on the order. Three supervised rows take two steps, so that they straddle.
+EVERYTHING = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_ppo_epochs": 2,
+    "max_steps": 7,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "value_learning_rate": 2e-2,
+    "value_lr_scheduler_type": "cosine",
+    "value_warmup_steps": 0.3,
+    "freezing_actor_steps": 1,
+    "max_grad_norm": 1.0,
+    "beta": 0.1,
+    "kl_target": 0.05,
+    "kl_horizon": 50,
+    "reward_running_scale": True,
+    "bootstrap_truncated": True,
+    "ema_decay": 0.9,
+    "ptx_coef": 0.5,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
+
+
+def answered(rows):
+    """Three supervised rows that hold the media of others."""
+    return rows.select(range(3)).add_column("completion", ["It is a cat.", "There are two of them, I think.", "No"])
+
+
+def answered_audio():
+    return with_media(answered(text_rows()), "audio", [sound(0.5 + 0.1 * i, seed=20 + i) for i in range(3)])
+
+
+@dataclass
+class Case:
+    """
+    A run to interrupt.
+
+    Args:
+        family (`str`):
+            Model.
+        rows (`Callable`):
+            Makes the dataset of so many prompts.
+        supervised (`Callable`):
+            Makes the supervised dataset.
+        options (`dict`):
+            What differs from `EVERYTHING`, for [`make_trainer`].
+        stops (`list[int]`):
+            Steps to resume from, beside one chosen at random.
+        moving (`list[str]`):
+            Metrics that must not stay 0, or the case would show nothing.
+        n_rows (`int`):
+            Number of prompts.
+    """
+
+    family: str
+    rows: Callable
+    supervised: Callable
+    options: dict
+    stops: list[int]
+    moving: list[str] = field(default_factory=list)
+    n_rows: int = 5
+
+    def make(self, folder: Path, trainer_class=RecordingPPO, **options):
+        arguments = {**EVERYTHING, **self.options, **options}
+        objects = {"ptx_dataset": self.supervised(), **arguments.pop("objects", {})}
+        return make_trainer(trainer_class, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
+
+
+def image_case(options, stops, *more, family="qwen2_5_vl", **fields):
+    return Case(family, image_rows, lambda: answered(image_rows()), options, stops, *more, **fields)
+
+
+def audio_case(options, stops, *more, **fields):
+    return Case("qwen2_audio", audio_rows, answered_audio, options, stops, *more, **fields)
+
+
+# Between the epochs of a generation batch, inside the second of them, and between two generation batches
+EVERYWHERE = [2, 3, 4]
+CASES = {
+    "audio": audio_case({}, EVERYWHERE),
+    "image": image_case({}, EVERYWHERE),
+    "tied weights": image_case({}, [3], family="gemma3"),
+    "shared trunk": image_case({"shared_trunk": True}, [3]),
+    "adapter": audio_case({"objects": {"peft_config": LORA}}, [3]),
+    "adapter on a shared trunk": image_case({"objects": {"peft_config": LORA}, "shared_trunk": True}, [5]),
+    "replay, dynamic sampling": image_case({**REPLAY, "reward": few_live, "max_steps": 10}, [2, 6], ["replay/frac"]),
+    "one completion of a prompt": audio_case({"num_generations": 1, "max_steps": 6}, [3], n_rows=17),
+    "divergence in the loss": image_case({"kl_in_reward": False, "kl_estimator": "k2"}, [3]),
+    "synchronised reference": image_case(
+        {"kl_target": None, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}, [3]
+    ),
+    "high entropies": audio_case({"top_entropy_quantile": 0.4, "entropy_source": "current"}, [3]),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Trainers that never stopped, by case, each with a checkpoint of every step."""
+    trainers = {}
+
+    def run(name: str):
+        if name not in trainers:
+            trainers[name] = CASES[name].make(tmp_path_factory.mktemp("straight"))
+            trainers[name].train()
+        return trainers[name]
+
+    return run
+
+
+def resume(name: str, folder: str | Path, output_dir: Path, **options):
+    """A new trainer that goes on from a checkpoint."""
+    trainer = CASES[name].make(output_dir, save_strategy="no", **options)
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert trainer.state.global_step == trainer.args.max_steps
+    return trainer
+
+
+def equal(a, b) -> bool:
+    """Whether two nested states are the same, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def state(trainer) -> dict:
+    """All that must be the same after a resumed run."""
+    return {
+        "weights": trainer.model.state_dict(),  # the critic's too
+        "average": trainer.ema._average,
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "rollouts": {key: value for key, value in trainer._rollout_state().items() if key not in NOT_COMPARED},
+        "logs": logged(trainer, set()),
+    }
+
+
+# Prompts are compared by what was trained on, and replayed groups by what comes of them; metrics hold durations
+NOT_COMPARED = {"buffered_inputs", "replay", "surplus", "metrics"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
+    case, uninterrupted = CASES[name], straight(name)
+    fresh = case.make(tmp_path).model.state_dict()
+    trained = uninterrupted.model.state_dict()
+    for part in (True, False):
+        moved = [n for n in fresh if n.startswith("critic.") == part and not torch.equal(fresh[n], trained[n])]
+        assert moved, "critic" if part else "policy"
+    for metric in ["kl", "kl_coef", "value_clip_ratio", "shaped_reward", "ptx_loss", *case.moving]:
+        assert any(entry.get(metric, 0) != 0 for entry in uninterrupted.state.log_history), metric
+    expected, last = state(uninterrupted), uninterrupted.args.max_steps
+    for step in {*case.stops, random.Random(name).randrange(1, last)}:
+        resumed = resume(name, checkpoint(uninterrupted, step), tmp_path)
+        assert resumed.trained_on == rest_of(uninterrupted, step), step
+        actual = state(resumed)
+        assert [key for key in expected if not equal(expected[key], actual[key])] == [], step
+
+
+def rest_of(trainer, step: int) -> list:
+    """What it trained on after a step: each micro-batch has an entry of its own and one of its supervised rows."""
+    return trainer.trained_on[2 * step * trainer.args.gradient_accumulation_steps :]
+
+
+# Nothing of this would show if the state didn't matter
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "lost"),
+    [
+        ("audio", 3, "step"),
+        ("audio", 3, "buffered_inputs"),
+        ("audio", 3, "kl_controller"),
+        ("audio", 3, "reward_scale"),
+        ("replay, dynamic sampling", 2, "surplus"),
+        ("replay, dynamic sampling", 6, "replay"),
+        ("replay, dynamic sampling", 6, "n_extra_prompts"),
+    ],
+)
+def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
+    load = MultimodalPPOTrainer._load_rollout_state
+
+    def load_without(trainer, state):
+        load(trainer, {**state, lost: trainer._rollout_state()[lost]})
+
+    monkeypatch.setattr(MultimodalPPOTrainer, "_load_rollout_state", load_without)
+    uninterrupted = straight(name)
+    resumed = resume(name, checkpoint(uninterrupted, step), tmp_path)
+    assert not same_weights(uninterrupted, resumed)
+
+
+def test_run_differs_without_the_critic_of_the_checkpoint(straight, tmp_path, monkeypatch):
+    """And with it alone: each of the two is restored."""
+    monkeypatch.setattr(MultimodalPPOTrainer, "_reload_critic", lambda trainer, checkpoint: None)
+    uninterrupted = straight("audio")
+    resumed = resume("audio", checkpoint(uninterrupted, 3), tmp_path)
+    assert not same_weights(uninterrupted, resumed)
+
+
+@pytest.fixture
+def copied(straight, tmp_path):
+    """Copies a checkpoint, to take something out of it."""
+
+    def copy(name: str, step: int) -> Path:
+        return Path(shutil.copytree(checkpoint(straight(name), step), tmp_path / f"checkpoint-{step}"))
+
+    return copy
+
+
+def test_checkpoint_without_rollouts_goes_on_with_new_completions(copied, straight, tmp_path, caplog):
+    folder = copied("audio", 3)
+    (folder / "rollout_state_0.pt").unlink()
+    with caplog.at_level(logging.WARNING):
+        resumed = resume("audio", folder, tmp_path)
+    assert "has no state of the rollouts" in caplog.text
+    assert resumed.trained_on != rest_of(straight("audio"), 3)
+
+
+@pytest.mark.parametrize("name", ["audio", "adapter", "shared trunk"])
+def test_checkpoint_without_a_critic(name, copied, tmp_path):
+    folder = copied(name, 3)
+    shutil.rmtree(folder / "critic")
+    with pytest.raises(ValueError, match=r"checkpoint-3 has no critic; it is no checkpoint of PPO with one\."):
+        resume(name, folder, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["audio", "shared trunk"])
+def test_checkpoint_whose_critic_has_no_head(name, copied, tmp_path):
+    folder = copied(name, 3)
+    (folder / "critic" / "value_head.safetensors").unlink()
+    with pytest.raises(ValueError, match="checkpoint-3 has no critic"):
+        resume(name, folder, tmp_path)
+
+
+def test_checkpoint_without_an_average(copied, straight, tmp_path):
+    folder = copied("audio", 3)
+    (folder / "ema.safetensors").unlink()
+    with pytest.raises(ValueError, match="checkpoint-3 has no average of the weights; resume without `ema_decay`"):
+        resume("audio", folder, tmp_path)
+    resumed = resume("audio", folder, tmp_path, ema_decay=None)
+    assert same_weights(resumed, straight("audio"))  # which the average doesn't touch
+
+
+def test_checkpoint_of_another_trainer(tmp_path):
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(5), tmp_path, **options).train()
+    trainer = make_trainer(MultimodalPPOTrainer, "qwen2_audio", audio_rows(5), tmp_path / "ppo", max_steps=2)
+    with pytest.raises(ValueError, match="has no critic"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_ppo_epochs": 3}, {"gamma": 0.9}, {"lam": 0.5}, {"bootstrap_truncated": False}]
+)
+def test_other_returns_ask_for_new_completions(changes, straight, tmp_path, caplog):
+    folder = checkpoint(straight("audio"), 3)
+    with caplog.at_level(logging.WARNING):
+        resumed = resume("audio", folder, tmp_path, **changes)
+    assert "Batches have changed" in caplog.text
+    assert resumed.trained_on != rest_of(straight("audio"), 3)
+
+
+def test_what_a_checkpoint_holds(straight):
+    """The critic and the average are beside the policy, which is a plain model."""
+    folder = Path(checkpoint(straight("audio"), 3))
+    assert {path.name for path in (folder / "critic").iterdir()} >= {"config.json", "value_head.safetensors"}
+    assert not any("critic" in name for name in load_file(folder / "model.safetensors"))
+    assert load_rollout_state(folder, 0)["n_skipped"] == 0
+    head = Path(checkpoint(straight("shared trunk"), 3), "critic")
+    assert [path.name for path in head.iterdir()] == ["value_head.safetensors"]
+
+
+def test_updates_that_were_skipped_count_after_a_resume(tmp_path):
+    case = CASES["audio"]
+    options = {"max_skipped_updates": 2, "ema_decay": None}
+    with pytest.raises(FloatingPointError, match=r"3 updates in a row isn't finite.* before step 4;"):
+        case.make(tmp_path, WithoutFiniteGradient, **options).train()
+    trainer = case.make(tmp_path / "again", WithoutFiniteGradient, **options, save_strategy="no")
+    with pytest.raises(FloatingPointError, match="3 updates in a row"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    weights = [load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 4, 5)]
+    assert not equal(*weights[:2]) and equal(weights[1], weights[2]) and equal(weights[2], weights[3])
+
+
+def test_best_model_is_loaded_with_its_critic(tmp_path):
+    """The reward is best at the first evaluation."""
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_steps": 6,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+        "greater_is_better": True,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 2,
+        "objects": {"eval_dataset": audio_rows(2)},
+        "reward": lambda completion_ids, trainer_state, **kwargs: [
+            len(ids) % 3 + 0.1 * (sum(ids) % 7) - 10 * trainer_state.global_step for ids in completion_ids
+        ],
+    }
+    trainer = CASES["audio"].make(tmp_path, **options)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    best = CASES["audio"].make(tmp_path / "best", save_strategy="no")
+    best._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
+    assert same_weights(trainer, best)
+
+
+# What a frozen policy leaves in the optimizer, and so in a checkpoint
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_trunk": True}], ids=["critic of its own", "shared trunk"])
+def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
+    """After the freeze, Adam starts as if the steps before hadn't been, though a shared trunk had gradients of the values."""
+    n_frozen, n_steps = 3, 4
+    case, options = CASES["image"], {**options, "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.1}
+    frozen = case.make(tmp_path, max_steps=n_frozen, freezing_actor_steps=n_frozen, **options)
+    before = {name: p.detach().clone() for name, p in frozen.model.named_parameters()}
+    frozen.train()
+    for name, p in frozen.model.named_parameters():
+        state = frozen.optimizer.state[p]
+        if name.startswith("critic."):
+            assert state["step"] == n_frozen and not torch.equal(p, before[name]), name
+        else:
+            assert not any(value.any() for value in state.values()), name
+            assert torch.equal(p, before[name]), name
+    thawed = case.make(tmp_path / "thawed", LastGradient, max_steps=n_steps, freezing_actor_steps=n_frozen, **options)
+    thawed.train()
+    group = thawed.optimizer.param_groups[0]
+    for name, p in thawed.model.named_parameters():
+        if not name.startswith("critic."):
+            state, gradient = thawed.optimizer.state[p], thawed.gradients[name]
+            assert state["step"] == n_steps - n_frozen
+            assert torch.allclose(state["exp_avg"], (1 - group["betas"][0]) * gradient, rtol=1e-5, atol=1e-12), name
+
+
+class LastGradient(RecordingPPO):
+    """Keeps the gradient of the last update."""
+
+    def _get_grad_norm(self, *args, **kwargs):
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        return norm

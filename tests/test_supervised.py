@@ -1,0 +1,552 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The supervised loss beside the policy's: what is learned, of which rows, and how much it moves the weights."""
+
+import io
+
+import pytest
+import soundfile
+import torch
+import transformers
+from datasets import Audio, Dataset, Image
+from families import FAMILIES, RATE, audio, image
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.media.columns import MediaError
+from trl_multimodal_rft.packing import completion_scores
+from trl_multimodal_rft.trainers.fetch import EndlessRows
+from trl_multimodal_rft.trainers.supervised import encode_supervised
+
+
+ANSWERS = ["It is a cat.", "There are two of them, I think.", "No"]
+FAMILY = {"audio": "qwen2_audio", "image": "qwen2_5_vl", "text": "qwen2_5_vl"}
+COEFFICIENT = 0.7
+
+
+def sound(i: int) -> dict:
+    return {"array": audio(0.3 + 0.1 * i, seed=i)["audio"], "sampling_rate": RATE}
+
+
+def picture(i: int):
+    return image(56 + 28 * (i % 2), 56, seed=i)["image"]
+
+
+def rows_of(kind: str) -> list[dict]:
+    """Three rows with a medium in a column of its own, or none."""
+    media = [{"audio": {"audio": sound(i)}, "image": {"image": picture(i)}, "text": {}}[kind] for i in range(3)]
+    questions = ["What is it?", "What is it? Is there a cat?", "How many?"]
+    return [
+        {"prompt": [{"role": "user", "content": q}], "completion": a, **m}
+        for q, a, m in zip(questions, ANSWERS, media, strict=True)
+    ]
+
+
+def encoded(rows: list[dict], family: str, **options):
+    model, processor = load(family)
+    return encode_supervised(rows, processor, model, [processor.tokenizer.eos_token_id], **options)
+
+
+def completions(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def whole_chat(row: dict, answer: str, kind: str) -> dict:
+    """What the processor makes of prompt and answer at once, with the medium inline."""
+    _, processor = load(FAMILY[kind])
+    block = {"audio": lambda: {"audio": row["audio"]["array"]}, "image": lambda: {"image": row["image"]}}
+    media = [{"type": kind, **block[kind]()}] if kind in block else []
+    messages = [
+        {"role": "user", "content": [*media, {"type": "text", "text": row["prompt"][0]["content"]}]},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    return processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
+
+
+# What is learned
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize("form", ["text", "message", "messages", "blocks", "inline"])
+def test_completion_is_that_of_the_chat_template_up_to_its_end(kind, form):
+    rows = rows_of(kind)
+    reshaped = [reshape(row, form, kind) for row in rows]
+    prompts, ids, mask = encoded(reshaped, FAMILY[kind])
+    _, processor = load(FAMILY[kind])
+    end = processor.tokenizer.eos_token_id
+    assert ids.shape == mask.shape and ids.dtype == torch.long
+    for row, answer, prompt, completion in zip(rows, ANSWERS, prompts, completions(ids, mask), strict=True):
+        whole = whole_chat(row, answer, kind)["input_ids"][0].tolist()
+        n = len(prompt)
+        assert prompt.input_ids.tolist() == whole[:n]
+        assert completion == whole[n : whole.index(end, n) + 1]  # the user's turn has ended, too
+        assert processor.tokenizer.decode(completion[:-1]) == answer
+        assert (prompt.modalities == {kind}) == (kind != "text")
+
+
+def reshape(row: dict, form: str, kind: str) -> dict:
+    """The same row in another of the accepted forms."""
+    question, answer = row["prompt"], row["completion"]
+    media = {key: value for key, value in row.items() if key in ("audio", "image")}
+    if form == "text":
+        return row
+    if form == "message":
+        return {"prompt": question, "completion": [{"role": "assistant", "content": answer}], **media}
+    if form == "messages":
+        return {"messages": [*question, {"role": "assistant", "content": answer}], **media}
+    block = {"type": "text", "text": answer, "image": None}  # as Arrow fills what other blocks have
+    placeholder = [{"type": kind}] if media else []
+    asked = {"type": "text", "text": question[0]["content"]}
+    if form == "inline":
+        placeholder, media = [{"type": k, k: v} for k, v in media.items()], {}
+    chat = [{"role": "user", "content": [*placeholder, asked]}, {"role": "assistant", "content": [block]}]
+    return {"messages": chat, "prompt": None, "completion": None, **media}
+
+
+def test_texts_without_media_are_taken_as_they_are():
+    rows = [{"prompt": "Is there a cat?", "completion": " No"}, {"prompt": "And a dog?", "completion": " Yes, it is."}]
+    prompts, ids, mask = encoded(rows, "qwen2_5_vl")
+    _, processor = load("qwen2_5_vl")
+    tokenizer = processor.tokenizer
+    for row, prompt, completion in zip(rows, prompts, completions(ids, mask), strict=True):
+        assert prompt.input_ids.tolist() == tokenizer(row["prompt"])["input_ids"]
+        assert completion == [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+
+
+def test_rows_do_not_depend_on_those_beside_them():
+    """A plain text stays one where another row has an image, whose text is written by the chat template."""
+    plain = {"prompt": "Is there a cat?", "completion": " No", "image": None}
+    seen = {"prompt": "Is there a cat?", "completion": "No", "image": picture(0)}
+    together, ids, mask = encoded([plain, seen], "qwen2_5_vl")
+    for row, prompt, completion in zip([plain, seen], together, completions(ids, mask), strict=True):
+        (alone,), own_ids, own_mask = encoded([row], "qwen2_5_vl")
+        assert prompt.input_ids.tolist() == alone.input_ids.tolist()
+        assert [completion] == completions(own_ids, own_mask)
+    _, processor = load("qwen2_5_vl")
+    assert "<|im_start|>" not in processor.tokenizer.decode(together[0].input_ids)
+    assert "<|im_start|>" in processor.tokenizer.decode(together[1].input_ids)
+
+
+@pytest.mark.parametrize("answer", ["No<|im_end|>\nand more", "No<|endoftext|> and more<|im_end|>"])
+def test_completion_goes_to_the_first_of_the_end_tokens(answer):
+    model, processor = load("qwen2_5_vl")
+    tokenizer = processor.tokenizer
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    row = {"prompt": "Is there a cat?", "completion": answer}
+    _, ids, _ = encode_supervised([row], processor, model, ends)
+    assert ids.tolist() == [[*tokenizer("No")["input_ids"], ends["endoftext" in answer]]]
+
+
+def test_several_messages_before_the_answer():
+    chat = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Is there a cat?"},
+        {"role": "assistant", "content": "No"},
+        {"role": "user", "content": "And a dog?"},
+        {"role": "assistant", "content": "It is a dog."},
+    ]
+    (prompt,), ids, _ = encoded([{"messages": chat, "image": picture(0)}], "qwen2_5_vl")
+    _, processor = load("qwen2_5_vl")
+    text = processor.tokenizer.decode(prompt.input_ids)
+    assert "helpful" in text and "No<|im_end|>" in text and text.endswith("<|im_start|>assistant\n")
+    assert processor.tokenizer.decode(ids[0]) == "It is a dog.<|im_end|>"
+
+
+def test_tokenizer_that_marks_the_start_of_a_text():
+    """Of a tokenizer like Llama's, the tokens of an answer aren't those that it has as a text of its own."""
+    words = ["<s>", "</s>", "▁Q", "▁A", ":", "▁Yes", "▁", "Yes"]
+    bpe = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Split(":", "isolated")]
+    )
+    bpe.decoder = decoders.Metaspace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %} A:{{ m.content }}</s>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %} A:{% endif %}"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    row = {"prompt": [{"role": "user", "content": "Q:"}], "completion": "Yes"}
+    (prompt,), ids, _ = encode_supervised([row], tokenizer, model, [1])
+    assert tokenizer.convert_ids_to_tokens(prompt.input_ids) == ["▁Q", ":", "▁A", ":"]
+    assert tokenizer.convert_ids_to_tokens(ids[0]) == ["Yes", "</s>"]
+    assert tokenizer.tokenize("Yes</s>") == ["▁Yes", "</s>"]
+
+
+def test_token_that_would_reach_over_the_border():
+    """No completion could be sampled that begins within a token, so the answer's tokens are its own."""
+    _, processor = load("qwen2_5_vl")
+    tokenizer = processor.tokenizer
+    before, answer = "ca", "t"
+    assert len(tokenizer(before + answer)["input_ids"]) < sum(len(tokenizer(t)["input_ids"]) for t in (before, answer))
+    (prompt,), ids, _ = encoded([{"prompt": before, "completion": answer}], "qwen2_5_vl")
+    assert prompt.input_ids.tolist() == tokenizer(before)["input_ids"]
+    assert ids[0].tolist() == [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("voxtral", "paligemma")])
+def test_every_family_that_has_a_chat_template(family):
+    """Prompt and completion are together what the processor makes of both."""
+    model, processor = FAMILIES[family].build()
+    end = processor.tokenizer.eos_token_id
+    for chat in FAMILIES[family].prompts()[:2]:
+        blocks = [
+            {**block, "audio": {"array": block["audio"], "sampling_rate": RATE}} if block["type"] == "audio" else block
+            for block in chat[0]["content"]
+        ]
+        row = {"prompt": [{"role": "user", "content": blocks}], "completion": "It is a cat."}
+        (prompt,), ids, _ = encode_supervised([row], processor, model, [end])
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "It is a cat."}]}
+        whole = processor.apply_chat_template([[*chat, answer]], tokenize=True, return_dict=True, return_tensors="pt")[
+            "input_ids"
+        ][0].tolist()
+        assert [*prompt.input_ids.tolist(), *ids[0].tolist()] == whole[: whole.index(end, len(prompt)) + 1]
+
+
+# How much it costs
+
+
+def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> torch.Tensor:
+    """Mean over the tokens of an answer, by transformers' own loss on labels, with everything before them masked."""
+    inputs = whole_chat(row, answer, kind)
+    _, processor = load(FAMILY[kind])
+    ids = inputs["input_ids"]
+    end = ids[0].tolist().index(processor.tokenizer.eos_token_id, n_prompt) + 1
+    inputs = {
+        k: v[:, :end] if k in ("input_ids", "attention_mask", "mm_token_type_ids") else v for k, v in inputs.items()
+    }
+    labels = inputs["input_ids"].clone()
+    labels[:, :n_prompt] = -100
+    return model(**inputs, labels=labels).loss
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_loss_and_gradient_are_those_of_a_plain_forward(kind):
+    rows = rows_of(kind)
+    prompts, ids, mask = encoded(rows, FAMILY[kind])
+    plain, _ = load(FAMILY[kind])
+    losses = [
+        cross_entropy(plain, row, answer, kind, len(prompt))
+        for row, answer, prompt in zip(rows, ANSWERS, prompts, strict=True)
+    ]
+    lengths = mask.sum(1)
+    expected = sum(loss * n for loss, n in zip(losses, lengths, strict=True)) / lengths.sum()
+    expected.backward()
+
+    model, _ = load(FAMILY[kind])
+    add_fused_lm_head(model, temperature=1.0)
+    logps = completion_scores(model, model, prompts, ids, mask, packed=False)[0]
+    loss = -(logps * mask).sum() / mask.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == {name for name, p in plain.named_parameters() if p.grad is not None}
+    distance = torch.stack([(gradients[n] - p.grad).norm() for n, p in plain.named_parameters() if n in gradients])
+    length = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None])
+    assert distance.norm() <= 1e-5 * length.norm()
+
+
+@pytest.mark.parametrize("kind", ["audio", "image"])
+def test_media_change_the_loss(kind):
+    model, _ = load(FAMILY[kind])
+    losses = []
+    for other in (0, 7):
+        row = {**rows_of(kind)[0], kind: {"audio": sound, "image": picture}[kind](other)}
+        if kind == "audio":
+            row["audio"] = {**row["audio"], "array": row["audio"]["array"][: int(0.3 * RATE)]}
+        if kind == "image":
+            row["image"] = row["image"].resize((56, 56))
+        (prompt,), _, _ = encoded([row], FAMILY[kind])
+        losses.append(cross_entropy(model, row, ANSWERS[0], kind, len(prompt)).item())
+    assert abs(losses[0] - losses[1]) > 0.01
+
+
+# Rows that can't be learned
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "A cat?"}, r"row 1 of `ptx_dataset` has \['prompt'\]; it needs `prompt` and `completion`, or"),
+        ({"prompt": "A cat?", "completion": None}, r"row 1 of `ptx_dataset` has \['prompt'\]"),
+        ({"completion": "No"}, r"row 1 of `ptx_dataset` has \['completion'\]"),
+        ({"text": "A cat? No"}, r"row 1 of `ptx_dataset` has \['text'\]"),
+        ({"messages": []}, r"row 1 of `ptx_dataset` has \['messages'\]"),
+        ({"messages": [{"role": "assistant", "content": "No"}]}, r"row 1 of `ptx_dataset` has \['messages'\]"),
+        (
+            {"messages": [{"role": "user", "content": "A cat?"}, {"role": "user", "content": "A dog?"}]},
+            "row 1, column 'messages': the answer to learn must be the assistant's, got one of 'user'",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "A cat?"}], "completion": [{"role": "user", "content": "No"}]},
+            "row 1, column 'completion': the answer to learn must be the assistant's, got one of 'user'",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "<|image_pad|>"},
+            r"row 1 of `ptx_dataset`: the completion holds '<\|image_pad\|>', which stands for media",
+        ),
+    ],
+)
+def test_row_that_can_not_be_learned(row, message):
+    with pytest.raises(ValueError, match=message):
+        encoded([{"prompt": "A dog?", "completion": "No"}, row], "qwen2_5_vl")
+
+
+def test_medium_that_can_not_be_read():
+    rows = rows_of("image")
+    rows[1]["image"] = {"path": "missing.png"}
+    with pytest.raises(MediaError, match="row 1, column 'image'"):
+        encoded(rows, "qwen2_5_vl")
+    rows[1] = {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": "No"}
+    with pytest.raises(MediaError, match=r"row 1, column 'prompt\[0\].content\[0\]': placeholder without image"):
+        encoded(rows, "qwen2_5_vl")
+
+
+def test_answer_with_a_medium():
+    answer = [{"role": "assistant", "content": [{"type": "image", "image": picture(0)}]}]
+    with pytest.raises(MediaError, match="row 0, .*: a completion is text"):
+        encoded([{"prompt": [{"role": "user", "content": "Draw."}], "completion": answer}], "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_template_that_writes_the_prompt_otherwise(kind):
+    template = (
+        "{% for message in messages %}{{ loop.length }}{{ message.role }}{% for block in message.content %}"
+        "{% if block.type == 'audio' %}<|AUDIO|>{% elif block.type == 'image' %}<|image_pad|>"
+        "{% else %}{{ block.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    rows = rows_of(kind)
+    if kind == "text":
+        rows = [{**row, "prompt": [{"role": "user", "content": [{"type": "text", "text": "A cat?"}]}]} for row in rows]
+    with pytest.raises(
+        ValueError, match="row 0 of `ptx_dataset`: the chat template writes the prompt otherwise when an"
+    ):
+        encoded(rows, FAMILY[kind], template_kwargs={"chat_template": template})
+
+
+def test_processor_without_a_template():
+    model, processor = FAMILIES["voxtral"].build()
+    row = {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "No"}
+    with pytest.raises(
+        ValueError, match="row 0 of `ptx_dataset`: VoxtralProcessor has no chat template that could write"
+    ):
+        encode_supervised([row], processor, model, [processor.tokenizer.eos_token_id])
+
+
+# Which rows
+
+
+def numbers(n: int) -> Dataset:
+    return Dataset.from_list([{"number": i} for i in range(n)])
+
+
+def order(rows: EndlessRows, start: int, n: int) -> list[int]:
+    return [row["number"] for row in rows.at(start, n)]
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_each_row_once_in_an_epoch_in_another_order_each_time(size):
+    rows = EndlessRows(numbers(size), seed=3)
+    drawn = order(rows, 0, 6 * size)
+    epochs = [drawn[i * size :][:size] for i in range(6)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert size == 1 or len(set(map(tuple, epochs))) > 1
+    in_pieces = [n for start in range(0, 6 * size, 3) for n in order(rows, start, min(3, 6 * size - start))]
+    assert in_pieces == drawn
+    assert order(EndlessRows(numbers(size), seed=3), 0, 6 * size) == drawn
+    assert size == 1 or order(EndlessRows(numbers(size), seed=4), 0, 6 * size) != drawn
+
+
+class Supervised(Injected, MultimodalPPOTrainer):
+    """Remembers the supervised rows of each micro-batch: their completions, and which media they hold."""
+
+    def __init__(self, *args, **kwargs):
+        self.rows, self.modalities = [], []
+        super().__init__(*args, **kwargs)
+
+    def _supervised_batch(self):
+        batch = super()._supervised_batch()
+        if batch is not None:
+            prompts, ids, mask = batch
+            self.rows.append(completions(ids, mask))
+            self.modalities.append([set(prompt.modalities) for prompt in prompts])
+        return batch
+
+
+def supervised(kind: str, n: int = 5) -> Dataset:
+    """Rows whose completions tell them apart."""
+    rows = [{**rows_of(kind)[i % 3], "completion": f"number {i}"} for i in range(n)]
+    return Dataset.from_list(rows)
+
+
+POLICY_ROWS = {"audio": audio_rows, "image": image_rows, "text": text_rows}
+OPTIONS = {
+    "num_ppo_epochs": 1,
+    "self_check": False,
+    "ptx_coef": COEFFICIENT,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+}
+
+
+def test_rows_of_a_run():
+    """Two for each micro-batch, in the order of the seed; of evaluations none."""
+    data = supervised("text")
+    objects = {"ptx_dataset": data, "eval_dataset": text_rows(4)}
+    options = {
+        **OPTIONS,
+        "per_device_ptx_batch_size": 2,
+        "max_steps": 5,
+        "seed": 7,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    }
+    result = run(Supervised, "qwen2_5_vl", text_rows(), objects=objects, **options)
+    _, ids, mask = encoded(EndlessRows(data, 7).at(0, 20), "qwen2_5_vl")
+    drawn = completions(ids, mask)
+    assert result.trainer.rows == [drawn[i : i + 2] for i in range(0, 20, 2)]
+    for epoch in range(4):
+        assert len(set(map(tuple, drawn[5 * epoch :][:5]))) == 5
+
+
+# In the update
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("audio", {}),
+        ("image", {}),
+        ("text", {}),
+        ("image", {"shared_trunk": True}),
+        ("audio", {"advantage_estimator": "group_norm"}),
+        ("image", {"loss_type": "grpo", "packing": "padded"}),
+        ("audio", {"objects": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}}),
+    ],
+    ids=["audio", "image", "text", "shared trunk", "without a critic", "padded", "adapter"],
+)
+def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, tmp_path):
+    """One step of gradient descent: both gradients add up."""
+    options = {**OPTIONS, **options, "max_steps": 1, "learning_rate": 0.1}
+    own = dict(options.pop("objects", {}))
+    data, family = supervised(kind), FAMILY[kind]
+    objects = {**own, "ptx_dataset": data}
+    with_it = run(Supervised, family, POLICY_ROWS[kind](), objects=objects, **options)
+    without = run(Supervised, family, POLICY_ROWS[kind](), objects=own, **{**options, "ptx_coef": 0.0})
+    start = make_trainer(
+        Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **{**options, "ptx_coef": 0.0}
+    )
+    rows = EndlessRows(data, start.args.seed).at(0, 2)
+    model = start.model
+    losses = []
+    for row in rows:
+        (prompt,), _, _ = encoded([row], family)
+        losses.append(cross_entropy(model, row, row["completion"], kind, len(prompt)))
+    loss = sum(losses) / len(losses)
+    assert [entry["ptx_loss"] for entry in with_it.history if "ptx_loss" in entry] == pytest.approx(
+        [loss.item()], rel=1e-5
+    )
+    loss.backward()
+    step = -start.args.learning_rate * COEFFICIENT
+    expected = {n: 0 if p.grad is None else step * p.grad for n, p in model.named_parameters()}
+    difference = {n: with_it.update[n] - without.update[n] for n in expected}
+    length = torch.stack([torch.as_tensor(v).float().norm() for v in expected.values()]).norm()
+    assert length > 1e-3
+    assert torch.stack([(difference[n] - expected[n]).norm() for n in expected]).norm() <= 1e-4 * length
+    assert not any(n.startswith("critic.") and difference[n].any() for n in difference)
+
+
+def test_frozen_policy_learns_nothing():
+    options = {**OPTIONS, "max_steps": 1, "freezing_actor_steps": 1}
+    result = run(Supervised, "qwen2_5_vl", text_rows(), objects={"ptx_dataset": supervised("text")}, **options)
+    moved = {name for name, change in result.update.items() if change.any()}
+    assert moved and all(name.startswith("critic.") for name in moved)
+    assert result.history[0]["ptx_loss"] > 1  # and says what it would cost
+
+
+def test_supervised_loss_falls():
+    options = {**OPTIONS, "max_steps": 8, "learning_rate": 0.05, "optim": "adamw_torch", "max_grad_norm": 1.0}
+    objects = {"ptx_dataset": supervised("audio", 2)}
+    result = run(Supervised, "qwen2_audio", audio_rows(), objects=objects, **{**options, "ptx_coef": 10.0})
+    losses = [entry["ptx_loss"] for entry in result.history if "ptx_loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# Media columns
+
+
+def test_columns_of_datasets_with_features():
+    """Encoded files of `Audio` and `Image` columns are decoded, like those given as arrays."""
+    files = []
+    for i in range(3):
+        buffer = io.BytesIO()
+        soundfile.write(buffer, sound(i)["array"], RATE, format="WAV", subtype="FLOAT")
+        files.append({"bytes": buffer.getvalue(), "path": None})
+    chats = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows_of("text")]
+    heard = Dataset.from_list([{**chat, "audio": file} for chat, file in zip(chats, files, strict=True)])
+    seen = Dataset.from_list([{**chat, "image": picture(i)} for i, chat in enumerate(chats)])
+    cases = [
+        ("audio", heard.cast_column("audio", Audio())),
+        ("audio", heard.cast_column("audio", Audio(decode=False))),
+        ("image", seen),
+        ("image", seen.cast_column("image", Image(decode=False))),
+    ]
+    for kind, data in cases:
+        expected, *_ = encoded(rows_of(kind), FAMILY[kind])
+        prompts, *_ = encoded(EndlessRows(data, 0).rows.__getitems__([0, 1, 2]), FAMILY[kind])
+        for a, b in zip(prompts, expected, strict=True):
+            assert a.media.keys() == b.media.keys()
+            assert a.input_ids.tolist() == b.input_ids.tolist()
+            assert all((a.media[n].float() - b.media[n].float()).abs().max() <= 1e-5 for n in a.media)
+
+
+@pytest.mark.parametrize("kind", ["audio", "image"])
+def test_media_columns_reach_the_trainer(kind):
+    """Which removes the columns that its own rows don't need."""
+    data = supervised(kind)
+    options = {**OPTIONS, "max_steps": 1, "per_device_ptx_batch_size": 2}
+    trainer = run(Supervised, FAMILY[kind], POLICY_ROWS[kind](), objects={"ptx_dataset": data}, **options).trainer
+    assert trainer.modalities == [[{kind}] * 2] * 2
+
+
+def test_media_inline_in_a_dataset():
+    """Arrow gives arrays back as lists, and fills the keys that other blocks have."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "audio", "audio": sound(i)}, {"type": "text", "text": "What?"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[i]}]},
+            ]
+        }
+        for i in range(3)
+    ]
+    read = EndlessRows(Dataset.from_list(rows), 0).rows.__getitems__([0, 1, 2])
+    prompts, ids, mask = encoded(read, "qwen2_audio")
+    expected, own_ids, own_mask = encoded(rows, "qwen2_audio")
+    assert completions(ids, mask) == completions(own_ids, own_mask)
+    for a, b in zip(prompts, expected, strict=True):
+        assert all((a.media[n].float() - b.media[n].float()).abs().max() <= 1e-5 for n in a.media)
+
+
+# Options
+
+
+def test_dataset_and_coefficient_go_together(tmp_path):
+    with pytest.raises(ValueError, match=r"`ptx_dataset` and `ptx_coef` \(0.0\) go together; set both"):
+        make_trainer(
+            MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, objects={"ptx_dataset": supervised("text")}
+        )
+    with pytest.raises(ValueError, match=r"`ptx_dataset` and `ptx_coef` \(0.5\) go together; pass both"):
+        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, ptx_coef=0.5)
+    with pytest.raises(
+        ValueError, match="`ptx_coef` adds the likelihood of a dataset, .* at `temperature=1`, got 0.7"
+    ):
+        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, ptx_coef=0.5, temperature=0.7)
+    with pytest.raises(ValueError, match="`per_device_ptx_batch_size` must be at least 1, got 0"):
+        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, per_device_ptx_batch_size=0)
