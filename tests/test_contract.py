@@ -16,6 +16,7 @@ from trl.trainer.utils import RepeatSampler
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
@@ -62,6 +63,9 @@ OVERRIDDEN = {
     ),
     GRPO + "_load_optimizer_and_scheduler": "self checkpoint",
     GRPO + "_save_checkpoint": "self model trial",
+    GRPO + "compute_loss": "self model inputs return_outputs num_items_in_batch",
+    "transformers:Trainer._get_output_dir": "self trial",
+    "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
 }
 OVERRIDDEN_RLOO = {
     **{path.replace(GRPO, RLOO): parameters for path, parameters in OVERRIDDEN.items()},
@@ -69,6 +73,15 @@ OVERRIDDEN_RLOO = {
 }
 # Methods that the GRPO trainer overrides beside those
 OVERRIDDEN_GRPO = {GRPO + "get_high_entropy_mask": "self entropies mask threshold"}
+# Methods that the PPO trainer overrides beside those
+OVERRIDDEN_PPO = {
+    "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
+    "transformers:Trainer.create_optimizer": "self model",
+    "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
+    "transformers:Trainer._get_grad_norm": "self model grad_norm",
+    "transformers:Trainer.save_model": "self output_dir _internal_call",
+    "transformers:Trainer._save": "self output_dir state_dict",
+}
 
 # Functions and methods that are called: parameters that are given
 CALLED = {
@@ -123,9 +136,12 @@ CALLED = {
 }
 
 
-@pytest.mark.parametrize("path", {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO})
+ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO, **OVERRIDDEN_PPO}
+
+
+@pytest.mark.parametrize("path", ALL_OVERRIDDEN)
 def test_overridden_method_has_these_parameters(path):
-    expected = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO}[path]
+    expected = ALL_OVERRIDDEN[path]
     assert list(inspect.signature(find(path)).parameters) == expected.split()
 
 
@@ -155,6 +171,7 @@ def test_every_override_is_in_the_contract(trl, contract):
 def test_overrides_of_the_trainers_are_in_the_contract():
     assert methods(MultimodalGRPOTrainer, GRPOTrainer) - names(OVERRIDDEN) == names(OVERRIDDEN_GRPO)
     assert methods(MultimodalRLOOTrainer, RLOOTrainer) == {"_compute_loss"}
+    assert methods(MultimodalPPOTrainer, GRPOTrainer) - names(OVERRIDDEN) == names(OVERRIDDEN_PPO)
 
 
 TRAINERS = [
@@ -191,7 +208,7 @@ def test_accumulation_steps_are_set_when_training_starts():
 
 @pytest.mark.parametrize(
     ("module", "contract"),
-    [(grpo_trainer, {**OVERRIDDEN, **OVERRIDDEN_GRPO}), (rloo_trainer, OVERRIDDEN_RLOO)],
+    [(grpo_trainer, {**OVERRIDDEN, **OVERRIDDEN_GRPO, **OVERRIDDEN_PPO}), (rloo_trainer, OVERRIDDEN_RLOO)],
     ids=["grpo", "rloo"],
 )
 def test_trl_builds_on_the_methods_that_are_overridden(module, contract):
