@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -107,7 +108,7 @@ def published_config(size: str) -> Qwen2_5_VLConfig:
     )
 
 
-def meta_model(config: PreTrainedConfig, model_class: type[PreTrainedModel], lora: LoraConfig | None = None) -> nn.Module:
+def meta_model(config: PreTrainedConfig, model_class: type[PreTrainedModel], lora: str | None = None) -> nn.Module:
     """
     A model without its numbers.
 
@@ -116,8 +117,8 @@ def meta_model(config: PreTrainedConfig, model_class: type[PreTrainedModel], lor
             Config of the model.
         model_class (`type`):
             Its class.
-        lora ([`~peft.LoraConfig`], *optional*):
-            Adapters to add; the rest of the model is then frozen.
+        lora (`str`, *optional*):
+            Linear layers with an adapter, see [`lora_config`]. All else is then frozen.
 
     Returns:
         `torch.nn.Module`: The model on the meta device.
@@ -125,7 +126,26 @@ def meta_model(config: PreTrainedConfig, model_class: type[PreTrainedModel], lor
     with torch.device("meta"):
         model = model_class(config)
         model.tie_weights()
-        return model if lora is None else get_peft_model(model, lora)
+        return model if lora is None else get_peft_model(model, lora_config(model, lora))
+
+
+def lora_config(model: nn.Module, targets: str, rank: int = 16) -> LoraConfig:
+    """
+    Adapters.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+        targets (`str`):
+            Ends of the names of the linear layers, with commas between them, or `"all-linear"`.
+        rank (`int`, *optional*, defaults to `16`):
+            Their rank.
+
+    Returns:
+        [`~peft.LoraConfig`]: The config.
+    """
+    names = targets if targets == "all-linear" else targets.split(",")
+    return LoraConfig(r=rank, target_modules=linear_layers(model, target_modules=names))
 
 
 # Widths
@@ -209,6 +229,8 @@ class Stack:
             Convolutions that media pass before the layers.
         trained (`bool`):
             Whether anything here is trained.
+        rotary (`bool`):
+            Whether positions are rotations.
         window (`tuple[int, int] | None`):
             Positions of a window of attention, and how many layers look beyond theirs.
     """
@@ -228,6 +250,7 @@ class Stack:
     outside: tuple[Linear, ...] = ()
     convolutions: tuple[Convolution, ...] = ()
     trained: bool = True
+    rotary: bool = False
     window: tuple[int, int] | None = None
 
     @property
@@ -254,8 +277,8 @@ class Anatomy:
             Parameters, and those that are trained. A shared weight counts once.
         n_tensors (`int`), n_trained_tensors (`int`):
             Number of those tensors.
-        n_quantized (`int`):
-            Weights that bitsandbytes holds in 4 bits: those of linear layers but the head.
+        n_quantized (`int`), n_quantized_tensors (`int`):
+            Weights that bitsandbytes holds in 4 bits, and their tensors: those of linear layers but the head.
     """
 
     decoder: Stack
@@ -267,6 +290,7 @@ class Anatomy:
     n_tensors: int
     n_trained_tensors: int
     n_quantized: int
+    n_quantized_tensors: int
 
     @property
     def adapted(self) -> bool:
@@ -319,7 +343,8 @@ def anatomy(model: nn.Module) -> Anatomy:
         n_trained=sum(p.numel() for p in parameters if p.requires_grad),
         n_tensors=len(parameters),
         n_trained_tensors=sum(p.requires_grad for p in parameters),
-        n_quantized=sum(m.weight.numel() for m in quantized),
+        n_quantized=sum(m.in_features * m.out_features for m in quantized),
+        n_quantized_tensors=len(quantized),
     )
 
 
@@ -389,6 +414,7 @@ def _read_stack(module: nn.Module) -> Stack:
             for part in convolutions
         ),
         trained=any(p.requires_grad for p in module.parameters()),
+        rotary=any("RotaryEmbedding" in type(part).__name__ for part in module.modules()),
     )
 
 
@@ -771,16 +797,18 @@ def _trunk(body: Anatomy, setup: Setup) -> tuple[int, int]:
     held = 0
     for kind, stack in body.encoders.items():
         own = [prompt for prompt in media if prompt.positions and prompt.modality == kind]
-        # With checkpointing, PEFT makes the first features require a gradient, also where nothing is trained
-        if own and (stack.trained or setup.checkpointing and body.adapted):
+        if own and _reached(body, stack, setup):
             passes.append((stack, sum(prompt.positions for prompt in own), encoder_attention(stack, own)))
             held += beside_layers(stack, own, numbers)
     held += setup.tokens * kept_norm(decoder.hidden, decoder.norms[0][1], decoder.layer_norm, numbers)
-    held += 2 * setup.tokens * decoder.head_dim * numbers.stream  # cosines and sines
     in_layer = 0
     for stack, count, attended in passes:
         layer = layer_bytes(stack, count, attended, numbers)
         held += attended.shared_masks * (1 + numbers.compute)
+        if stack.rotary:
+            held += 2 * count * stack.head_dim * numbers.stream  # cosines and sines
+        if setup.checkpointing and body.adapted:
+            held += count * stack.hidden * numbers.stream  # features that are leaves of the graph
         # Gradients on their way through the MLP
         gradients = numbers.compute * count * (stack.mlp * (2 if stack.gated else 1) + stack.hidden)
         if setup.checkpointing:
@@ -790,6 +818,14 @@ def _trunk(body: Anatomy, setup: Setup) -> tuple[int, int]:
             held += stack.n_layers * layer
             in_layer = max(in_layer, gradients)
     return held, in_layer
+
+
+def _reached(body: Anatomy, stack: Stack, setup: Setup) -> bool:
+    """
+    Whether a gradient passes an encoder. With LoRA and checkpointing PEFT makes its first features require one, so that it
+    does also where nothing is trained.
+    """
+    return stack.trained or setup.checkpointing and body.adapted
 
 
 def _linear_weights(stack: Stack) -> int:
@@ -818,9 +854,9 @@ def predict(body: Anatomy, setup: Setup) -> dict[str, float]:
     trained, frozen = body.n_trained, body.n_parameters - body.n_trained
     weights, gradients, optimizer = _states(trained, frozen, body.n_trained_tensors, setup, body.adapted)
     if setup.quantized:
-        # bitsandbytes: half a byte, and for 64 of them a byte and for 256 * 64 of them a float
-        weights -= body.n_quantized * PRECISIONS["bfloat16"].weight
-        weights += body.n_quantized * (1 / 2 + 1 / 64 + 4 / (64 * 256))
+        # bitsandbytes: half a byte, for 64 of them a byte and for 256 * 64 of them a float, and for each tensor two tables
+        weights += body.n_quantized * (1 / 2 + 1 / 64 + 4 / (64 * 256) - PRECISIONS["bfloat16"].weight)
+        weights += body.n_quantized_tensors * (4 * 16 + 4 * 256 + 4)
     critic = sum(_critic_states(body, setup))
     full = body.n_parameters * numbers.weight
     shards, layers = SHARDED.get(setup.strategy, (False,) * 3), [stack.parameters for stack in body.stacks]
@@ -956,14 +992,15 @@ def _trunk_operations(body: Anatomy, setup: Setup) -> tuple[float, float]:
     for kind, stack in body.encoders.items():
         own = [prompt for prompt in setup.media() if prompt.positions and prompt.modality == kind]
         outputs = sum(prompt.positions for prompt in own)
-        passes.append((stack, outputs, encoder_attention(stack, own), stack.trained))
+        reached = _reached(body, stack, setup)
+        passes.append((stack, outputs, encoder_attention(stack, own), reached))
         tokens = sum(prompt.media_tokens for prompt in own)
         beside = 2 * tokens * sum(linear.inputs * linear.outputs for linear in stack.outside)
         for each in reversed(stack.convolutions):
             beside += 2 * outputs * each.inputs * each.kernel * each.outputs
             outputs *= each.stride
         forward += beside
-        update += beside * (3 if stack.trained else 1)
+        update += beside * (3 if stack.trained else 1 + reached)
     for stack, count, attended, reached in passes:
         products = 2 * count * sum(linear.inputs * linear.outputs for linear in stack.linears)
         of_trained = 2 * count * sum(linear.inputs * linear.outputs for linear in stack.linears if linear.trained)
@@ -973,7 +1010,10 @@ def _trunk_operations(body: Anatomy, setup: Setup) -> tuple[float, float]:
         # Of each product the gradients of input and weight; attention computes its scores again
         backward = reached * (products + of_trained + 2 * adapters + 2.5 * attention)
         forward += stack.n_layers * once
-        update += stack.n_layers * (once * (1 + (setup.checkpointing and reached)) + backward)
+        # A layer isn't computed again to its end, but to the last input that it kept
+        out_of_mlp = 2 * count * stack.mlp * stack.hidden
+        again = (setup.checkpointing and reached) * (once - out_of_mlp)
+        update += stack.n_layers * (once + again + backward)
     return forward, update
 
 
@@ -1018,7 +1058,7 @@ class Watched:
 
     `watch` says of each micro-batch what is watched, `"memory"`, `"operations"` or `"time"`: counting operations keeps
     tensors alive, and both take time. `moments` are the results: the `batch`, the bytes of activations `held` where a backward
-    pass starts and at the `peak`, the `operations`, the `seconds` of CPU time, and the bytes of `gradients` afterwards.
+    pass starts and at the `peak`, the `operations`, the `seconds` of CPU time, and the bytes of `weights` and `gradients`.
     """
 
     watch: Sequence[str] = ("operations", "memory")
@@ -1062,6 +1102,7 @@ class Watched:
                 peak=self._live.peak,
                 operations=self._counter.get_total_flops(),
                 seconds=seconds,
+                weights=sum(map(_bytes, self.model.parameters())),
                 gradients=sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None),
             )
         )
@@ -1108,11 +1149,13 @@ class Case:
     precision: str = "float32"
     lora: str | None = None
     critic: str | None = None
+    quantized: bool = False
     long: bool = False
 
 
 def _case(modality: str = "image", **options) -> Case:
-    own = {name: options.pop(name) for name in ("precision", "lora", "critic", "long") if name in options}
+    names = ("precision", "lora", "critic", "quantized", "long")
+    own = {name: options.pop(name) for name in names if name in options}
     return Case(modality, tuple(options.items()), **own)
 
 
@@ -1131,6 +1174,7 @@ CASES = {
     "LoRA on q, v": _case(lora="q_proj,v_proj"),
     "LoRA on all, bfloat16": _case(lora="all-linear", precision="bfloat16"),
     "LoRA on q, v, checkpointing": _case(lora="q_proj,v_proj", gradient_checkpointing=True),
+    "QLoRA on q, v": _case(lora="q_proj,v_proj", quantized=True, precision="bfloat16"),
     "PPO, critic": _case(critic="copy"),
     "PPO, shared trunk": _case(critic="shared_trunk"),
     "audio, padded": _case("audio", packing="padded"),
@@ -1159,7 +1203,7 @@ def _image_model(long: bool):
         vision={
             "depth": 4,
             "hidden_size": 128,
-            "intermediate_size": 344,
+            "intermediate_size": 384,
             "num_heads": 4,
             "out_hidden_size": 256,
             "fullatt_block_indexes": [3],
@@ -1236,6 +1280,17 @@ def build_trainer(case: Case, folder: str) -> Watched:
     model, processor, rows = (_image_model if case.modality == "image" else _audio_model)(case.long)
     if case.precision == "bfloat16":
         model = model.to(torch.bfloat16)
+    if case.quantized:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        model = type(model).from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=quantization, device_map="cpu"
+        )
     options = dict(case.options)
     group = options.setdefault("num_generations", 4)
     trainer_class, config_class = WatchedGRPO, MultimodalGRPOConfig
@@ -1258,23 +1313,6 @@ def build_trainer(case: Case, folder: str) -> Watched:
     )
     adapters = {} if case.lora is None else {"peft_config": lora_config(model, case.lora)}
     return trainer_class(model, policy_update.reward, config, rows, processing_class=processor, **adapters)
-
-
-def lora_config(model: nn.Module, targets: str) -> LoraConfig:
-    """
-    Adapters of rank 16.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model.
-        targets (`str`):
-            Ends of the names of the linear layers, with commas between them, or `"all-linear"`.
-
-    Returns:
-        [`~peft.LoraConfig`]: The config.
-    """
-    names = targets if targets == "all-linear" else targets.split(",")
-    return LoraConfig(r=16, target_modules=linear_layers(model, target_modules=names))
 
 
 def setup_of(case: Case, trainer: Watched, batch: dict) -> Setup:
@@ -1308,6 +1346,7 @@ def setup_of(case: Case, trainer: Watched, batch: dict) -> Setup:
         checkpointing=trainer.args.gradient_checkpointing,
         max_tokens=trainer.args.max_tokens_per_microbatch,
         critic=case.critic,
+        quantized=case.quantized,
         cuda=False,
         tile=trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE,
     )
@@ -1322,6 +1361,15 @@ def _small_tile():
         yield
     finally:
         trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = before
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    """With what bitsandbytes keeps beside a weight in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.nbytes
+    beside = [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    return parameter.nbytes + sum(tensor.nbytes for tensor in beside)
 
 
 def check(case: Case) -> dict[str, tuple[float, float]]:
@@ -1343,9 +1391,7 @@ def check(case: Case) -> dict[str, tuple[float, float]]:
         counted, watched = trainer.moments
         setup, counted_setup = (setup_of(case, trainer, moment.batch) for moment in (watched, counted))
     policy = trainer._unwrapped(trainer.model).eval()
-    critic, policy.critic = getattr(policy, "critic", None), None  # not a part of the policy
-    body = anatomy(trainer.model)
-    policy.critic = critic
+    body = anatomy(meta_model(policy.config, type(policy), case.lora))
     states, critics = predict(body, setup), _critic_states(body, setup)
     predicted = activations(body, setup)
     with torch.no_grad():
@@ -1361,8 +1407,8 @@ def check(case: Case) -> dict[str, tuple[float, float]]:
         )
     keys_and_values = [tensor for layer in output.past_key_values.layers for tensor in (layer.keys, layer.values)]
     optimizer = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    return {
-        "weights": (states["weights"] + critics[0], sum(p.nbytes for p in trainer.model.parameters())),
+    result = {
+        "weights": (states["weights"] + critics[0], watched.weights),
         "gradients": (states["gradients"] + critics[1], watched.gradients),
         "optimizer": (states["optimizer"] + critics[2], sum(value.nbytes for value in optimizer)),
         "activations": (predicted.held, watched.held),
@@ -1371,5 +1417,7 @@ def check(case: Case) -> dict[str, tuple[float, float]]:
             cache_bytes(body, replace(setup, lengths=[20] * len(setup.lengths))),
             sum(t.nbytes for t in keys_and_values),
         ),
-        "operations": (operations(body, counted_setup)["update"], counted.operations),
     }
+    if not case.quantized:  # PyTorch counts no products with weights in 4 bits
+        result["operations"] = operations(body, counted_setup)["update"], counted.operations
+    return result
