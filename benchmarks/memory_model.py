@@ -370,21 +370,22 @@ def _linear(module: nn.Module) -> Linear:
 
 def _read_stack(module: nn.Module) -> Stack:
     lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(module).__name__} has no list of layers, so its activations can't be predicted.")
-    prefix, layers = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    prefix, layers = max(lists, key=lambda item: len(item[1]), default=("", [module]))
     layer = layers[0]
     linears = [(name, _linear(part)) for name, part in _linears(layer.named_modules())]
-    if any(isinstance(part, nn.ModuleList) for part in layer.modules()) or any(p.dim() > 2 for p in layer.parameters()):
-        raise ValueError(f"{type(layer).__name__} is no attention with a dense MLP, so its activations can't be predicted.")
     attention = [linear for name, linear in linears if "att" in name.rpartition(".")[0]]
     mlp = [linear for name, linear in linears if "att" not in name.rpartition(".")[0]]
+    experts = any(isinstance(part, nn.ModuleList) for part in layer.modules())
+    if not attention or not mlp or experts or any(p.dim() > 2 for p in layer.parameters()):
+        raise ValueError(
+            f"Layers of {type(module).__name__} aren't attention with one MLP, so their activations can't be predicted."
+        )
     *readers, output = attention
     *into, out = mlp
     fused = len(readers) == 1
     query, key = (output.inputs,) * 2 if fused else (max(r.outputs for r in readers), min(r.outputs for r in readers))
     norms = [(name, part) for name, part in layer.named_modules() if "Norm" in type(part).__name__]
-    per_head = {"q_norm": query, "k_norm": key}
+    per_head = {"q_norm": query, "k_norm": key, "v_norm": key}
     around = [(name, part) for name, part in module.named_modules() if not f"{name}.".startswith(f"{prefix}.")]
     convolutions = [part for _, part in around if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
     return Stack(
@@ -398,7 +399,8 @@ def _read_stack(module: nn.Module) -> Stack:
         fused=fused,
         layer_norm=isinstance(norms[0][1], nn.LayerNorm),
         norms=tuple(
-            (per_head.get(name.rpartition(".")[2], part.weight.numel()), part.weight.requires_grad) for name, part in norms
+            (per_head.get(name.rpartition(".")[2], out.outputs), any(p.requires_grad for p in part.parameters()))
+            for name, part in norms
         ),
         head_dim=next(part.head_dim for part in layer.modules() if hasattr(part, "head_dim")),
         roles={"qkv": readers, "attended": [output], "into_mlp": into, "out_of_mlp": [out]},
@@ -424,21 +426,26 @@ def _read_stack(module: nn.Module) -> Stack:
 @dataclass(frozen=True)
 class Precision:
     """
-    Bytes of a number: of weights as loaded, in matrix products, of what a norm multiplies its weight with, and in the
-    residual stream; and whether each product casts its input for itself, as autocast does.
+    Bytes of a number: of weights as loaded, in matrix products, of what a norm multiplies its weight with, in the residual
+    stream, and of LoRA adapters. Where weights have more than products, autocast makes copies of them and of inputs.
     """
 
     weight: int
     compute: int
     normalized: int
     stream: int
-    casts: bool = False
+    adapter: int = 4
+
+    @property
+    def casts(self) -> bool:
+        """Whether each linear layer casts its input and its weight for itself."""
+        return self.weight > self.compute
 
 
 PRECISIONS = {
     "float32": Precision(4, 4, 4, 4),
     "bfloat16": Precision(2, 2, 2, 2),
-    "mixed": Precision(4, 2, 4, 4, casts=True),
+    "mixed": Precision(4, 2, 4, 4),
 }
 
 
@@ -518,7 +525,9 @@ class Setup:
     @property
     def numbers(self) -> Precision:
         """Bytes in forward and backward; engines that shard compute in bfloat16 whatever was loaded."""
-        return PRECISIONS["bfloat16" if self.strategy in SHARDED else self.precision]
+        numbers = PRECISIONS["bfloat16" if self.strategy in SHARDED else self.precision]
+        # TRL makes adapters of QLoRA bfloat16
+        return replace(numbers, adapter=2) if self.quantized or self.strategy in SHARDED else numbers
 
     def parts(self) -> list["Setup"]:
         """What is forwarded at once: all of it, or as `max_tokens_per_microbatch` splits it."""
@@ -639,8 +648,7 @@ def encoder_attention(stack: Stack, media: Sequence[Prompt]) -> Attended:
 def kept_inputs(linears: Sequence[Linear], numbers: Precision) -> int:
     """Bytes per token of what several linear layers read, and of what their adapters hold."""
     readers = [linear for linear in linears if linear.trained or linear.rank]
-    # Adapters are float32, so that autocast makes a copy for each of them
-    copies = sum(numbers.casts or (linear.rank > 0 and numbers.compute == 2) for linear in readers)
+    copies = sum(numbers.casts or (linear.rank > 0 and numbers.adapter > numbers.compute) for linear in readers)
     copies = max(copies, min(len(readers), 1))
     return numbers.compute * (copies * linears[0].inputs + sum(linear.rank for linear in readers))
 
@@ -711,19 +719,20 @@ def beside_layers(stack: Stack, media: Sequence[Prompt], numbers: Precision) -> 
 @dataclass(frozen=True)
 class Activations:
     """
-    Bytes of activations: `held` where the backward pass starts, of which `head` are the LM head's, and what comes on top,
-    `in_head` in the backward pass of the head and `in_layer` in that of the largest layer.
+    Bytes of activations: `held` where the backward pass starts, of which `head` are the LM head's, and what comes on top:
+    `in_forward` before that, `in_head` in the backward pass of the head and `in_layer` in that of the largest layer.
     """
 
     held: int
     head: int
+    in_forward: int
     in_head: int
     in_layer: int
 
     @property
     def peak(self) -> int:
         """The most that lives at once."""
-        return max(self.held + self.in_head, self.held - self.head + self.in_layer)
+        return max(self.held + max(self.in_forward, self.in_head), self.held - self.head + self.in_layer)
 
 
 def activations(body: Anatomy, setup: Setup) -> Activations:
@@ -748,21 +757,53 @@ def _activations(body: Anatomy, setup: Setup) -> Activations:
     width, scored = body.head.inputs, setup.scored
     # Hidden states as the head reads them; labels, normalizers and entropies
     head = scored * (width * (numbers.stream if numbers.casts else numbers.compute) + 24)
+    casts = 0
+    if numbers.casts:  # of weights, kept to the end of the backward pass or, of layers that are computed again, the forward
+        casts = 2 * sum(stack.n_layers * sum(map(_size, stack.linears)) for stack in body.stacks)
+        held += 2 * sum(sum(map(_size, stack.outside)) for stack in body.stacks)
     if setup.critic == "copy":
         held += _trunk(_whole(body), setup)[0] + 4 * tokens * width
+        casts *= 2
     elif setup.critic == "shared_trunk" and numbers.compute == 2:
         held += 4 * tokens * width  # its head reads float32
-    if numbers.casts and not setup.checkpointing:
-        held += 2 * sum(stack.n_layers * _linear_weights(stack) for stack in body.stacks if stack.trained)
     rows, columns = min(scored, TOKEN_CHUNK_SIZE), min(body.head.outputs, setup.tile)
-    in_head = numbers.compute * rows * setup.tile + 4 * scored * width
+    tile = numbers.compute * rows * setup.tile + (2 * columns * width if numbers.casts else 0)
+    in_forward, in_head = tile + media_bytes(body, setup), tile + 4 * scored * width
+    if setup.checkpointing:
+        in_forward += casts
+    else:
+        held += casts
     if body.head.trained:
         in_head += body.head.outputs * width * (4 + numbers.weight % 4)
-    if numbers.casts:
-        in_head += 2 * columns * width
-    if not setup.cuda:  # without Triton, the gradient of the logits is made of several tensors
+    if not setup.cuda:  # without Triton, statistics and gradient of the logits take several tensors
+        in_forward += 3 * 4 * rows * columns
         in_head += int((7.25 + (numbers.compute == 2)) * 4 * rows * columns)
-    return Activations(held + head, head, in_head, in_layer)
+    return Activations(held + head, head, in_forward, in_head, in_layer)
+
+
+def _size(linear: Linear) -> int:
+    return linear.inputs * linear.outputs
+
+
+def media_bytes(body: Anatomy, setup: Setup) -> int:
+    """
+    Of pixels and mel frames. While the encoder that takes them is trained they are a part of what it keeps.
+
+    Args:
+        body ([`Anatomy`]):
+            Widths of the model.
+        setup ([`Setup`]):
+            Setting.
+
+    Returns:
+        `int`: Bytes.
+    """
+    total = 0
+    for prompt in setup.media():
+        if prompt.positions:
+            convolutions = body.encoders[prompt.modality].convolutions
+            total += prompt.positions * convolutions[0].inputs * int(np.prod([each.stride for each in convolutions]))
+    return total * setup.numbers.weight
 
 
 def _whole(body: Anatomy) -> Anatomy:
@@ -813,7 +854,8 @@ def _trunk(body: Anatomy, setup: Setup) -> tuple[int, int]:
         gradients = numbers.compute * count * (stack.mlp * (2 if stack.gated else 1) + stack.hidden)
         if setup.checkpointing:
             held += stack.n_layers * count * stack.hidden * numbers.stream
-            in_layer = max(in_layer, layer + gradients)
+            casts = 2 * sum(map(_size, stack.linears)) if numbers.casts else 0
+            in_layer = max(in_layer, layer + gradients + casts)
         else:
             held += stack.n_layers * layer
             in_layer = max(in_layer, gradients)
@@ -826,10 +868,6 @@ def _reached(body: Anatomy, stack: Stack, setup: Setup) -> bool:
     does also where nothing is trained.
     """
     return stack.trained or setup.checkpointing and body.adapted
-
-
-def _linear_weights(stack: Stack) -> int:
-    return sum(linear.inputs * linear.outputs for linear in stack.linears)
 
 
 # Memory
@@ -847,7 +885,7 @@ def predict(body: Anatomy, setup: Setup) -> dict[str, float]:
 
     Returns:
         `dict[str, float]`: Bytes. `weights`, `gradients`, `optimizer`, `critic`, `reference` and `buffers` are always there;
-        an update adds `gathered` weights, `media` and `activations`, up to `update`; generation adds the `cache`, and
+        an update adds `gathered` weights and `activations`, up to `update`; generation adds the `cache`, and
         weights that it gathers, up to `generation`. `peak` is the larger of the two.
     """
     numbers = setup.numbers
@@ -875,11 +913,6 @@ def predict(body: Anatomy, setup: Setup) -> dict[str, float]:
         in_generation = 2 * body.n_parameters  # `ds3_gather_for_generation`
     if reference and setup.strategy == "fsdp2":
         in_generation = max(in_generation, full)  # TRL gathers all of it for a forward
-    media = max(
-        sum(p.positions * _values_per_position(body.encoders[p.modality]) for p in part.media() if p.positions)
-        for part in setup.parts()
-    )
-    media *= numbers.compute
     states = weights + gradients + optimizer + critic + reference + buffers
     kept = activations(body, setup).peak
     cache = cache_bytes(body, setup)
@@ -891,9 +924,8 @@ def predict(body: Anatomy, setup: Setup) -> dict[str, float]:
         "reference": reference,
         "buffers": buffers,
         "gathered": gathered,
-        "media": media,
         "activations": kept,
-        "update": states + gathered + media + kept,
+        "update": states + gathered + kept,
         "cache": cache,
         "gathered in generation": in_generation,
         "generation": states + in_generation + cache,
@@ -911,7 +943,7 @@ def _states(
     elif setup.strategy == "fsdp2":  # accelerate makes what is trained float32
         sizes = 4 * trained + loaded * frozen, 4 * trained, 8 * trained
     else:
-        own = 4 if adapted and not setup.quantized else loaded  # PEFT makes adapters float32, TRL those of QLoRA bfloat16
+        own = setup.numbers.adapter if adapted else loaded
         sizes = own * trained + loaded * frozen, own * trained, 2 * own * trained + 4 * n_tensors
     shards = SHARDED.get(setup.strategy, (False,) * 3)
     return tuple(size / (setup.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
@@ -928,11 +960,6 @@ def _critic_states(body: Anatomy, setup: Setup) -> tuple[float, float, float]:
         trunk = _states(whole.n_parameters - head, 0, whole.n_tensors - (head > 0), setup)
     value_head = 4 * (body.head.inputs + 1)
     return tuple(a + b for a, b in zip(trunk, (value_head, value_head, 2 * value_head + 2 * 4), strict=True))
-
-
-def _values_per_position(stack: Stack) -> int:
-    """Numbers of media that make one position."""
-    return stack.convolutions[0].inputs * int(np.prod([each.stride for each in stack.convolutions]))
 
 
 def cache_bytes(body: Anatomy, setup: Setup) -> int:
@@ -995,15 +1022,15 @@ def _trunk_operations(body: Anatomy, setup: Setup) -> tuple[float, float]:
         reached = _reached(body, stack, setup)
         passes.append((stack, outputs, encoder_attention(stack, own), reached))
         tokens = sum(prompt.media_tokens for prompt in own)
-        beside = 2 * tokens * sum(linear.inputs * linear.outputs for linear in stack.outside)
+        beside = 2 * tokens * sum(map(_size, stack.outside))
         for each in reversed(stack.convolutions):
             beside += 2 * outputs * each.inputs * each.kernel * each.outputs
             outputs *= each.stride
         forward += beside
         update += beside * (3 if stack.trained else 1 + reached)
     for stack, count, attended, reached in passes:
-        products = 2 * count * sum(linear.inputs * linear.outputs for linear in stack.linears)
-        of_trained = 2 * count * sum(linear.inputs * linear.outputs for linear in stack.linears if linear.trained)
+        products = 2 * count * sum(map(_size, stack.linears))
+        of_trained = 2 * count * sum(_size(linear) for linear in stack.linears if linear.trained)
         adapters = 2 * count * sum(linear.rank * (linear.inputs + linear.outputs) for linear in stack.linears)
         attention = 4 * attended.pairs * stack.query
         once = products + adapters + attention
@@ -1171,6 +1198,7 @@ CASES = {
     "packed, budget, checkpointing": _case(max_tokens_per_microbatch=400, gradient_checkpointing=True),
     "packed, bfloat16": _case(precision="bfloat16"),
     "packed, mixed": _case(precision="mixed"),
+    "packed, mixed, checkpointing": _case(precision="mixed", gradient_checkpointing=True),
     "LoRA on q, v": _case(lora="q_proj,v_proj"),
     "LoRA on all, bfloat16": _case(lora="all-linear", precision="bfloat16"),
     "LoRA on q, v, checkpointing": _case(lora="q_proj,v_proj", gradient_checkpointing=True),
