@@ -1,6 +1,40 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
 PPO for models that see.
+
+Without arguments, a small Qwen2.5-VL with random weights learns to read handwritten digits, beside a critic with
+weights as random, on a CPU in minutes:
+
+```bash
+accelerate launch examples/ppo_vision.py
+```
+
+A quarter of the pictures to train on is noise, where there is nothing but to guess. Else all returns would be equal
+once all answers are right, and nothing left to explain; so the critic has to see what can be answered. Into
+`demo_metrics.json` goes, beside the accuracies on held-out digits, which are all clear, the `explained_variance`: the
+trainer's metric (values when completions were sampled, against their returns), the mean of the last quarter of the
+logged steps.
+
+With arguments, any vision-language model and dataset (columns `prompt`, `image` and `solution`). The critic is a copy of
+the policy unless you name one: a saved critic, a reward model or a backbone, of the policy's family.
+
+```bash
+accelerate launch examples/ppo_vision.py \
+    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
+    --value_model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
+    --dtype bfloat16 \
+    --dataset_name path/to/dataset \
+    --output_dir Qwen2.5-VL-PPO \
+    --learning_rate 1e-6 \
+    --value_learning_rate 5e-6 \
+    --freezing_actor_steps 10 \
+    --num_generations 4 \
+    --per_device_train_batch_size 8 \
+    --gradient_accumulation_steps 4 \
+    --max_completion_length 256
+```
+
+`--ptx_dataset_name path/to/answers --ptx_coef 0.05` adds the supervised loss on a dataset with `completion`.
 """
 
 from arguments import DemoParser, PPOScriptArguments

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The example scripts, launched as users launch them, for a few steps; and the README's use of what they save."""
 
+import io
 import json
 import os
 import re
@@ -8,7 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
+import torch
+import yaml
+from arguments import DemoParser, PPOScriptArguments
+from noise import with_noise
+from small_models import spoken_digit_model
+from tasks import handwritten_digits, spoken_digits
+from transformers import Qwen2AudioForConditionalGeneration
+from trl import ModelConfig
+
+from trl_multimodal_rft import MultimodalPPOConfig
+from trl_multimodal_rft.actors import Critic
 
 
 ROOT = Path(__file__).parent.parent
@@ -38,8 +52,6 @@ def check_results(output_dir, output, *more):
 
 def test_audio_and_the_readme(tmp_path):
     check_results(tmp_path, launch("grpo_audio", tmp_path))
-
-    from tasks import spoken_digits
 
     wav = spoken_digits(train_rows=10, test_rows=10)["test"][0]["audio"]["path"]
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -74,20 +86,65 @@ def test_ppo_vision(tmp_path):
     check_critic(tmp_path, launch("ppo_vision", tmp_path))
 
 
+def test_arguments(tmp_path):
+    """The command line wins over a config file, that over the demo, which nothing applies of to a model by name."""
+
+    def parse(*args):
+        demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}
+        parser = DemoParser((PPOScriptArguments, MultimodalPPOConfig, ModelConfig), demo)
+        script_args, training_args, model_args = parser.parse_args_and_config(["--use_cpu", *args])
+        values = training_args.max_steps, training_args.learning_rate, training_args.output_dir
+        return (*values, model_args.model_name_or_path, script_args.value_model_name_or_path)
+
+    default = MultimodalPPOConfig(use_cpu=True)
+    plain = (default.max_steps, default.learning_rate)
+    settings, named = tmp_path / "settings.yaml", tmp_path / "named.yaml"
+    settings.write_text("max_steps: 5\noutput_dir: file\nvalue_model_name_or_path: critic\n")
+    named.write_text("model_name_or_path: model\noutput_dir: file\n")
+    assert parse() == (7, 1e-3, "demo", None, None)
+    assert parse("--max_steps", "3") == (3, 1e-3, "demo", None, None)
+    assert parse("--config", str(settings)) == (5, 1e-3, "file", None, "critic")
+    assert parse("--config", str(settings), "--max_steps=3") == (3, 1e-3, "file", None, "critic")
+    assert parse("--model_name_or_path", "model", "--output_dir", "mine") == (*plain, "mine", "model", None)
+    assert parse("--model_name_or_path=model", "--output_dir", "mine") == (*plain, "mine", "model", None)
+    assert parse("--config", str(named)) == (*plain, "file", "model", None)
+
+
+def test_with_noise(tmp_path):
+    for dataset, read in (
+        (spoken_digits(tmp_path, train_rows=50, test_rows=10)["train"], read_recording),
+        (handwritten_digits()["train"].select(range(50)), read_picture),
+    ):
+        noisy = with_noise(dataset, every=2)
+        assert noisy.features == dataset.features and noisy["solution"] == dataset["solution"]
+        changed = []
+        for row, clear in zip(noisy, dataset, strict=True):
+            samples, like = read(row), read(clear)
+            assert samples.shape == like.shape
+            changed.append(not np.array_equal(samples, like))
+            if changed[-1]:
+                samples = samples.reshape(-1)
+                assert abs(np.corrcoef(samples[1:], samples[:-1])[0, 1]) < 0.2  # of white noise it is 0
+        assert changed == [row // 10 % 2 == 0 for row in range(50)]
+
+
+def read_recording(row):
+    audio = row["audio"]
+    return soundfile.read(io.BytesIO(audio["bytes"]) if audio["bytes"] else audio["path"])[0]
+
+
+def read_picture(row):
+    return np.asarray(row["image"], dtype=float)
+
+
 @pytest.mark.slow
 def test_with_arguments(tmp_path):
     """The way users take: a model by name, a dataset by path, LoRA."""
-    from small_models import spoken_digit_model
-    from tasks import spoken_digits
-
-    model, processor = spoken_digit_model()
-    model.save_pretrained(tmp_path / "model")
-    processor.save_pretrained(tmp_path / "model")
-    rows = spoken_digits(train_rows=20, test_rows=10)
+    model, rows = save_inputs(tmp_path)
     for split in rows:
         rows[split].to_parquet(tmp_path / "data" / f"{split}.parquet")
     options = (
-        *("--model_name_or_path", str(tmp_path / "model"), "--dtype", "float32"),
+        *("--model_name_or_path", model, "--dtype", "float32"),
         *("--dataset_name", str(tmp_path / "data"), "--use_peft", "--lora_target_modules", "q_proj", "v_proj"),
         *("--num_generations", "8", "--max_completion_length", "4", "--bf16", "False", "--use_cpu"),
         *("--eval_strategy", "steps", "--eval_steps", "1"),
@@ -95,3 +152,41 @@ def test_with_arguments(tmp_path):
     output = launch("grpo_audio", tmp_path / "trained", *options)
     assert "rewards/format_reward/mean" in output and "eval_reward" in output
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_ppo_with_a_config_file(tmp_path):
+    """A model, a critic and a supervised dataset by name, named in a file."""
+    model, rows = save_inputs(tmp_path)
+    critic = Critic.from_pretrained(model, Qwen2AudioForConditionalGeneration)
+    torch.nn.init.constant_(critic.head.bias, 0.5)
+    critic.save_pretrained(tmp_path / "critic")
+    answers = [[{"role": "assistant", "content": solution}] for solution in rows["train"]["solution"]]
+    rows["train"].to_parquet(tmp_path / "data" / "train.parquet")
+    rows["train"].add_column("completion", answers).to_parquet(tmp_path / "answers" / "train.parquet")
+    config = {
+        "model_name_or_path": model,
+        "value_model_name_or_path": str(tmp_path / "critic"),
+        "dtype": "float32",
+        "dataset_name": str(tmp_path / "data"),
+        "ptx_dataset_name": str(tmp_path / "answers"),
+        "ptx_coef": 0.1,
+        "num_generations": 1,
+        "num_ppo_epochs": 2,
+        "max_completion_length": 4,
+        "bf16": False,
+        "use_cpu": True,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    output = launch("ppo_audio", tmp_path / "trained", "--config", str(tmp_path / "config.yaml"))
+    assert "rewards/format_reward/mean" in output and "'ptx_loss':" in output
+    assert re.search(r"'values/mean': '?0\.5\b", output)  # of the saved critic; a copy of the policy begins at 0
+    assert (tmp_path / "trained" / "critic" / "value_head.safetensors").exists()
+    assert not (tmp_path / "trained" / "demo_metrics.json").exists()
+
+
+def save_inputs(folder):
+    model, processor = spoken_digit_model()
+    model.save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    return str(folder / "model"), spoken_digits(train_rows=20, test_rows=10)

@@ -6,6 +6,7 @@ Slow steps forward a plain model once for each sample, without padding.
 """
 
 import copy
+import functools
 import inspect
 import json
 import logging
@@ -591,6 +592,15 @@ def test_experience_that_lacks_something(tmp_path):
         batch = make_experience_batch([replace(item, **{name: None}) for item in items], packing_samples=True)
         with pytest.raises(ValueError, match=f"The experience has no `{name}`; make it with"):
             ppo.training_step(batch, 0)
+    hidden = items[0].attention_mask.clone()
+    hidden[2] = 0
+    batch = make_experience_batch([*items[1:], replace(items[0], attention_mask=hidden)])
+    with pytest.raises(ValueError, match="The `attention_mask` of sample 3 hides tokens"):
+        ppo.training_step(batch, 0)
+    config = {"top_entropy_quantile": 0.5}
+    picky = make(tmp_path, config=config, policy=actor_of("image", high_entropy_token_ratio=0.5))
+    with pytest.raises(ValueError, match="The experience has no `action_entropy`"):
+        picky.training_step(make_experience_batch(items), 0)
     without = make(tmp_path, config={"advantage_estimator": "reinforce"})
     batch = make_experience_batch(experience_of(without)[1][:4])
     with pytest.raises(ValueError, match="'reinforce'` has no critic to train"):
@@ -1928,19 +1938,20 @@ def test_truncated_responses_are_worth_what_the_critic_expects(kind, critic, tmp
 class Processes:
     """What each of some processes of `ppo_reference_worker.py` wrote."""
 
-    def __init__(self, n: int, folder: Path):
-        folder.mkdir()
+    def __init__(self, engine: str, n: int, folder: Path):
         self.n, self.folder = n, folder
         worker = Path(__file__).parent / "distributed" / "ppo_reference_worker.py"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
         environment = {
             **os.environ,
-            "ACCELERATE_USE_CPU": "true",  # without it, accelerate starts independent runs of one process each
+            # Without either, accelerate starts independent runs of one process each
+            "ACCELERATE_USE_CPU" if engine == "ddp" else "ACCELERATE_USE_DEEPSPEED": "true",
             "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         }
-        command = [sys.executable, *launcher, str(worker), str(folder)]
-        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        command = [sys.executable, *launcher, str(worker), engine, str(folder)]
+        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
 
     def __getitem__(self, name: str) -> list[dict]:
@@ -1953,14 +1964,15 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    return Processes(2, folder / "two"), Processes(1, folder / "one")
+    """Each run once, when it is asked for."""
+    return functools.cache(lambda engine, n: Processes(engine, n, tmp_path_factory.mktemp(f"{engine}-{n}")))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_train_as_one(kind, processes):
-    (first, second), (alone,) = (each[f"fit_{kind}"] for each in processes)
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_two_processes_train_as_one(engine, kind, processes):
+    (first, second), (alone,) = processes(engine, 2)[f"fit_{kind}"], processes("ddp", 1)[f"fit_{kind}"]
     assert first["seed"] != second["seed"]  # they must not sample alike
     parts = [
         {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}
@@ -1990,10 +2002,17 @@ def test_two_processes_train_as_one(kind, processes):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_from_a_checkpoint(processes):
-    first, second = processes[0]["resumed"]
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_two_processes_go_on_from_a_checkpoint(engine, processes):
+    first, second = processes(engine, 2)["resumed"]
     assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
     for rank in (first, second):
         assert rank["otherwise"] == []
         assert rank["logs"][0] == rank["logs"][1] and len(rank["logs"][0]) == 4
         assert rank["evaluated"][0] == rank["evaluated"][1]
+
+
+@pytest.mark.slow
+def test_weights_in_parts_are_refused(processes):
+    for rank in processes("zero3", 2)["refused"]:
+        assert rank["message"].startswith("Experience is made and scored with whole weights")

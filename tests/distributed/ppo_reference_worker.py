@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs of `PPOTrainerVL` and `PPOTrainerAL` on one or several processes: `ppo_reference_worker.py <folder>`.
+Runs of `PPOTrainerVL` and `PPOTrainerAL` on one or several processes: `ppo_reference_worker.py <engine> <folder>`.
 
-Batches of all processes are the same for any number of them. Each process writes what it saw.
+The engine is `ddp`, `zero2` or `zero3`. Batches of all processes are the same for any number of them. Each process writes
+what it saw.
 """
 
 import json
@@ -13,22 +14,41 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from families import FAMILIES
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from trainer_utils import audio_rows, image_rows, length_and_sum
+from transformers.integrations import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.actors import ActorAL, ActorVL
 from trl_multimodal_rft.trainers import PPOTrainerAL, PPOTrainerVL
 
 
+ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])
 KINDS = {
     "image": ("qwen2_5_vl", PPOTrainerVL, ActorVL, image_rows),
     "audio": ("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
 }
 N_PROMPTS = 4  # of a rollout, over all processes
 GROUP = 4
+
+
+def start():
+    """Forgets the engine of the scenario before."""
+    AcceleratorState._reset_state()
+    unset_hf_deepspeed_config()
+    # To accelerate, DeepSpeed on the CPU must look like one on accelerators
+    return PartialState(cpu=True) if ENGINE == "ddp" else PartialState(backend="gloo")
+
+
+def engine_options():
+    if ENGINE == "ddp":
+        return {"use_cpu": True}
+    config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    config |= {"gradient_clipping": "auto", "zero_optimization": {"stage": int(ENGINE[-1])}}
+    return {"deepspeed": config, "accelerator_config": {"use_configured_state": True}}
 
 
 def model_of(family, distance=0.0):
@@ -69,10 +89,13 @@ class Judge(torch.nn.Module):
         return torch.tensor(length_and_sum(rows))
 
 
-def make(folder, kind, **options):
+def make(folder, kind, averages=True, **options):
     family, trainer_class, actor_class, _ = KINDS[kind]
-    n_processes = PartialState().num_processes
+    n_processes = start().num_processes
     processor = FAMILIES[family].build()[1]
+    policy = actor_class(model_of(family), bf16=False, packing_samples=True, high_entropy_token_ratio=0.5)
+    reference = actor_class(model_of(family, 0.02), bf16=False)
+    average = actor_class(model_of(family), bf16=False) if averages else None
     config = MultimodalPPOConfig(
         str(folder),
         **{
@@ -90,18 +113,18 @@ def make(folder, kind, **options):
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
-            "use_cpu": True,
             "bf16": False,
+            **engine_options(),
             **options,
         },
     )
     ppo = trainer_class(
         config,
-        actor_class(model_of(family), bf16=False, packing_samples=True, high_entropy_token_ratio=0.5),
+        policy,
         None,
         Judge(),
-        actor_class(model_of(family, 0.02), bf16=False),
-        actor_class(model_of(family), bf16=False),
+        reference,
+        average,
         *(None,) * 4,
         ema_beta=0.5,
         init_kl_coef=0.1,
@@ -159,16 +182,26 @@ def resumed(folder, kind):
     }
 
 
+def refused(folder):
+    try:
+        make(folder, "image", averages=False)
+    except ValueError as error:
+        return {"update": {}, "message": str(error)}
+
+
 def main():
     torch.set_num_threads(1)
-    folder, rank = Path(sys.argv[1]), PartialState(cpu=True).process_index
+    state = start()
     scenarios = {f"fit_{kind}": lambda own, kind=kind: fit(own, kind) for kind in KINDS}
-    if PartialState().num_processes > 1:
+    if state.num_processes > 1:
         scenarios["resumed"] = lambda own: resumed(own, "audio")
+    if ENGINE == "zero3":
+        scenarios = {"refused": refused}
     for name, scenario in scenarios.items():
-        result = scenario(folder / name)
-        save_file({n: v.contiguous() for n, v in result.pop("update").items()}, folder / f"{name}-{rank}.safetensors")
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
+        result = scenario(FOLDER / name)
+        update = {n: value.contiguous() for n, value in result.pop("update").items()}
+        save_file(update, FOLDER / f"{name}-{state.process_index}.safetensors")
+        (FOLDER / f"{name}-{state.process_index}.json").write_text(json.dumps(result))
     PartialState().destroy_process_group()
 
 

@@ -311,10 +311,18 @@ def test_ddp_saves_and_resumes_ppo(ddp):
     assert_saves_and_resumes(ddp[0])
 
 
+REENTRANT = "`ptx_coef` adds a second forward to each backward"
+IN_PARTS = "`ema_decay` averages whole weights, which ZeRO-3 doesn't keep"
+
+
+def assert_refuses(two, *messages):
+    for rank in two["ppo_refused"]:
+        assert len(rank["messages"]) == len(messages)
+        assert all(a.startswith(b) for a, b in zip(rank["messages"], messages, strict=True))
+
+
 def test_second_forward_does_not_go_with_reentrant_checkpointing(ddp):
-    for rank in ddp[0]["ppo_refused"]:
-        assert len(rank["messages"]) == 2
-        assert all("`ptx_coef` adds a second forward" in message for message in rank["messages"])
+    assert_refuses(ddp[0], REENTRANT)
 
 
 @pytest.mark.slow
@@ -350,9 +358,6 @@ def test_deepspeed_saves_and_resumes_ppo(deepspeed, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "start"), [("zero2", "`ptx_coef` adds a second"), ("zero3", "`ema_decay` averages whole")]
-)
-def test_what_deepspeed_can_not_do(deepspeed, stage, start):
-    for rank in deepspeed(stage)[0]["ppo_refused"]:
-        assert [message[:24] for message in rank["messages"]] == ["`ptx_coef` adds a second", start[:24]]
+@pytest.mark.parametrize(("stage", "messages"), [("zero2", [REENTRANT]), ("zero3", [REENTRANT, IN_PARTS])])
+def test_what_deepspeed_can_not_do(deepspeed, stage, messages):
+    assert_refuses(deepspeed(stage)[0], *messages)

@@ -190,9 +190,7 @@ def train(
     trainer = trainer_class(
         str(folder / "model"), reward_func, args, data, processing_class=processor, **(objects or {})
     )
-    before = weights(trainer.model)
-    if args.to_dict().get("ema_decay") is not None:
-        before |= averages(trainer)
+    before = {**weights(trainer.model), **averages(trainer)}
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     after = {**weights(trainer.model), **averages(trainer)}
     steps = [
@@ -208,12 +206,12 @@ def train(
 
 
 def start(**options):
-    """Forgets the accelerator and the engine of the scenario before."""
+    """Forgets the accelerator and the engine of the scenario before; gives the state of the processes."""
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
-    # To accelerate, DeepSpeed on the CPU must look like one on accelerators
-    alone = "WORLD_SIZE" not in os.environ
-    return PartialState(**({"backend": "gloo"} if ENGINE in ZERO and not alone else {"cpu": True}), **options)
+    if ENGINE in ZERO and "WORLD_SIZE" in os.environ:
+        return PartialState(backend="gloo", **options)  # accelerate refuses DeepSpeed with `cpu=True`
+    return PartialState(cpu=True, **options)
 
 
 def engine_options(state):
@@ -621,10 +619,12 @@ def ppo_resumed(folder):
 
 
 def ppo_refused(folder):
-    """What this engine can't do, or not with reentrant checkpointing."""
+    """A second forward with reentrant checkpointing, and what ZeRO-3 can't do."""
     messages = []
-    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    for i, options in enumerate((reentrant, {"ema_decay": 0.8} if ENGINE == "zero3" else reentrant)):
+    cases = [{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}]
+    if ENGINE == "zero3":
+        cases.append({"ema_decay": 0.8})
+    for i, options in enumerate(cases):
         try:
             ppo(folder / str(i), **options)
         except ValueError as error:

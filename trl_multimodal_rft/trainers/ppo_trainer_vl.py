@@ -67,6 +67,11 @@ _OF_THE_TRAINER = (
     "use_vllm",
 )
 
+_WHOLE = (
+    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; take `MultimodalPPOTrainer`, or "
+    "DDP, ZeRO-1 or ZeRO-2."
+)
+
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
 _OF_ACTIONS = (
     "approx_kl",
@@ -100,7 +105,8 @@ class PPOTrainerVL:
             All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
             `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
             `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and `temperature` by the actor's.
-            `num_generations` is the number of responses to a prompt. Options of sampling go into `generate_kwargs`.
+            `num_generations` is the number of responses to a prompt. Options of sampling go into `generate_kwargs`; those
+            that belong to the rollouts and the loop of [`MultimodalPPOTrainer`] are errors.
         actor ([`~actors.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its responses.
         critic ([`~actors.Critic`], *optional*):
@@ -264,6 +270,8 @@ class PPOTrainerVL:
             gamma=gamma,
             lam=lam,
         )
+        if config.deepspeed_plugin is not None and config.deepspeed_plugin.zero_stage == 3:
+            raise ValueError(_WHOLE)
         self.strategy, self.actor, self.ema_model = config, actor, ema_model
         self.tokenizer = processor.tokenizer if tokenizer is None else tokenizer
         self.generate_kwargs = {
@@ -287,11 +295,8 @@ class PPOTrainerVL:
         )
         config.eval_strategy = strategy.eval_strategy
         self.trainer.remove_callback(ProgressCallback)
-        if self.trainer.is_fsdp_enabled or config.deepspeed_plugin and config.deepspeed_plugin.zero_stage == 3:
-            raise ValueError(
-                "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; take "
-                "`MultimodalPPOTrainer`, or DDP, ZeRO-1 or ZeRO-2."
-            )
+        if self.trainer.is_fsdp_enabled:
+            raise ValueError(_WHOLE)
         if self.trainer._apart is not None and config.num_generations % micro_rollout_batch_size != 0:
             raise ValueError(
                 f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one prompt; set "
@@ -473,7 +478,7 @@ class PPOTrainerVL:
             raise RuntimeError(
                 f"An update is half done, after {self._n_micro_batches % window} of {window} micro-batches; give it the others."
             )
-        self._check(items)
+        _check_samples(items, "action_mask", *self._fields)
         self._clear_metrics()
         statistics = self._statistics(items)
         n_tokens = trainer.accelerator.reduce(_n_actions(items).to(self.actor.device)).item() / (n // size)
@@ -766,7 +771,7 @@ class PPOTrainerVL:
         self._prepare()
         trainer = self.trainer
         items, weights = _samples(experience, entropy_mask, trainer.pad_id)
-        self._check(items)
+        _check_samples(items, "action_mask", *self._fields)
         window = trainer.args.gradient_accumulation_steps
         if self._n_micro_batches % window != 0 and trainer.half_done != trained:
             raise RuntimeError(
@@ -828,11 +833,6 @@ class PPOTrainerVL:
             fields |= {"returns": "returns", "values": "old_values"}
         return fields
 
-    def _check(self, items: list[BufferItem]) -> None:
-        for name in ("action_mask", *self._fields):
-            if any(getattr(item, name) is None for item in items):
-                raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
-
     def _batch(
         self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None
     ) -> dict[str, Any]:
@@ -889,6 +889,7 @@ class PPOTrainerVL:
         args, device = self.trainer.args, self.actor.device
         if args.top_entropy_quantile == 1:
             return None
+        _check_samples(items, "action_entropy")
         size = args.per_device_train_batch_size if args.entropy_scope == "micro_batch" else len(items)
         weights = []
         for part in (items[start : start + size] for start in range(0, len(items), size)):
@@ -1120,6 +1121,15 @@ def _samples(experience: Experience, entropy_mask, pad_id: int) -> tuple[list[Bu
     if not isinstance(experience.sequences, list):
         items = remove_padding_in_sequences(items, pad_id)
     return items, None if entropy_mask is None else [item.action_entropy for item in items]
+
+
+def _check_samples(items: list[BufferItem], *names: str) -> None:
+    for name in names:
+        if any(getattr(item, name) is None for item in items):
+            raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+    for index, item in enumerate(items):
+        if item.attention_mask is not None and not item.attention_mask.all():
+            raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; leave them out.")
 
 
 def _reward(item: BufferItem) -> float:
