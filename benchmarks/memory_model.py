@@ -319,7 +319,11 @@ def anatomy(model: nn.Module) -> Anatomy:
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     decoder, head = base.get_decoder(), base.get_output_embeddings()
-    towers = {kind: base.get_submodule(find_tower(base, kind)) for kind in ("image", "audio") if kind in base.input_modalities}
+    towers = {
+        kind: base.get_submodule(find_tower(base, kind))
+        for kind in ("image", "audio")
+        if kind in base.input_modalities
+    }
     encoders = {kind: _read_stack(tower) for kind, tower in towers.items()}
     # What projects features stands beside decoder and encoders in many families
     inside = {id(module) for part in (decoder, *towers.values()) for module in part.modules()}
@@ -535,7 +539,9 @@ class Setup:
             return [self]
         rows = split_by_tokens(self.prompts, self.lengths, self.max_tokens, self.packed)
         return [
-            replace(self, prompts=[self.prompts[i] for i in part], lengths=[self.lengths[i] for i in part], max_tokens=None)
+            replace(
+                self, prompts=[self.prompts[i] for i in part], lengths=[self.lengths[i] for i in part], max_tokens=None
+            )
             for part in rows
         ]
 
@@ -758,7 +764,9 @@ def _activations(body: Anatomy, setup: Setup) -> Activations:
     # Hidden states as the head reads them; labels, normalizers and entropies
     head = scored * (width * (numbers.stream if numbers.casts else numbers.compute) + 24)
     casts = 0
-    if numbers.casts:  # of weights, kept to the end of the backward pass or, of layers that are computed again, the forward
+    if (
+        numbers.casts
+    ):  # of weights, kept to the end of the backward pass or, of layers that are computed again, the forward
         casts = 2 * sum(stack.n_layers * sum(map(_size, stack.linears)) for stack in body.stacks)
         held += 2 * sum(sum(map(_size, stack.outside)) for stack in body.stacks)
     if setup.critic == "copy":
@@ -810,7 +818,9 @@ def _whole(body: Anatomy) -> Anatomy:
     """The same model without adapters, trained."""
 
     def unfrozen(stack: Stack) -> Stack:
-        roles = {role: [replace(each, trained=True, rank=0) for each in linears] for role, linears in stack.roles.items()}
+        roles = {
+            role: [replace(each, trained=True, rank=0) for each in linears] for role, linears in stack.roles.items()
+        }
         outside = tuple(replace(each, trained=True, rank=0) for each in stack.outside)
         convolutions = tuple(replace(each, trained=True) for each in stack.convolutions)
         norms = tuple((width, True) for width, _ in stack.norms)
@@ -1004,7 +1014,9 @@ def operations(body: Anatomy, setup: Setup) -> dict[str, float]:
             trunks.append(_trunk_operations(_whole(body), part))
         head = 2 * part.scored * body.head.inputs * body.head.outputs
         totals["forward"] += sum(forward for forward, _ in trunks) + head
-        totals["update"] += sum(update for _, update in trunks) + head * (3 + body.head.trained)  # with the logits again
+        totals["update"] += sum(update for _, update in trunks) + head * (
+            3 + body.head.trained
+        )  # with the logits again
     if len(parts) > 1:
         totals["update"] += totals["forward"]
     if setup.reference:
@@ -1227,7 +1239,10 @@ def _image_model(long: bool):
     """A Qwen2.5-VL of 4 million parameters, its processor and rows with images of 50 tokens, or 280."""
     processor = policy_update.build_processor()
     preset = policy_update.Preset(
-        text={**_decoder(processor.tokenizer), "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}},
+        text={
+            **_decoder(processor.tokenizer),
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+        },
         vision={
             "depth": 4,
             "hidden_size": 128,

@@ -62,7 +62,12 @@ def run_code(text: str, folder) -> str:
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", text, re.DOTALL)
     code = code.replace("print(processor.decode(answer, ", "print('answer:', processor.decode(answer, ")
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=folder, env=os.environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "answer:" in result.stdout

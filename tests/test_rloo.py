@@ -222,5 +222,5 @@ def test_model_card_names_the_method(tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert {"rloo", "trl", "trl-multimodal-rft"} <= set(card.data.tags)
     assert "grpo" not in card.data.tags
-    assert "trained with RLOO" in card.text
+    assert "Method: RLOO" in card.text
     assert str(trainer._self_check) in card.text
