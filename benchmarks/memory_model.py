@@ -26,8 +26,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -488,27 +487,27 @@ class Setup:
             Prompt of each completion of a micro-batch, the same object in a group.
         lengths (`list[int]`):
             Tokens of each completion.
-        precision (`str`):
-            `"bfloat16"` (weights loaded as such), `"mixed"` (weights in float32, products in bfloat16) or `"float32"`.
-        packed (`bool`):
+        precision (`str`, *optional*, defaults to `"bfloat16"`):
+            Weights as loaded: `"bfloat16"`, `"mixed"` (float32, with products in bfloat16) or `"float32"`.
+        packed (`bool`, *optional*, defaults to `True`):
             Whether completions share their prompt, or have padded rows.
-        checkpointing (`bool`):
+        checkpointing (`bool`, *optional*, defaults to `True`):
             Whether layers are computed again in the backward pass.
         max_tokens (`int`, *optional*):
             `max_tokens_per_microbatch`.
-        strategy (`str`):
+        strategy (`str`, *optional*, defaults to `"single"`):
             `"single"`, `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"` or `"fsdp2"`.
-        gpus (`int`):
+        gpus (`int`, *optional*, defaults to `1`):
             Number of GPUs, over which the strategy shards.
-        reference (`bool`):
+        reference (`bool`, *optional*, defaults to `False`):
             Whether a reference model scores, too (`beta` above 0). With LoRA it is the policy without its adapters.
         critic (`str`, *optional*):
             PPO's critic: `"copy"` of the policy, or `"shared_trunk"`.
-        quantized (`bool`):
+        quantized (`bool`, *optional*, defaults to `False`):
             Whether the frozen linear layers are held in 4 bits (QLoRA).
-        cuda (`bool`):
-            Whether it runs on a GPU; else as in `--check`.
-        tile (`int`):
+        cuda (`bool`, *optional*, defaults to `True`):
+            Whether it runs on a GPU; else as in `--check`. There, packed rows are taken to be plainly causal.
+        tile (`int`, *optional*):
             Columns of the vocabulary that the LM head takes at once, TRL's own number by default.
     """
 
@@ -764,13 +763,14 @@ def _activations(body: Anatomy, setup: Setup) -> Activations:
     # Hidden states as the head reads them; labels, normalizers and entropies
     head = scored * (width * (numbers.stream if numbers.casts else numbers.compute) + 24)
     casts = 0
-    if (
-        numbers.casts
-    ):  # of weights, kept to the end of the backward pass or, of layers that are computed again, the forward
+    if numbers.casts:
+        # Of weights, until their gradient is computed; of layers that are computed again, until the end of the forward
         casts = 2 * sum(stack.n_layers * sum(map(_size, stack.linears)) for stack in body.stacks)
         held += 2 * sum(sum(map(_size, stack.outside)) for stack in body.stacks)
     if setup.critic == "copy":
-        held += _trunk(_whole(body), setup)[0] + 4 * tokens * width
+        of_critic = _trunk(_whole(body), setup)
+        held += of_critic[0] + 4 * tokens * width
+        in_layer = max(in_layer, of_critic[1])
         casts *= 2
     elif setup.critic == "shared_trunk" and numbers.compute == 2:
         held += 4 * tokens * width  # its head reads float32
@@ -781,8 +781,8 @@ def _activations(body: Anatomy, setup: Setup) -> Activations:
         in_forward += casts
     else:
         held += casts
-    if body.head.trained:
-        in_head += body.head.outputs * width * (4 + numbers.weight % 4)
+    if body.head.trained:  # a gradient in float32, and in the dtype of the weight if that is another
+        in_head += _size(body.head) * (4 if numbers.weight == 4 else 6)
     if not setup.cuda:  # without Triton, statistics and gradient of the logits take several tensors
         in_forward += 3 * 4 * rows * columns
         in_head += int((7.25 + (numbers.compute == 2)) * 4 * rows * columns)
@@ -860,8 +860,9 @@ def _trunk(body: Anatomy, setup: Setup) -> tuple[int, int]:
             held += 2 * count * stack.head_dim * numbers.stream  # cosines and sines
         if setup.checkpointing and body.adapted:
             held += count * stack.hidden * numbers.stream  # features that are leaves of the graph
-        # Gradients on their way through the MLP
+        # Gradients on their way through the MLP, and a weight that was in 4 bits
         gradients = numbers.compute * count * (stack.mlp * (2 if stack.gated else 1) + stack.hidden)
+        gradients += 2 * max(map(_size, stack.linears)) if setup.quantized else 0
         if setup.checkpointing:
             held += stack.n_layers * count * stack.hidden * numbers.stream
             casts = 2 * sum(map(_size, stack.linears)) if numbers.casts else 0
@@ -895,50 +896,50 @@ def predict(body: Anatomy, setup: Setup) -> dict[str, float]:
 
     Returns:
         `dict[str, float]`: Bytes. `weights`, `gradients`, `optimizer`, `critic`, `reference` and `buffers` are always there;
-        an update adds `gathered` weights and `activations`, up to `update`; generation adds the `cache`, and
-        weights that it gathers, up to `generation`. `peak` is the larger of the two.
+        an update adds `gathered` weights and `activations`, up to `update`; `generation` adds the `cache` and weights that
+        are `gathered to sample`, or to score with the reference. `peak` is the larger of the two.
     """
-    numbers = setup.numbers
     trained, frozen = body.n_trained, body.n_parameters - body.n_trained
     weights, gradients, optimizer = _states(trained, frozen, body.n_trained_tensors, setup, body.adapted)
     if setup.quantized:
         # bitsandbytes: half a byte, for 64 of them a byte and for 256 * 64 of them a float, and for each tensor two tables
         weights += body.n_quantized * (1 / 2 + 1 / 64 + 4 / (64 * 256) - PRECISIONS["bfloat16"].weight)
         weights += body.n_quantized_tensors * (4 * 16 + 4 * 256 + 4)
-    critic = sum(_critic_states(body, setup))
-    full = body.n_parameters * numbers.weight
-    shards, layers = SHARDED.get(setup.strategy, (False,) * 3), [stack.parameters for stack in body.stacks]
-    reference = 0.0 if body.adapted or not setup.reference else full / (setup.gpus if shards[0] else 1)
-    buffers = gathered = in_generation = 0.0
+    critic = _critic_states(body, setup)
+    reference = _reference(body, setup)
+    buffers = gathered = gathered_to_sample = 0.0
     if setup.strategy == "ddp":
-        buffers = gradients  # buckets
+        buffers = gradients + critic[1]  # buckets
     elif setup.strategy.startswith("zero"):
         buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
     if setup.strategy == "fsdp2":
         # A layer and the next, and the gradient of one; the embeddings and the head
-        gathered = 2 * (3 * max(layers) + (1 if body.tied else 2) * body.head.inputs * body.head.outputs)
-        in_generation = gathered
+        layer = max(stack.parameters for stack in body.stacks)
+        gathered = 2 * (3 * layer + (1 if body.tied else 2) * _size(body.head))
+        gathered_to_sample = gathered
     elif setup.strategy == "zero3":
         gathered = 2 * min(body.n_parameters, 1e9)  # `stage3_max_live_parameters`
-        in_generation = 2 * body.n_parameters  # `ds3_gather_for_generation`
-    if reference and setup.strategy == "fsdp2":
-        in_generation = max(in_generation, full)  # TRL gathers all of it for a forward
-    states = weights + gradients + optimizer + critic + reference + buffers
+        n_critic = _whole(body).n_parameters if setup.critic == "copy" else 0
+        gathered_to_sample = 2 * (body.n_parameters + n_critic)  # `ds3_gather_for_generation`
+    states = weights + gradients + optimizer + sum(critic) + reference + buffers
     kept = activations(body, setup).peak
     cache = cache_bytes(body, setup)
+    generation = gathered_to_sample + cache
+    if reference and setup.strategy == "fsdp2":
+        generation = max(generation, 2 * body.n_parameters)  # which TRL shards as one, and gathers as one to score
     result = {
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "critic": critic,
+        "critic": sum(critic),
         "reference": reference,
         "buffers": buffers,
         "gathered": gathered,
         "activations": kept,
         "update": states + gathered + kept,
         "cache": cache,
-        "gathered in generation": in_generation,
-        "generation": states + in_generation + cache,
+        "gathered to sample": gathered_to_sample,
+        "generation": states + generation,
     }
     return {**result, "peak": max(result["update"], result["generation"])}
 
@@ -959,6 +960,15 @@ def _states(
     return tuple(size / (setup.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
 
 
+def _reference(body: Anatomy, setup: Setup) -> float:
+    """Bytes of the reference model's weights."""
+    if not setup.reference or body.adapted:
+        return 0.0
+    number = 2 if setup.strategy.startswith("zero") else PRECISIONS[setup.precision].weight
+    sharded = setup.strategy in ("zero3", "fsdp2")
+    return body.n_parameters * number / (setup.gpus if sharded else 1)
+
+
 def _critic_states(body: Anatomy, setup: Setup) -> tuple[float, float, float]:
     """Bytes of weights, gradients and states of AdamW of a critic."""
     if setup.critic is None:
@@ -966,7 +976,7 @@ def _critic_states(body: Anatomy, setup: Setup) -> tuple[float, float, float]:
     trunk = (0, 0, 0)
     if setup.critic == "copy":
         whole = _whole(body)
-        head = 0 if body.tied else body.head.inputs * body.head.outputs  # which a critic hasn't
+        head = 0 if body.tied else _size(body.head)  # which a critic hasn't
         trunk = _states(whole.n_parameters - head, 0, whole.n_tensors - (head > 0), setup)
     value_head = 4 * (body.head.inputs + 1)
     return tuple(a + b for a, b in zip(trunk, (value_head, value_head, 2 * value_head + 2 * 4), strict=True))
@@ -1012,11 +1022,10 @@ def operations(body: Anatomy, setup: Setup) -> dict[str, float]:
         trunks = [_trunk_operations(body, part)]
         if setup.critic == "copy":
             trunks.append(_trunk_operations(_whole(body), part))
-        head = 2 * part.scored * body.head.inputs * body.head.outputs
+        head = 2 * part.scored * _size(body.head)
         totals["forward"] += sum(forward for forward, _ in trunks) + head
-        totals["update"] += sum(update for _, update in trunks) + head * (
-            3 + body.head.trained
-        )  # with the logits again
+        # The head computes its logits again, then the gradients of hidden states and weight
+        totals["update"] += sum(update for _, update in trunks) + head * (3 + body.head.trained)
     if len(parts) > 1:
         totals["update"] += totals["forward"]
     if setup.reference:
@@ -1181,68 +1190,78 @@ def _counter() -> FlopCounterMode:
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny run to compare with: its medium, and what differs from a packed update of 2 x 4 completions in float32."""
+    """
+    A tiny run to compare with.
 
+    Args:
+        options (`dict`, *optional*):
+            Arguments of the trainer's config; without any, 2 prompts with 4 completions each are packed.
+        modality (`str`, *optional*, defaults to `"image"`):
+            What prompts hold, `"image"` or `"audio"`.
+        image_size (`tuple[int, int]`, *optional*, defaults to `(280, 140)`):
+            Width and height of images in pixels; 28 x 28 make a token.
+        precision (`str`, *optional*, defaults to `"float32"`):
+            See [`Setup`].
+        lora (`str`, *optional*):
+            See [`lora_config`].
+        quantized (`bool`, *optional*, defaults to `False`):
+            See [`Setup`].
+        critic (`str`, *optional*):
+            See [`Setup`].
+    """
+
+    options: dict = field(default_factory=dict)
     modality: str = "image"
-    options: tuple[tuple[str, object], ...] = ()
+    image_size: tuple[int, int] = (280, 140)
     precision: str = "float32"
     lora: str | None = None
-    critic: str | None = None
     quantized: bool = False
-    long: bool = False
+    critic: str | None = None
 
 
-def _case(modality: str = "image", **options) -> Case:
-    names = ("precision", "lora", "critic", "quantized", "long")
-    own = {name: options.pop(name) for name in names if name in options}
-    return Case(modality, tuple(options.items()), **own)
-
+PADDED, CHECKPOINTING = {"packing": "padded"}, {"gradient_checkpointing": True}
+BUDGET, LONG = {"max_tokens_per_microbatch": 400}, {"image_size": (784, 280)}
 
 CASES = {
-    "padded": _case(packing="padded"),
-    "packed": _case(),
-    "packed, groups of 8": _case(num_generations=8),
-    "packed, long prompt": _case(long=True),
-    "padded, long prompt": _case(packing="padded", long=True),
-    "padded, checkpointing": _case(packing="padded", gradient_checkpointing=True),
-    "packed, checkpointing": _case(gradient_checkpointing=True),
-    "packed, budget": _case(max_tokens_per_microbatch=400),
-    "packed, budget, checkpointing": _case(max_tokens_per_microbatch=400, gradient_checkpointing=True),
-    "packed, bfloat16": _case(precision="bfloat16"),
-    "packed, mixed": _case(precision="mixed"),
-    "packed, mixed, checkpointing": _case(precision="mixed", gradient_checkpointing=True),
-    "LoRA on q, v": _case(lora="q_proj,v_proj"),
-    "LoRA on all, bfloat16": _case(lora="all-linear", precision="bfloat16"),
-    "LoRA on q, v, checkpointing": _case(lora="q_proj,v_proj", gradient_checkpointing=True),
-    "QLoRA on q, v": _case(lora="q_proj,v_proj", quantized=True, precision="bfloat16"),
-    "PPO, critic": _case(critic="copy"),
-    "PPO, shared trunk": _case(critic="shared_trunk"),
-    "audio, padded": _case("audio", packing="padded"),
-    "audio, packed": _case("audio"),
-    "audio, packed, mixed": _case("audio", precision="mixed"),
-    "audio, packed, checkpointing": _case("audio", gradient_checkpointing=True),
+    "padded": Case(PADDED),
+    "packed": Case(),
+    "packed, groups of 8": Case({"num_generations": 8}),
+    "padded, long prompts": Case(PADDED, **LONG),
+    "packed, long prompts": Case(**LONG),
+    "padded, checkpointing": Case({**PADDED, **CHECKPOINTING}),
+    "packed, checkpointing": Case(CHECKPOINTING),
+    "packed, budget": Case(BUDGET),
+    "packed, budget, checkpointing": Case({**BUDGET, **CHECKPOINTING}),
+    "packed, bfloat16": Case(precision="bfloat16"),
+    "packed, mixed": Case(precision="mixed"),
+    "packed, mixed, checkpointing": Case(CHECKPOINTING, precision="mixed"),
+    "LoRA on q, v": Case(lora="q_proj,v_proj"),
+    "LoRA on q, v, checkpointing": Case(CHECKPOINTING, lora="q_proj,v_proj"),
+    "LoRA on all, bfloat16": Case(lora="all-linear", precision="bfloat16"),
+    "QLoRA on q, v": Case(lora="q_proj,v_proj", quantized=True, precision="bfloat16"),
+    "PPO, critic": Case(critic="copy"),
+    "PPO, shared trunk": Case(critic="shared_trunk"),
+    "audio, padded": Case(PADDED, modality="audio"),
+    "audio, packed": Case(modality="audio"),
+    "audio, packed, checkpointing": Case(CHECKPOINTING, modality="audio"),
+    "audio, packed, mixed": Case(modality="audio", precision="mixed"),
+}
+
+# The text decoder of tiny models
+DECODER = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
 }
 
 
-def _decoder(tokenizer) -> dict:
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    }
-
-
-def _image_model(long: bool):
-    """A Qwen2.5-VL of 4 million parameters, its processor and rows with images of 50 tokens, or 280."""
+def _image_model(size: tuple[int, int]):
+    """A Qwen2.5-VL of 4 million parameters, its processor, and rows."""
     processor = policy_update.build_processor()
     preset = policy_update.Preset(
-        text={
-            **_decoder(processor.tokenizer),
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]},
-        },
+        text={**DECODER, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}},
         vision={
             "depth": 4,
             "hidden_size": 128,
@@ -1252,13 +1271,12 @@ def _image_model(long: bool):
             "fullatt_block_indexes": [3],
         },
     )
-    del preset.text["vocab_size"]
-    case = policy_update.Case(prompts=1, group=1, image_size=(784, 280) if long else (280, 140))
-    return policy_update.build_model(preset, processor, "cpu", 0), processor, policy_update.build_dataset(case, 4, 0)
+    rows = policy_update.build_dataset(policy_update.Case(prompts=1, group=1, image_size=size), 4, 0)
+    return policy_update.build_model(preset, processor, "cpu", 0), processor, rows
 
 
-def _audio_model(long: bool):
-    """A Qwen2-Audio of 5 million parameters, its processor and rows with audio of 4 seconds."""
+def _audio_model():
+    """A Qwen2-Audio of 4 million parameters, its processor, and rows with audio of 4 seconds."""
     question = "What is said in the audio?"
     named = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
     bpe = Tokenizer(models.BPE())
@@ -1292,7 +1310,7 @@ def _audio_model(long: bool):
             "num_mel_bins": 80,
             "max_source_positions": 300,
         },
-        text_config={"model_type": "qwen2", **_decoder(tokenizer), **ends},
+        text_config={"model_type": "qwen2", "vocab_size": len(tokenizer), **DECODER, **ends},
         audio_token_index=tokenizer.audio_token_id,
     )
     torch.manual_seed(0)
@@ -1309,7 +1327,7 @@ def _audio_model(long: bool):
 
 def build_trainer(case: Case, folder: str) -> Watched:
     """
-    The trainer of a case, and a model of 4 or 5 million parameters.
+    The trainer of a case, with a model of 4 million parameters.
 
     Args:
         case ([`Case`]):
@@ -1320,7 +1338,7 @@ def build_trainer(case: Case, folder: str) -> Watched:
     Returns:
         [`Watched`]: The trainer.
     """
-    model, processor, rows = (_image_model if case.modality == "image" else _audio_model)(case.long)
+    model, processor, rows = _image_model(case.image_size) if case.modality == "image" else _audio_model()
     if case.precision == "bfloat16":
         model = model.to(torch.bfloat16)
     if case.quantized:
@@ -1464,3 +1482,331 @@ def check(case: Case) -> dict[str, tuple[float, float]]:
     if not case.quantized:  # PyTorch counts no products with weights in 4 bits
         result["operations"] = operations(body, counted_setup)["update"], counted.operations
     return result
+
+
+# Output
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """
+    A table.
+
+    Args:
+        header (`Sequence[str]`):
+            Titles of the columns.
+        rows (`Sequence[Sequence[str]]`):
+            The cells.
+
+    Returns:
+        `str`: The table in Markdown.
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def check_row(name: str, result: dict[str, tuple[float, float]]) -> list[str]:
+    """
+    A case in words.
+
+    Args:
+        name (`str`):
+            Its name.
+        result (`dict[str, tuple[float, float]]`):
+            What [`check`] returned.
+
+    Returns:
+        `list[str]`: The cells of its row.
+    """
+    cells = [name]
+    for quantity in ("weights", "gradients", "optimizer", "cache"):
+        predicted, measured = result[quantity]
+        cells.append("exact" if predicted == measured else f"{predicted / measured - 1:+.2%}")
+    for quantity in ("activations", "peak"):
+        predicted, measured = result[quantity]
+        cells += [f"{predicted / MIB:.1f}", f"{measured / MIB:.1f}", f"{predicted / measured - 1:+.1%}"]
+    predicted, measured = result.get("operations", (0, 0))
+    cells.append(f"{predicted / measured - 1:+.1%}" if measured else "–")
+    return cells
+
+
+CHECK_HEADER = (
+    "run",
+    *("weights", "gradients", "optimizer", "KV cache"),
+    *("activations, MiB predicted", "measured", "error"),
+    *("peak, MiB predicted", "measured", "error"),
+    "operations",
+)
+
+# Titles of what a size is trained with in the table of predictions, and the arguments of its setting
+METHODS = {
+    "one GPU, or DDP": {"strategy": "ddp", "precision": "mixed"},
+    "ZeRO-1": {"strategy": "zero1"},
+    "ZeRO-2": {"strategy": "zero2"},
+    "ZeRO-3": {"strategy": "zero3"},
+    "FSDP2": {"strategy": "fsdp2", "precision": "mixed"},
+    "LoRA, one GPU or DDP": {"strategy": "ddp", "lora": "all-linear"},
+    "LoRA, FSDP2": {"strategy": "fsdp2", "lora": "all-linear"},
+    "QLoRA, one GPU or DDP": {"strategy": "ddp", "lora": "all-linear", "quantized": True},
+}
+
+# Of the memory of a GPU, what a prediction may take: CUDA, NCCL and fragmentation need the rest
+USABLE = 0.9
+
+
+def workload(args: argparse.Namespace, **changes) -> Setup:
+    """
+    The setting that the command line asks for.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+        changes:
+            Arguments of [`Setup`] that differ.
+
+    Returns:
+        [`Setup`]: The setting.
+    """
+    n_prompts = changes.pop("n_prompts", args.prompts)
+    positions = 4 * args.media_tokens if args.positions is None else args.positions
+    prompts = [Prompt(args.prompt_tokens, args.media_tokens, positions, args.modality) for _ in range(n_prompts)]
+    return Setup(
+        **{
+            "prompts": [prompt for prompt in prompts for _ in range(args.group)],
+            "lengths": [args.completion_tokens] * (n_prompts * args.group),
+            "precision": args.precision,
+            "packed": args.packing == "prefix",
+            "checkpointing": not args.no_checkpointing,
+            "max_tokens": args.max_tokens,
+            "strategy": args.strategy,
+            "gpus": args.gpus,
+            "reference": args.reference,
+            "critic": args.critic,
+            "quantized": args.quantized,
+            **changes,
+        }
+    )
+
+
+def _body(size: str, lora: str | None = None) -> Anatomy:
+    """Of a published size, or of a folder with a config."""
+    if size in SIZES:
+        return anatomy(meta_model(published_config(size), Qwen2_5_VLForConditionalGeneration, lora))
+    config = AutoConfig.from_pretrained(size)
+    return anatomy(meta_model(config, getattr(transformers, config.architectures[0]), lora))
+
+
+def _gib(number: float) -> str:
+    return f"{number / GIB:.1f}"
+
+
+def _fit(number: float) -> str:
+    """GiB, and which GPU has them."""
+    if number <= USABLE * 80 * GIB:
+        return f"**{number / GIB:.0f}**"
+    return f"{number / GIB:.0f}" if number <= USABLE * 140 * GIB else f"({number / GIB:.0f})"
+
+
+def prediction_table(args: argparse.Namespace) -> str:
+    """
+    Memory of the published sizes on 1, 8 and 64 GPUs.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `str`: The table.
+    """
+    bodies = {(size, lora): _body(size, lora) for size in SIZES for lora in (None, "all-linear")}
+    rows = []
+    for size in SIZES:
+        for gpus in (1, 8, 64):
+            row = [f"{size.upper()}, {gpus}"]
+            for options in METHODS.values():
+                changes = {"gpus": gpus, "precision": "bfloat16", **options}
+                lora = changes.pop("lora", None)
+                if gpus == 1:
+                    if changes["strategy"] != "ddp":
+                        row.append("")
+                        continue
+                    changes["strategy"] = "single"
+                row.append(_fit(predict(bodies[size, lora], workload(args, **changes))["peak"]))
+            rows.append(row)
+    return markdown(["model, GPUs", *METHODS], rows)
+
+
+def option_table(args: argparse.Namespace) -> str:
+    """
+    What options change: 7B on 8 GPUs, 4 prompts in a micro-batch.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `str`: The table.
+    """
+    budget = args.prompt_tokens + args.group * args.completion_tokens
+    base = {"n_prompts": 4, "gpus": 8, "strategy": "fsdp2", "precision": "mixed"}
+    settings = {
+        "FSDP2, prefix sharing, checkpointing": {},
+        "padded rows": {"packed": False},
+        "no checkpointing": {"checkpointing": False},
+        "padded rows, no checkpointing": {"packed": False, "checkpointing": False},
+        f"`max_tokens_per_microbatch={budget}`": {"max_tokens": budget},
+        f"`max_tokens_per_microbatch={budget}`, no checkpointing": {"max_tokens": budget, "checkpointing": False},
+        "a reference (`beta` above 0)": {"reference": True},
+        "PPO, `shared_trunk=True`": {"critic": "shared_trunk"},
+        "PPO, a critic of its own": {"critic": "copy"},
+        "LoRA on all linear layers": {"lora": "all-linear", "precision": "bfloat16"},
+        "LoRA, DDP": {"lora": "all-linear", "precision": "bfloat16", "strategy": "ddp"},
+        "QLoRA, DDP": {"lora": "all-linear", "precision": "bfloat16", "strategy": "ddp", "quantized": True},
+    }
+    rows = []
+    for name, changes in settings.items():
+        changes = {**base, **changes}
+        body = _body("7b", changes.pop("lora", None))
+        setup = workload(args, **changes)
+        result = predict(body, setup)
+        states = ("weights", "gradients", "optimizer", "critic", "reference", "buffers")
+        rows.append(
+            [
+                name,
+                _gib(sum(result[part] for part in states)),
+                _gib(result["gathered"]),
+                _gib(result["activations"]),
+                _gib(result["update"]),
+                _gib(result["generation"]),
+                f"{operations(body, setup)['update'] / 1e15:.1f}",
+            ]
+        )
+    header = ("setting", "states", "gathered", "activations", "update", "generation", "PFLOP of an update")
+    return markdown(header, rows)
+
+
+def operation_table(args: argparse.Namespace) -> str:
+    """
+    Operations of an update of one micro-batch with padded rows and with a shared prefix.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `str`: The table.
+    """
+    rows = []
+    for size in SIZES:
+        body, row, totals = _body(size), [size.upper()], []
+        for packed in (False, True):
+            setup = workload(args, packed=packed)
+            totals.append(operations(body, setup)["update"])
+            seconds = totals[-1] / (args.tflops * 1e12 * args.utilisation)
+            row += [f"{setup.tokens:,}", f"{totals[-1] / 1e15:.2f}", f"{seconds:.1f}"]
+        rows.append([*row, f"**{totals[0] / totals[1]:.1f}x**"])
+    titles = [f"{rows_}: {what}" for rows_ in ("padded", "shared") for what in ("tokens", "PFLOP", "seconds")]
+    return markdown(["model", *titles, "padded / shared"], rows)
+
+
+def breakdown(args: argparse.Namespace) -> str:
+    """
+    Where the bytes of one setting go.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `str`: The table.
+    """
+    body, setup = _body(args.model, args.lora), workload(args)
+    result = predict(body, setup)
+    rows = [[name, _gib(number)] for name, number in result.items()]
+    kept = activations(body, setup)
+    inside = {
+        "held where the backward pass starts": kept.held,
+        "largest layer, on top": kept.in_layer,
+        "LM head, on top": kept.in_head,
+        "media": media_bytes(body, setup),
+    }
+    place = [row[0] for row in rows].index("activations") + 1
+    rows[place:place] = [[f"of these or beside them: {name}", _gib(number)] for name, number in inside.items()]
+    update = operations(body, setup)["update"]
+    rows.append(["PFLOP of an update", f"{update / 1e15:.2f}"])
+    rows.append(
+        [
+            f"seconds at {args.utilisation:.0%} of {args.tflops:g} TFLOP/s",
+            f"{update / (args.tflops * 1e12 * args.utilisation):.1f}",
+        ]
+    )
+    parameters = f"{body.n_parameters:,} parameters, {body.n_trained:,} trained"
+    return markdown([parameters, "GiB"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> dict | None:
+    """
+    Command line of the model.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict` or `None`: With `--check`, for each case what [`check`] returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare with tiny runs on this machine's CPU")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="runs of --check"
+    )
+    parser.add_argument("--model", help=f"{', '.join(SIZES)} or a folder with a config: show where its bytes go")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=1152, help="tokens of a prompt, those of its medium included"
+    )
+    parser.add_argument("--media-tokens", type=int, default=1024, help="tokens of its medium")
+    parser.add_argument(
+        "--positions", type=int, help="positions of the encoder, 4 for each of those tokens if not given"
+    )
+    parser.add_argument("--modality", choices=("image", "audio"), default="image")
+    parser.add_argument("--completion-tokens", type=int, default=1024)
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts of a micro-batch on each GPU")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
+    parser.add_argument("--packing", choices=("prefix", "padded"), default="prefix")
+    parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--max-tokens", type=int, help="`max_tokens_per_microbatch`")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="single")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--lora", help="ends of the names of layers with an adapter, or all-linear")
+    parser.add_argument("--quantized", action="store_true", help="frozen layers in 4 bits")
+    parser.add_argument("--reference", action="store_true", help="a reference model scores, too")
+    parser.add_argument("--critic", choices=("copy", "shared_trunk"), help="of PPO")
+    parser.add_argument("--tflops", type=float, default=989, help="of a GPU in bfloat16; an H100's by default")
+    parser.add_argument("--utilisation", type=float, default=0.4, help="share of them that is assumed to be reached")
+    parser.add_argument("--json", action="store_true", help="print the result of --check as JSON in the last line")
+    args = parser.parse_args(argv)
+    if args.quantized and args.lora is None:
+        parser.error("`--quantized` holds frozen layers in 4 bits; say with `--lora` what is trained")
+    if args.check:
+        results = {}
+        for name in args.cases:
+            results[name] = check(CASES[name])
+            print(f"{name}: {', '.join(check_row(name, results[name])[1:])}", file=sys.stderr)
+        print(markdown(CHECK_HEADER, [check_row(name, result) for name, result in results.items()]))
+        if args.json:
+            machine = {"hardware": hardware(), "versions": versions("trl", "transformers", "torch", "peft")}
+            print(json.dumps({"cases": results, **machine}))
+        return results
+    print("Prediction, not measured on a GPU\n")
+    if args.model is not None:
+        print(breakdown(args))
+    else:
+        for table in (prediction_table, option_table, operation_table):
+            print(f"{table(args)}\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Memory and time of an update with and without `max_tokens_per_microbatch`, on the same data and model.
+
+```bash
+python benchmarks/token_budget.py --threads 1
+python benchmarks/token_budget.py --threads 1 --checkpointing
+```
+
+The model is Qwen2.5-VL's architecture with seeded random weights, the data are prompts with images of unequal size and
+seeded completions of 20 to 64 tokens. Measured are
+
+- **held**: bytes of activations where a backward pass starts, of the part that holds most,
+- **peak**: the most that an update has alive at once, beside weights and gradients,
+- **time**: CPU time of the update, the minimum of some repetitions, which take turns,
+
+and the gradients are compared. Every tensor counts that lives (`memory_model.LiveBytes`), each storage once.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+
+import policy_update
+import torch
+from datasets import concatenate_datasets
+from measuring import hardware, versions
+from memory_model import MIB, WatchedGRPO, markdown
+
+from trl_multimodal_rft import MultimodalGRPOConfig
+
+
+# Pixels; 28 x 28 make a token
+IMAGES = ((784, 392), (280, 140), (560, 280), (392, 280))
+
+
+class Contestant:
+    """
+    A trainer with a budget, whose updates are measured.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+        budget (`int`, *optional*):
+            `max_tokens_per_microbatch`.
+        folder (`str`):
+            Where it may write.
+    """
+
+    def __init__(self, args: argparse.Namespace, budget: int | None, folder: str):
+        processor = policy_update.build_processor()
+        config = MultimodalGRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=args.prompts * args.group,
+            num_generations=args.group,
+            max_completion_length=policy_update.LONGEST,
+            max_tokens_per_microbatch=budget,
+            gradient_checkpointing=False,  # only `train` turns it on
+            self_check=False,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            seed=args.seed,
+        )
+        cases = [policy_update.Case(1, 1, IMAGES[i % len(IMAGES)]) for i in range(args.prompts)]
+        rows = concatenate_datasets([policy_update.build_dataset(case, 1, i) for i, case in enumerate(cases)])
+        model = policy_update.build_model(policy_update.PRESETS[args.preset], processor, "cpu", args.seed)
+        if args.checkpointing:
+            model.activation_checkpointing_enable()
+        self.trainer = WatchedGRPO(model, policy_update.reward, config, rows, processing_class=processor)
+        self.trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
+        model.train()
+
+    def update(self, watch: str) -> dict:
+        """
+        Runs an update.
+
+        Args:
+            watch (`str`):
+                What to watch, `"memory"` or `"time"`.
+
+        Returns:
+            `dict`: What was measured.
+        """
+        self.trainer.model.zero_grad(set_to_none=False)
+        self.trainer.watch = (watch,)
+        rows = next(iter(self.trainer.get_train_dataloader()))
+        self.trainer.training_step(self.trainer.model, rows, None)
+        moment = self.trainer.moments[-1]
+        return {"held_bytes": moment.held, "peak_bytes": moment.peak, "cpu_s": moment.seconds}
+
+    def parts(self) -> int:
+        """Number of parts of the last update."""
+        return int(self.trainer._metrics["train"].get("token_budget/parts", [1])[-1])
+
+    def tokens(self) -> int:
+        """Tokens of the micro-batch, each prompt once."""
+        batch = self.trainer.moments[-1].batch
+        return sum(map(len, set(batch["encoded_prompts"]))) + int(batch["completion_mask"].sum())
+
+
+def run(args: argparse.Namespace) -> dict:
+    """
+    Runs the benchmark.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `dict`: For each budget what was measured, and its ratio to that without a budget; setting, hardware and versions.
+    """
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    budgets = [None, *args.budgets]
+    with tempfile.TemporaryDirectory() as folder:
+        contestants = [Contestant(args, budget, folder) for budget in budgets]
+        for contestant in contestants:  # makes the gradients, which are there from then on
+            contestant.update("time")
+        results = [contestant.update("memory") for contestant in contestants]
+        whole = contestants[0].trainer.model
+        differences = [policy_update.gradient_difference(whole, each.trainer.model) for each in contestants]
+        seconds = [[contestant.update("time")["cpu_s"] for contestant in contestants] for _ in range(args.repeats)]
+    for i, result in enumerate(results):
+        result["budget"] = budgets[i]
+        result["parts"] = contestants[i].parts()
+        result["cpu_s"] = min(times[i] for times in seconds)
+        result["gradient_difference"] = differences[i]
+        for name in ("held_bytes", "peak_bytes", "cpu_s"):
+            result[f"{name.rpartition('_')[0]}_ratio"] = result[name] / results[0][name]
+    return {
+        "budgets": results,
+        "setting": {
+            **{
+                name: getattr(args, name)
+                for name in ("preset", "prompts", "group", "checkpointing", "repeats", "seed")
+            },
+            "threads": torch.get_num_threads(),
+            "parameters": sum(p.numel() for p in whole.parameters()),
+            "tokens": contestants[0].tokens(),
+        },
+        "hardware": hardware(),
+        "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
+    }
+
+
+def table(result: dict) -> str:
+    """
+    The result as text.
+
+    Args:
+        result (`dict`):
+            What [`run`] returns.
+
+    Returns:
+        `str`: A line about the setting and a table.
+    """
+    setting = result["setting"]
+    line = (
+        f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions, "
+        f"{setting['tokens']} tokens with each prompt once, checkpointing {'on' if setting['checkpointing'] else 'off'}; "
+        f"{result['hardware']['cpu']}, {setting['threads']} threads; minimum of {setting['repeats']}"
+    )
+    rows = []
+    for each in result["budgets"]:
+        rows.append(
+            [
+                "none" if each["budget"] is None else str(each["budget"]),
+                str(each["parts"]),
+                f"{each['held_bytes'] / MIB:.0f} MiB, **{each['held_ratio']:.2f}x**",
+                f"{each['peak_bytes'] / MIB:.0f} MiB, **{each['peak_ratio']:.2f}x**",
+                f"{each['cpu_s']:.2f} s, **{each['cpu_ratio']:.2f}x**",
+                f"{each['gradient_difference']:.0e}",
+            ]
+        )
+    header = ("budget", "parts", "held", "peak", "CPU time", "difference of gradients")
+    return f"{line}\n\n{markdown(header, rows)}"
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--budgets", type=int, nargs="+", default=[1600, 1200, 800], help="tokens, one run for each")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of the micro-batch")
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--preset", choices=("tiny", "12m"), default="12m", help="size of the model")
+    parser.add_argument("--checkpointing", action="store_true", help="compute layers again in the backward pass")
+    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
+    parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error("`--repeats` must be at least 1")
+    result = run(args)
+    print(table(result))
+    if args.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()
