@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo demo-vision demo-video test test-slow benchmark lint clean
+.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision test test-slow benchmark lint clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -20,6 +20,12 @@ demo-vision: $(VENV)/examples
 
 demo-video: $(VENV)/examples
 	$(LAUNCH) examples/grpo_video.py
+
+demo-ppo-audio: $(VENV)/examples
+	$(LAUNCH) examples/ppo_audio.py
+
+demo-ppo-vision: $(VENV)/examples
+	$(LAUNCH) examples/ppo_vision.py
 
 # The models of the tests are tiny: one thread each, and one worker per core
 test: $(VENV)/tests
