@@ -49,6 +49,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    PrinterCallback,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2AudioConfig,
@@ -1373,7 +1374,9 @@ def build_trainer(case: Case, folder: str) -> Watched:
         **{"gradient_checkpointing": False, **options},
     )
     adapters = {} if case.lora is None else {"peft_config": lora_config(model, case.lora)}
-    return trainer_class(model, policy_update.reward, config, rows, processing_class=processor, **adapters)
+    trainer = trainer_class(model, policy_update.reward, config, rows, processing_class=processor, **adapters)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def setup_of(case: Case, trainer: Watched, batch: dict) -> Setup:
@@ -1414,8 +1417,11 @@ def setup_of(case: Case, trainer: Watched, batch: dict) -> Setup:
 
 
 @contextmanager
-def _small_tile():
-    """TRL's LM head takes 32768 columns of logits at once, be they there or not. Of tiny models that would be all."""
+def small_tile():
+    """
+    Within the context, TRL's LM head takes 512 columns of logits at once. Its 32768 are allocated be they there or not, and
+    would be most of a tiny model's memory.
+    """
     before = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = 512
     try:
@@ -1446,7 +1452,7 @@ def check(case: Case) -> dict[str, tuple[float, float]]:
         `activations` where the backward pass starts, the `peak` of the update and the `cache` of generation, and
         `operations`.
     """
-    with tempfile.TemporaryDirectory() as folder, _small_tile():
+    with tempfile.TemporaryDirectory() as folder, small_tile():
         trainer = build_trainer(case, folder)
         trainer.train()
         counted, watched = trainer.moments
@@ -1730,7 +1736,7 @@ def breakdown(args: argparse.Namespace) -> str:
         "media": media_bytes(body, setup),
     }
     place = [row[0] for row in rows].index("activations") + 1
-    rows[place:place] = [[f"of these or beside them: {name}", _gib(number)] for name, number in inside.items()]
+    rows[place:place] = [[f"- {name}", _gib(number)] for name, number in inside.items()]
     update = operations(body, setup)["update"]
     rows.append(["PFLOP of an update", f"{update / 1e15:.2f}"])
     rows.append(

@@ -14,7 +14,8 @@ seeded completions of 20 to 64 tokens. Measured are
 - **peak**: the most that an update has alive at once, beside weights and gradients,
 - **time**: CPU time of the update, the minimum of some repetitions, which take turns,
 
-and the gradients are compared. Every tensor counts that lives (`memory_model.LiveBytes`), each storage once.
+and the gradients are compared. Every tensor counts that lives (`memory_model.LiveBytes`), each storage once. The LM head
+takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they would hide the rest.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import policy_update
 import torch
 from datasets import concatenate_datasets
 from measuring import hardware, versions
-from memory_model import MIB, WatchedGRPO, markdown
+from memory_model import MIB, WatchedGRPO, markdown, small_tile
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> dict:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     budgets = [None, *args.budgets]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, small_tile():
         contestants = [Contestant(args, budget, folder) for budget in budgets]
         for contestant in contestants:  # makes the gradients, which are there from then on
             contestant.update("time")
