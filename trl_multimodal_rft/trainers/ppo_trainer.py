@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DummyOptim, is_peft_model
+from accelerate.utils import is_peft_model
+from accelerate.utils.deepspeed import DummyOptim
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.optim.lr_scheduler import LambdaLR
