@@ -10,10 +10,9 @@ from PIL import Image as PILImage
 
 def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     """
-    Makes noise of some recordings or pictures: their samples or pixels in random order.
+    Puts white noise in the place of some recordings or pictures, as long or as large as they are.
 
-    It is as loud or as bright as what it was, but there nothing is left but to guess. So the reward to expect depends on
-    the row, and only who listens or looks knows it.
+    There nothing is left but to guess, so the reward to expect depends on the row, and only who listens or looks knows it.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -24,26 +23,27 @@ def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     Returns:
         [`~datasets.Dataset`]: The dataset with the same columns.
     """
-    shufflers = {"audio": _shuffle_samples, "image": _shuffle_pixels}
-    (column,) = shufflers.keys() & set(dataset.column_names)
+    makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
+    (column,) = makers.keys() & set(dataset.column_names)
     encoded = dataset.cast_column(column, {"bytes": Value("binary"), "path": Value("string")})[column]
     rng = np.random.default_rng(0)
     media = [
-        {"bytes": shufflers[column](medium, rng), "path": None} if row // 10 % every == 0 else medium
+        {"bytes": makers[column](medium, rng), "path": None} if row // 10 % every == 0 else medium
         for row, medium in enumerate(encoded)
     ]
     return dataset.remove_columns(column).add_column(column, media).cast_column(column, dataset.features[column])
 
 
-def _shuffle_samples(medium: dict, rng: np.random.Generator) -> bytes:
+def _noise_like_recording(medium: dict, rng: np.random.Generator) -> bytes:
     import soundfile
 
-    samples, rate = soundfile.read(medium["path"])
-    soundfile.write(file := io.BytesIO(), rng.permutation(samples), rate, format="WAV")
+    like, file = soundfile.info(medium["path"]), io.BytesIO()
+    soundfile.write(file, rng.normal(scale=0.1, size=like.frames), like.samplerate, format="WAV")
     return file.getvalue()
 
 
-def _shuffle_pixels(medium: dict, rng: np.random.Generator) -> bytes:
-    pixels = np.asarray(PILImage.open(io.BytesIO(medium["bytes"])))
-    PILImage.fromarray(rng.permuted(pixels.reshape(-1)).reshape(pixels.shape)).save(file := io.BytesIO(), format="PNG")
+def _noise_like_picture(medium: dict, rng: np.random.Generator) -> bytes:
+    like, file = PILImage.open(io.BytesIO(medium["bytes"])), io.BytesIO()
+    pixels = rng.integers(256, size=(like.height, like.width), dtype=np.uint8)
+    PILImage.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()

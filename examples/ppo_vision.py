@@ -51,12 +51,13 @@ from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 DEMO_ARGUMENTS = {
     "output_dir": "outputs/ppo_vision",
-    "max_steps": 200,
+    "max_steps": 300,
     "per_device_train_batch_size": 768,
-    "num_generations": 16,
+    "num_generations": 8,
     "max_completion_length": 3,
     "learning_rate": 1e-3,
-    "entropy_coef": 0.1,
+    "entropy_coef": 0.05,
+    "vf_coef": 0.5,
     "num_ppo_epochs": 2,
     "bf16": False,
     "gradient_checkpointing": False,
