@@ -59,7 +59,7 @@ def write_results(trainer: MultimodalGRPOTrainer, before: float, after: float) -
     Writes `demo_metrics.json` and `reward.png` into the output folder.
 
     Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that name,
-    values at sampling time against returns, over the last quarter of the logged steps.
+    values at sampling time against returns, over the last quarter of the logged steps; `None` where all returns were equal.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`]):
@@ -81,7 +81,8 @@ def write_results(trainer: MultimodalGRPOTrainer, before: float, after: float) -
     }
     explained = [logs["explained_variance"] for logs in history if "explained_variance" in logs]
     if explained:
-        metrics["explained_variance"] = fmean(explained[-math.ceil(len(explained) / 4) :])
+        known = [value for value in explained[-math.ceil(len(explained) / 4) :] if value is not None]
+        metrics["explained_variance"] = fmean(known) if known else None
     folder = Path(trainer.args.output_dir)
     (folder / "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     plot_reward(history, folder / "reward.png", f"Held-out accuracy {before:.0%} before, {after:.0%} after")
@@ -112,10 +113,13 @@ def plot_reward(history: list[dict], path: Path, title: str) -> None:
     axes.set(xlabel="update", ylabel="reward", title=title)
     axes.grid(alpha=0.3)
     if "explained_variance" in logs[-1]:
-        explained = [entry["explained_variance"] for entry in logs]
+        explained = [math.nan if (value := entry["explained_variance"]) is None else value for entry in logs]
         right = axes.twinx()
         right.plot([], [], color="C0", label="mean reward")
         right.plot(steps, explained, color="C1", linestyle="--", label="explained variance")
-        right.set(ylabel="explained variance of the returns", ylim=(min(0, *explained), 1))
+        right.set(
+            ylabel="explained variance of the returns",
+            ylim=(min([0.0, *(value for value in explained if value == value)]), 1),
+        )
         right.legend(loc="lower right")
     figure.savefig(path, dpi=150)
