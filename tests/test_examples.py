@@ -192,4 +192,4 @@ def save_inputs(folder):
     model, processor = spoken_digit_model()
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    return str(folder / "model"), spoken_digits(train_rows=20, test_rows=10)
+    return str(folder / "model"), spoken_digits(train_rows=40, test_rows=10)

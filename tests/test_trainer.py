@@ -438,6 +438,11 @@ def test_missing_prompt_raises():
         run(InjectedOurs, "qwen2_audio", audio_rows().rename_column("prompt", "question"))
 
 
+def test_fewer_rows_than_a_generation_batch_raises():
+    with pytest.raises(ValueError, match="has 3 rows, fewer than the 4 prompts of a generation batch"):
+        run(InjectedOurs, "qwen2_audio", audio_rows(3), gradient_accumulation_steps=2)
+
+
 def test_continuous_batching_raises():
     with pytest.raises(ValueError, match="use_transformers_continuous_batching"):
         run(InjectedOurs, "qwen2_audio", audio_rows(), use_transformers_continuous_batching=True)

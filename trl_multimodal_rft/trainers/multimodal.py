@@ -682,6 +682,13 @@ class MultimodalMixin:
 
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)
+        if len(self._train_sampler) == 0:
+            prompts = self.args.generation_batch_size // self.num_generations
+            raise ValueError(
+                f"The training dataset has {len(self._train_sampler.data_source)} rows, fewer than the {prompts} prompts "
+                "of a generation batch, so there would be nothing to train on. Lower `per_device_train_batch_size`, "
+                "`gradient_accumulation_steps` or `steps_per_generation`, raise `num_generations`, or add rows."
+            )
         return self._train_sampler
 
     def _init_training_state(self, *args, **kwargs):
