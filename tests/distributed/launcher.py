@@ -20,7 +20,7 @@ class Run:
 
     Args:
         engine (`str`):
-            `"ddp"`, `"fsdp2"`, `"zero2"` or `"zero3"`, without effect on a single process.
+            `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`, without effect on a single process.
         processes (`int`):
             Number of processes, which talk through gloo.
         scenarios (`list[str]`):

@@ -1,0 +1,326 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scenarios of GRPO."""
+
+import dataclasses
+import functools
+import hashlib
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from families import FAMILIES
+from training import GROUP, RecordingTrainer, audio_rows, image_rows, train, weights
+from transformers import AutoProcessor
+
+from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft.actors import Actor
+from trl_multimodal_rft.algorithms.kl import FixedKLController
+from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
+
+
+# Scenarios of DDP
+
+
+def straddling_group(folder):
+    """One group, half of it on each of two processes."""
+    return train(folder, "qwen2_5_vl", image_rows(), GROUP)[1]
+
+
+def straddling_groups(folder):
+    """Three groups: each of two processes has a whole one and half of another."""
+    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP)[1]
+
+
+REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
+
+
+def whole_groups(folder):
+    """Two micro-batches of whole groups per generation, used twice, with a reference model."""
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=False, **REUSED)[1]
+
+
+def whole_groups_checkpointed(folder):
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)[1]
+
+
+def mixed_rows(folder):
+    """In the first step the second of two processes has no media, in the second step the first has none."""
+    rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
+    return train(folder, "qwen2_5_vl", rows, 2 * GROUP)[1]
+
+
+def apart(folder):
+    """
+    Images and clips of different lengths, which this family takes in forwards of their own: two on the first of two
+    processes, one on the second.
+    """
+    audios = [{**row, "image": None} for row in audio_rows()]
+    images = [{**row, "audio": None} for row in image_rows()]
+    rows = [*audios[:1], *images[1:4], *audios[4:6], *images[6:]]
+    return train(folder, "gemma3n", rows, 4 * GROUP)[1]
+
+
+def sampled(folder):
+    """A group straddles processes, which sample its completions."""
+    trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
+    return {**result, "self_check": dataclasses.asdict(trainer._self_check), "completions": trainer.sampled}
+
+
+# Algorithms that need the whole batch of all processes: one group on each of two, and half of another. The second
+# generation batch comes from a policy that has left its reference.
+OFF_POLICY = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, "learning_rate": 0.1}
+
+
+def own_estimator(rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps):
+    """One advantage per token, less the divergence from the reference."""
+    given = {
+        "rewards": rewards,
+        "rewards_per_func": rewards_per_func,
+        "group_ids": group_ids,
+        "mask": mask,
+        "old_logps": old_logps,
+        "ref_logps": ref_logps,
+    }
+    ESTIMATED.append({name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in given.items()})
+    means = rewards.view(-1, GROUP).mean(1)[group_ids]
+    return (rewards - means)[:, None] - 0.1 * torch.where(mask.bool(), old_logps - ref_logps, 0)
+
+
+ESTIMATED = []  # digests of what the estimator was called with
+
+ALGORITHMS = {
+    "reinforce": {"advantage_estimator": "reinforce"},
+    "reinforce_baseline": {"advantage_estimator": "reinforce_baseline"},
+    "cpgd": {"advantage_estimator": "cpgd", "loss_type": "cpgd", "kl_estimator": "k2"},
+    "gmpo": {"loss_type": "gmpo", "epsilon": 0.4, "kl_estimator": "k2"},
+    "dual_clip": {
+        "loss_type": "dual_clip",
+        "kl_estimator": "k2",
+        "advantage_estimator": "dr_grpo",  # which doesn't undo the scale
+        "reward_running_scale": True,
+    },
+    "adaptive_kl": {"kl_target": 0.01, "kl_horizon": 40, "gradient_accumulation_steps": 2},
+    "entropies_of_rollout": {"top_entropy_quantile": 0.4, "gradient_accumulation_steps": 2},
+    "current_entropies": {
+        "top_entropy_quantile": 0.4,
+        "entropy_source": "current",
+        "entropy_renormalize": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "own_estimator": {"advantage_estimator": own_estimator},
+}
+
+
+def algorithm(name, folder):
+    ESTIMATED.clear()
+    options = {**OFF_POLICY, **ALGORITHMS[name]}
+    trainer, result = train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, **options)
+    return {**result, "estimated": list(ESTIMATED)}
+
+
+globals().update({name: functools.partial(algorithm, name) for name in ALGORITHMS})
+
+
+# Scenarios of two processes only, which exchange their own groups and sample with random numbers of their own
+
+
+class ExchangingTrainer(RecordingTrainer):
+    """Remembers of each batch how many groups have no signal, its tokens, and the prompts drawn beside the sampler's."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.drawn = [], []
+
+    def _exchange_groups(self, batch):
+        output = super()._exchange_groups(batch)
+        dead = (output["advantages"].view(-1, GROUP) == 0).all(1).sum()
+        tokens = output["completion_mask"].sum()
+        self.batches.append([int(dead), int(tokens), int(output["num_items_in_batch"])])
+        return output
+
+    def _draw_prompts(self, n):
+        rows = super()._draw_prompts(n)
+        self.drawn.append([len(row["audio"]["array"]) if "audio" in row else 0 for row in rows[::GROUP]])
+        return rows
+
+
+def unequal_reward(completion_ids, trainer_state, **kwargs):
+    """
+    On the second process all groups have signal. On the first the first one of a draw has, and in the second half of the
+    run none.
+    """
+    if PartialState().process_index == 1:
+        n_live = len(completion_ids)
+    else:
+        n_live = GROUP if trainer_state.global_step < trainer_state.max_steps // 2 else 0
+    return [float(i % 2) if i < n_live else 1.0 for i in range(len(completion_ids))]
+
+
+EXCHANGED = {
+    "dynamic_sampling": True,
+    "dynamic_sampling_max_rounds": 2,
+    "replay_buffer_size": 4,
+    "beta": 0.1,
+    "learning_rate": 0.1,
+    "shuffle_dataset": True,
+    "trainer_class": ExchangingTrainer,
+    "reward_func": unequal_reward,
+}
+
+
+def exchanged(folder):
+    """Two groups on each process, with clips in forwards of their own, of which the processes need different numbers."""
+    trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
+    return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
+
+
+def resumed(folder):
+    """Two updates on each generation batch, from two micro-batches each; stops between them."""
+    options = {
+        **EXCHANGED,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "max_steps": 6,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "kl_target": 0.01,
+        "kl_horizon": 100,
+        "self_check": True,
+    }
+    _, straight = train(folder / "straight", "qwen2_5_vl", image_rows(), 2 * GROUP, **options)
+    PartialState().wait_for_everyone()
+    checkpoint = folder / "straight" / "output" / "checkpoint-3"
+    _, result = train(folder / "again", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
+    updates = straight["update"], result["update"]
+    logs = [
+        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
+        for each in (straight, result)
+    ]
+    return {
+        **result,
+        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
+        "logs": logs,
+    }
+
+
+def resumed_by_more(folder):
+    """The second process has no state of its own, as after a run of one process."""
+    options = {**EXCHANGED, "max_steps": 4, "kl_target": 0.01, "kl_horizon": 100, "self_check": True}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    train(folder / "before", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **saving)
+    checkpoint = folder / "before" / "output" / "checkpoint-2"
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        (checkpoint / "rollout_state_1.pt").unlink()
+        saved = load_rollout_state(checkpoint, 0)
+        saved["batches"]["num_processes"] = 1
+        save_rollout_state(checkpoint, 0, saved)
+    state.wait_for_everyone()
+    trainer, result = train(folder / "after", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
+    shared = [trainer.beta, trainer._n_extra_prompts, dataclasses.asdict(trainer._self_check)]
+    return {**result, "shared": shared, "expected_before": load_rollout_state(checkpoint, 0)["kl_controller"]["value"]}
+
+
+class InjectingMaker(NaiveExperienceMaker):
+    """Takes responses that depend on the prompt alone; those to later prompts are longer."""
+
+    def _generate(self, prompts, config, pad_id):
+        responses = []
+        for i, prompt in enumerate(prompts):
+            place = int(self.tokenizer.decode(prompt.input_ids).split("number ")[1].split()[0])
+            generator = torch.Generator().manual_seed(100 * place + i)
+            length = 2 + 2 * place + int(torch.randint(0, 3, (), generator=generator))
+            responses.append(torch.randint(50, 200, (length,), generator=generator))
+        return torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=pad_id)
+
+
+def experience(folder):
+    """Statistics of the experience maker are those of all processes, whose responses have different widths."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model, processor = FAMILIES["qwen2_5_vl"].build()
+    reference = FAMILIES["qwen2_5_vl"].build()[0]
+    with torch.no_grad():
+        reference.get_output_embeddings().weight.mul_(1.2)
+    prompts = [f"Is there a bird in number {i} of them?" for i in range(4)]
+    each = len(prompts) // accelerator.num_processes
+    prompts = prompts[accelerator.process_index * each :][:each]
+    advantages = {}
+    for estimator in ("group_norm", "rloo", "reinforce", "reinforce_baseline", "cpgd", "dr_grpo"):
+        config = ExperienceConfig(
+            estimator,
+            n_samples_per_prompt=3,
+            micro_rollout_batch_size=3,
+            kl_in_reward=estimator != "cpgd",
+            reward_running_scale=True,
+            progress=False,
+            accelerator=accelerator,
+        )
+        maker = InjectingMaker(
+            Actor(model, bf16=False),
+            None,
+            None,
+            Actor(reference, bf16=False),
+            processor.tokenizer,
+            64,
+            FixedKLController(0.1),
+            config,
+            reward_fn=lambda completion_ids, **kwargs: [sum(ids) % 11 / 10 for ids in completion_ids],
+        )
+        made = maker.make_experience_list(prompts)
+        rows = [a[mask].tolist() for e in made for a, mask in zip(e.advantages, e.action_mask, strict=True)]
+        advantages[estimator] = rows
+    return {"advantages": advantages}
+
+
+def refused(folder):
+    """A process must hold whole groups to exchange them."""
+    messages = []
+    for option in ({"dynamic_sampling": True}, {"replay_buffer_size": 4}):
+        try:
+            MultimodalGRPOConfig(
+                str(folder), per_device_train_batch_size=GROUP // 2, num_generations=GROUP, use_cpu=True, **option
+            )
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
+# Scenarios of FSDP2, beside those above
+
+
+def greedy(folder, family, rows, batch=2 * GROUP):
+    """Two steps on given completions, one on sampled ones, which end at different lengths, and saving."""
+    trainer, result = train(
+        folder,
+        family,
+        rows,
+        batch,
+        end_ids=list(range(20, 400, 5)),
+        max_steps=3,
+        generation_kwargs={"do_sample": False},
+    )
+    trainer.save_model(folder / "saved")
+    PartialState().wait_for_everyone()
+    model_class = type(FAMILIES[family].build()[0])
+    saved, trained = weights(model_class.from_pretrained(folder / "saved")), weights(trainer.model)
+    AutoProcessor.from_pretrained(folder / "saved")
+    result["saved_otherwise"] = [name for name in saved | trained if not torch.equal(saved[name], trained[name])]
+    return {**result, "completions": trainer.sampled}
+
+
+def greedy_images(folder):
+    return greedy(folder, "qwen2_5_vl", image_rows())
+
+
+def greedy_audio(folder):
+    return greedy(folder, "qwen2_audio", audio_rows())
+
+
+def greedy_apart(folder):
+    """Clips of different lengths in forwards of their own, of which two processes need different numbers."""
+    return greedy(folder, "gemma3n", audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3)), 4 * GROUP)

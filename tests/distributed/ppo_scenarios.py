@@ -1,0 +1,156 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scenarios of PPO."""
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from families import FAMILIES
+from peft import LoraConfig
+from training import ENGINE, GROUP, InjectingTrainer, audio_rows, averages, image_rows, train, weights
+from transformers import AutoProcessor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.actors import Critic
+
+
+PPO = {
+    "num_ppo_epochs": 2,
+    "max_steps": 4,
+    "beta": 0.1,
+    "freezing_actor_steps": 1,
+    "bootstrap_truncated": True,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "linear",
+    "value_learning_rate": 0.5,
+    "value_lr_scheduler_type": "cosine",
+    "vf_coef": 1.0,
+    "max_grad_norm": 5.0,
+    "ema_decay": None if ENGINE == "zero3" else 0.8,
+    "ptx_coef": 0.3,
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+class InjectingPPO(InjectingTrainer, MultimodalPPOTrainer):
+    """Remembers the supervised completions of each micro-batch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.supervised = []
+
+    def _supervised_batch(self):
+        batch = super()._supervised_batch()
+        if batch is not None:
+            self.supervised.append(batch[1].tolist())
+        return batch
+
+
+def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, objects=None, **options):
+    """
+    One group and half of another on each of two processes, and two supervised rows for each global micro-batch.
+
+    Beside what [`train`] returns, the result holds the ids of the `supervised` completions.
+    """
+    rows = image_rows() if rows is None else rows
+    options = {**PPO, **options}
+    # Completions of equal length, so that the mean of two processes is that over all tokens
+    answered = [{**each, "completion": f"number {i}"} for i, each in enumerate(rows[:7])]
+    objects = {**(objects or {}), "ptx_dataset": Dataset.from_list(answered)}
+    options["per_device_ptx_batch_size"] = 2 // PartialState().num_processes
+    trainer, result = train(folder, family, rows, batch, InjectingPPO, objects=objects, **options)
+    return trainer, {**result, "supervised": trainer.supervised}
+
+
+def ppo_images(folder):
+    """All weights get gradients, so that DDP need not look for others."""
+    return ppo(folder, gradient_checkpointing=False, ddp_find_unused_parameters=False)[1]
+
+
+def ppo_shared_trunk(folder):
+    """Two micro-batches a step, a reward scale and a KL coefficient that follow all processes."""
+    options = {"gradient_accumulation_steps": 2, "reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40}
+    # Transformers reads positions of the audio tower without a call, so that ZeRO-3 sees no gradient of them
+    data = ("qwen2_5_vl", image_rows()) if ENGINE == "zero3" else ("qwen2_audio", audio_rows())
+    return ppo(folder, *data, shared_trunk=True, value_learning_rate=0.05, **options)[1]
+
+
+def ppo_adapter(folder):
+    checkpointing = ENGINE != "zero3"  # where TRL makes it reentrant
+    objects = {"peft_config": LORA}
+    return ppo(folder, objects=objects, learning_rate=0.5, gradient_checkpointing=checkpointing)[1]
+
+
+def ppo_adam(folder):
+    """While the policy is frozen, Adam must not count steps of it."""
+    options = {"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1}
+    return ppo(folder, freezing_actor_steps=2, **options)[1]
+
+
+def ppo_mixed(folder):
+    """In the first generation batch the second of two processes has no media, in the second one the first has none."""
+    rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
+    return ppo(folder, rows=rows, batch=2 * GROUP)[1]
+
+
+def ppo_saved(folder):
+    """A sampled step after the injected ones; policy, critic and average are saved and loaded again."""
+    trainer, result = ppo(folder, "qwen2_audio", audio_rows(), batch=2 * GROUP, max_steps=5)
+    trained = weights(trainer.model)
+    trainer.save_model(folder / "saved")
+    PartialState().wait_for_everyone()
+    unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
+    model_class = type(FAMILIES["qwen2_audio"].build()[0])
+    critic = Critic.from_pretrained(folder / "saved" / "critic", model_class)
+    saved = {
+        **weights(model_class.from_pretrained(folder / "saved")),
+        **{f"critic.{name}": value for name, value in weights(critic).items()},
+    }
+    if trainer.ema is not None:
+        average = weights(model_class.from_pretrained(folder / "saved" / "ema"))
+        saved |= {f"average of {name}": value for name, value in average.items()}
+        trained |= averages(trainer)
+        AutoProcessor.from_pretrained(folder / "saved" / "ema")
+    still = weights(trainer.model)
+    return {
+        **result,
+        "saved_otherwise": [n for n in saved | trained if n not in saved or not torch.equal(saved[n], trained[n])],
+        "changed_by_saving": [n for n in still if not torch.equal(still[n], trained[n])],
+        "completions": trainer.sampled,
+    }
+
+
+def ppo_resumed(folder):
+    """Stops in the second epoch of a generation batch, before the policy's first step."""
+    options = {"gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 6}
+    options |= {"value_learning_rate": 0.02, "save_strategy": "steps", "save_steps": 3, "steps_per_generation": 4}
+    options |= {"batch": 2 * GROUP, "freezing_actor_steps": 4}
+    _, straight = ppo(folder / "straight", **options)
+    PartialState().wait_for_everyone()
+    checkpoint = folder / "straight" / "output" / "checkpoint-3"
+    trainer, result = ppo(folder / "again", checkpoint=checkpoint, **options)
+    updates = straight["update"], result["update"]
+    logs = [
+        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
+        for each in (straight, result)
+    ]
+    return {
+        **result,
+        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
+        "logs": logs,
+        "supervised": [straight["supervised"][6:], result["supervised"]],
+    }
+
+
+def ppo_refused(folder):
+    """A second forward with reentrant checkpointing, and what ZeRO-3 can't do."""
+    messages = []
+    cases = [{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}]
+    if ENGINE == "zero3":
+        cases.append({"ema_decay": 0.8})
+    for i, options in enumerate(cases):
+        try:
+            ppo(folder / str(i), **options)
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}

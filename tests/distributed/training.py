@@ -1,0 +1,200 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Training of tiny models on the engine that the command line names, with batches that are the same for any number of processes.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from families import FAMILIES, RATE, audio, image
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOConfig, MultimodalPPOTrainer
+
+
+ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}  # stages of DeepSpeed
+GROUP = 4  # completions of a prompt
+
+
+# Trainers
+
+
+class RecordingTrainer(MultimodalGRPOTrainer):
+    """Keeps the last completions it sampled."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.sampled, logprobs = super()._generate_single_turn(*args, **kwargs)
+        return self.sampled, logprobs
+
+
+class InjectingTrainer(RecordingTrainer):
+    """For two steps, takes completions that depend on the step and on the place in the global batch alone."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.state.global_step >= 2 * self.num_iterations:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        completions = []
+        for i in range(len(prompt_ids)):
+            place = self.accelerator.process_index * len(prompt_ids) + i
+            generator = torch.Generator().manual_seed(1000 * self.state.global_step + place)
+            length = int(torch.randint(1, 9, (), generator=generator))
+            completions.append(torch.randint(50, 200, (length,), generator=generator).tolist())
+        return completions, None
+
+
+def reward(completion_ids, **kwargs):
+    return [sum(ids) % 11 / 10 for ids in completion_ids]
+
+
+def train(
+    folder,
+    family,
+    rows,
+    batch,
+    trainer_class=InjectingTrainer,
+    end_ids=None,
+    reward_func=reward,
+    checkpoint=None,
+    objects=None,
+    **options,
+):
+    """
+    Trains on global batches of `batch` samples.
+
+    Args:
+        folder (`Path`):
+            Folder of the scenario.
+        family (`str`):
+            Key of the model in `FAMILIES`.
+        rows (`list[dict]`):
+            Dataset, read in order.
+        batch (`int`):
+            Samples of a step, over all processes.
+        trainer_class (`type`, *optional*, defaults to `InjectingTrainer`):
+            Trainer.
+        end_ids (`list[int]`, *optional*):
+            Tokens that end a completion.
+        reward_func (`Callable`, *optional*, defaults to `reward`):
+            Reward function.
+        checkpoint (`Path`, *optional*):
+            Checkpoint to go on from.
+        objects (`dict`, *optional*):
+            Further arguments of the trainer.
+        options:
+            What differs in the config.
+
+    Returns:
+        `tuple`: The trainer, and a result: the `update` of each parameter, and of the average if there is one, the floats
+        that each of the `steps` logged, and whether processes hold parameters in part, `sharded`.
+    """
+    state = start()
+    model, processor = FAMILIES[family].build()
+    if end_ids is not None:
+        model.generation_config.eos_token_id = end_ids
+    model.save_pretrained(folder / "model")  # the first process does
+    state.wait_for_everyone()
+    config = {
+        "output_dir": str(folder / "output"),
+        "per_device_train_batch_size": batch // state.num_processes,
+        "num_generations": GROUP,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 0.5,  # so that rounding of the weights doesn't show in an update
+        "lr_scheduler_type": "constant",
+        "shuffle_dataset": False,
+        "self_check": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "bf16": False,
+        **engine_options(state),
+    }
+    config_class = MultimodalPPOConfig if issubclass(trainer_class, MultimodalPPOTrainer) else MultimodalGRPOConfig
+    args = config_class(**{**config, **options})
+    data = Dataset.from_list(rows)
+    trainer = trainer_class(
+        str(folder / "model"), reward_func, args, data, processing_class=processor, **(objects or {})
+    )
+    before = {**weights(trainer.model), **averages(trainer)}
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    after = {**weights(trainer.model), **averages(trainer)}
+    steps = [
+        {name: value for name, value in entry.items() if isinstance(value, float)}
+        for entry in trainer.state.log_history
+        if "grad_norm" in entry
+    ]
+    return trainer, {
+        "update": {name: after[name] - before[name] for name in before},
+        "steps": steps,
+        "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
+    }
+
+
+def start(**options):
+    """Forgets the accelerator and the engine of the scenario before; gives the state of the processes."""
+    AcceleratorState._reset_state()
+    unset_hf_deepspeed_config()
+    if ENGINE in ZERO and "WORLD_SIZE" in os.environ:
+        return PartialState(backend="gloo", **options)  # accelerate refuses DeepSpeed with `cpu=True`
+    return PartialState(cpu=True, **options)
+
+
+def engine_options(state):
+    """Arguments of a config."""
+    if ENGINE in ZERO and state.num_processes > 1:
+        zero = {"stage": ZERO[ENGINE], "stage3_gather_16bit_weights_on_model_save": True}
+        config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        config |= {"gradient_clipping": "auto", "zero_optimization": zero}
+        return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+    return {"use_cpu": True, "fsdp": ENGINE == "fsdp2" and state.num_processes > 1}
+
+
+def weights(model):
+    """Copies of the parameters, whole also where each process holds a part."""
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def averages(trainer):
+    """Copies of the averages of the policy's parameters."""
+    average = getattr(trainer, "ema", None)
+    return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
+
+
+def whole(value):
+    if hasattr(value, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([value]):
+            return value.detach().clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+# Datasets
+
+
+def row(question, **media):
+    return {"prompt": [{"role": "user", "content": question}], **media}
+
+
+def image_rows():
+    sizes = [(84, 56), (56, 112), (112, 84), (56, 56), (84, 84), (112, 56), (84, 112), (56, 84)]
+    return [
+        row("What is in the image? " * (1 + i % 2), image=image(*size, seed=i)["image"])
+        for i, size in enumerate(sizes)
+    ]
+
+
+def audio_rows(seconds=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):
+    return [
+        row("What do you hear?", audio={"array": audio(length, seed=i)["audio"], "sampling_rate": RATE})
+        for i, length in enumerate(seconds)
+    ]
