@@ -21,6 +21,7 @@ from ..media.encoding import TOKEN_FIELDS, placeholder_token_ids
 from ..media.tensors import modality_of, split_media
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs, bare_prompt
+from .quantization import keep_differentiable
 from .towers import find_tower, linear_layers
 
 
@@ -132,6 +133,7 @@ class Actor(nn.Module):
             if bf16 and not getattr(self._base(model), "is_quantized", False):
                 _cast(model, torch.bfloat16)
         base = self._base(model)
+        keep_differentiable(base)
         base.config.use_cache = False
         frozen = [
             find_tower(base, modality)

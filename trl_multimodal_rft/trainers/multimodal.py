@@ -37,6 +37,7 @@ from trl.trainer.utils import (
 )
 
 from ..actors import Actor
+from ..actors.quantization import keep_differentiable
 from ..actors.towers import find_tower
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
 from ..media.companions import companion_prompt
@@ -181,6 +182,7 @@ class MultimodalMixin:
             # Never sampled, they are never discouraged either, so the saved model must go on without them
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
 
+        keep_differentiable(self.model)
         obstacle = sharing_obstacle(self._unwrapped(self.model))
         if args.packing == "prefix" and obstacle:
             logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")

@@ -1,0 +1,100 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""An adapter on a policy in 4 bits trains as it does on the same weights in full."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES
+from peft import LoraConfig, PeftModel
+from trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, norm, relative_difference
+from transformers import AutoProcessor, BitsAndBytesConfig
+
+from trl_multimodal_rft.actors import ActorAL
+
+
+bnb = pytest.importorskip("bitsandbytes")
+
+CASES = {"audio": ("qwen2_audio", audio_rows), "image": ("qwen2_5_vl", image_rows)}
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+)
+TOWERS = {"audio": "audio_tower", "image": "visual"}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def save_wide(family, folder):
+    """The tiny model, but wide enough for 4-bit kernels, which take blocks of 64 weights."""
+    model, processor = FAMILIES[family].build()
+    config = copy.deepcopy(model.config)
+    if family == "qwen2_audio":
+        config.audio_config.d_model, config.audio_config.encoder_ffn_dim = 64, 128
+        config.text_config.intermediate_size = 128
+    else:
+        config.vision_config.hidden_size, config.vision_config.intermediate_size = 64, 128
+        config.text_config.intermediate_size = 128
+    torch.manual_seed(0)
+    model = type(model)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return type(model)
+
+
+def trained(folder, model, rows, output):
+    """The trainer, the update of each parameter with a gradient, and all parameters before."""
+    options = {"beta": 0.1, "learning_rate": 1.0, "self_check": True}
+    processor = AutoProcessor.from_pretrained(folder)
+    objects = {"model": model, "processing_class": processor, "peft_config": LORA}
+    if isinstance(model, str):
+        objects["quantization_config"] = NF4
+        options["model_init_kwargs"] = {"dtype": "float32"}
+    trainer = make_trainer(InjectedOurs, None, rows(), output, objects=objects, **options)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    return trainer, {n: p.detach() - before[n] for n, p in trainer.model.named_parameters() if p.requires_grad}, before
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_trains_as_on_the_weights_in_full(kind, tmp_path):
+    """Samples in evaluation mode between the updates, for which bitsandbytes has kernels without gradient."""
+    family, rows = CASES[kind]
+    model_class = save_wide(family, tmp_path / "model")
+    trainer, update, before = trained(tmp_path / "model", str(tmp_path / "model"), rows, tmp_path / "four")
+    layers = {name for name, module in trainer.model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    assert all(any(part in name for name in layers) for part in ("language_model", TOWERS[kind]))
+    after = dict(trainer.model.named_parameters())
+    assert all("lora_" in name for name in update) and norm(update) > 0.01
+    assert all(torch.equal(after[name], value) for name, value in before.items() if name not in update)
+    assert trainer._self_check.media > 0.1
+
+    full = model_class.from_pretrained(tmp_path / "model", quantization_config=NF4, dtype=torch.float32).dequantize()
+    assert not any(isinstance(module, bnb.nn.Linear4bit) for module in full.modules())
+    expected = trained(tmp_path / "model", full, rows, tmp_path / "full")[1]
+    assert relative_difference(expected, update) <= 1e-5
+
+    trainer.save_model(tmp_path / "saved")
+    base = model_class.from_pretrained(tmp_path / "model", quantization_config=NF4, dtype=torch.float32)
+    again = dict(PeftModel.from_pretrained(base, tmp_path / "saved").named_parameters())
+    assert all(torch.equal(again[name].to(value.dtype), value) for name, value in after.items())
+
+
+def test_actor_has_the_same_gradient_after_it_sampled(tmp_path):
+    save_wide("qwen2_audio", tmp_path)
+    actor = ActorAL(str(tmp_path), load_in_4bit=True, bf16=False, lora_rank=4)
+    ids = torch.arange(50, 62)[None]
+    mask = torch.ones_like(ids)
+
+    def gradient():
+        actor.zero_grad()
+        actor(ids, 4, mask).sum().backward()
+        return {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+
+    before = gradient()
+    actor.eval()
+    actor.generate(ids, attention_mask=mask, max_new_tokens=3)
+    actor.train()
+    assert norm(before) > 0 and relative_difference(before, gradient()) <= 1e-5

@@ -1,0 +1,20 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Weights in 4 bits."""
+
+from torch import nn
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """
+    Keeps 4-bit weights in the layout that has a gradient.
+
+    On CPUs with AVX512-BF16, bitsandbytes packs the weights of a layer for inference at the first forward in evaluation
+    mode, such as sampling, and never takes that back: layers then pass no gradient on to those below, without a word.
+
+    Args:
+        model (`nn.Module`):
+            Model, changed in place. Without 4-bit layers nothing happens.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
