@@ -24,10 +24,10 @@ from accelerate.utils.launch import (
 )
 from small_models import spoken_digit_model
 from tasks import spoken_digits
-from trainer_utils import make_trainer, text_rows
+from trainer_utils import length_and_sum, load, make_trainer, text_rows
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
 
 ROOT = Path(__file__).parents[2]
@@ -417,6 +417,14 @@ def test_processes_that_know_nothing_of_each_other(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="`WORLD_SIZE` is 2, but Accelerate runs this process alone"):
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, use_cpu=False)
+
+
+def test_one_process_with_several_gpus(tmp_path):
+    args = MultimodalGRPOConfig(str(tmp_path), use_cpu=True)
+    args._n_gpu = 2  # as on a machine with two, without a launcher
+    model, processor = load("qwen2_5_vl")
+    with pytest.raises(RuntimeError, match="One process sees 2 GPUs.*`accelerate launch --num_processes 2`"):
+        MultimodalGRPOTrainer(model, length_and_sum, args, text_rows(), processing_class=processor)
 
 
 @pytest.mark.slow

@@ -829,7 +829,10 @@ class MultimodalMixin:
 
 
 def _refuse_runs_apart(args) -> None:
-    """Accelerate doesn't say when it takes processes that were launched together for runs of one process each."""
+    """
+    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor `Trainer`
+    when it takes several GPUs for one process.
+    """
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and args.world_size == 1:
         raise RuntimeError(
@@ -837,6 +840,11 @@ def _refuse_runs_apart(args) -> None:
             "runs would know nothing of each other and write into the same folder. To train on the CPU, set "
             "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
             "on GPUs, make them visible and start the script with `accelerate launch`."
+        )
+    if args.n_gpu > 1:
+        raise RuntimeError(
+            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
+            f"with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )
 
 
