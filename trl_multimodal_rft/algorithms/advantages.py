@@ -59,7 +59,16 @@ class GroupStatistics:
     live: torch.Tensor
 
     def std(self, correction: int) -> torch.Tensor:
-        """Standard deviation within each group, shape `(number of groups,)`; 0 without signal."""
+        """
+        Standard deviation within each group.
+
+        Args:
+            correction (`int`):
+                What to subtract from the number of rewards: 1 for the sample's, 0 for the population's.
+
+        Returns:
+            `torch.Tensor`: Shape `(number of groups,)`; 0 without signal.
+        """
         return (self.squares / (self.count - correction).clamp(min=1)).sqrt()
 
 

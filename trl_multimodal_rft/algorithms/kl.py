@@ -64,14 +64,28 @@ class FixedKLController:
         self.value = value
 
     def update(self, kl: float, n_samples: int) -> None:
-        """Changes nothing."""
+        """
+        Changes nothing.
+
+        Args:
+            kl (`float`):
+                Mean divergence per token, in nats.
+            n_samples (`int`):
+                Samples since the last update, over all ranks.
+        """
 
     def state_dict(self) -> dict:
         """What a checkpoint holds."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes back what [`state_dict`] gave."""
+        """
+        Takes back what [`state_dict`] gave.
+
+        Args:
+            state (`dict`):
+                That dictionary.
+        """
         self.value = state["value"]
 
 

@@ -46,5 +46,11 @@ class RunningScale:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes back what [`state_dict`] gave."""
+        """
+        Takes back what [`state_dict`] gave.
+
+        Args:
+            state (`dict`):
+                That dictionary.
+        """
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]

@@ -52,7 +52,16 @@ class MediaRef:
     row: int
 
     def error(self, message: str) -> MediaError:
-        """Returns the [`MediaError`] that tells which row and column `message` is about."""
+        """
+        The error that tells which row and column a message is about.
+
+        Args:
+            message (`str`):
+                What is wrong, and the remedy.
+
+        Returns:
+            [`MediaError`]: To be raised.
+        """
         return MediaError(f"row {self.row}, column '{self.column}': {message}")
 
     def __repr__(self) -> str:
@@ -127,7 +136,16 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
 
 
 def iter_refs(value: Any) -> Iterator[MediaRef]:
-    """Yields every [`MediaRef`] in messages, or any nesting of lists and dictionaries of them, in order."""
+    """
+    Finds the media in messages.
+
+    Args:
+        value (`Any`):
+            Messages, or any nesting of lists and dictionaries of them.
+
+    Yields:
+        [`MediaRef`]: Each one, in order.
+    """
     if isinstance(value, MediaRef):
         yield value
     elif isinstance(value, list):
@@ -160,8 +178,15 @@ def restore_media(value: Any) -> Any:
 
 def strip_media(value: Any) -> Any:
     """
-    Returns `value` for logs: each [`MediaRef`] is replaced by a text such as `"<audio>"`, and each message content by
+    Makes messages fit for logs: each [`MediaRef`] is replaced by a text such as `"<audio>"`, and each message content by
     one string, so that all rows have one type and can be printed and written as JSON or Parquet.
+
+    Args:
+        value (`Any`):
+            Messages, or any nesting of lists and dictionaries of them.
+
+    Returns:
+        `Any`: The same nesting, without media.
 
     Example:
     ```python

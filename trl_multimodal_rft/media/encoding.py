@@ -83,6 +83,8 @@ class EncodedPrompt:
             Decoded images in prompt order, kept for generation engines that process images themselves.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt holds.
+        mask_cache (`dict`, *optional*):
+            Attention masks of this prompt with text after it, by layer type, filled in when completions are packed.
     """
 
     input_ids: torch.Tensor
@@ -91,7 +93,6 @@ class EncodedPrompt:
     position_ids: torch.Tensor
     images: list = field(default_factory=list)
     modalities: frozenset[str] = frozenset()
-    # Attention masks of this prompt with text after it, by layer type; filled in by `packing.masks`.
     mask_cache: dict = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:

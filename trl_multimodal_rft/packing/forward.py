@@ -185,7 +185,24 @@ def packed_scores(
     The shared forward is exact: every token sees what it would see in a row of its own. The idea of sharing a prefix
     in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
 
-    Arguments and return value are those of [`completion_scores`].
+    Args:
+        model (`nn.Module`):
+            As in [`completion_scores`].
+        unwrapped_model ([`~transformers.PreTrainedModel`]):
+            As there.
+        prompts (`Sequence[EncodedPrompt]`):
+            As there.
+        completion_ids (`torch.Tensor`):
+            As there, shape `(B, C)`.
+        completion_mask (`torch.Tensor`):
+            As there, shape `(B, C)`.
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            As there.
+        value_head (`nn.Module`, *optional*):
+            As there.
+
+    Returns:
+        `tuple`: As there.
     """
     row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
     router = {"output_router_logits": True} if output_router_logits else {}
@@ -215,8 +232,26 @@ def padded_scores(
     """
     Scores completions with one padded row per completion, as TRL does, for media of every kind.
 
-    For models whose completions can't share their prompt, and for prompts too short to gain from it. Arguments and
-    return value are those of [`completion_scores`].
+    For models whose completions can't share their prompt, and for prompts too short to gain from it.
+
+    Args:
+        model (`nn.Module`):
+            As in [`completion_scores`].
+        unwrapped_model ([`~transformers.PreTrainedModel`]):
+            As there.
+        prompts (`Sequence[EncodedPrompt]`):
+            As there.
+        completion_ids (`torch.Tensor`):
+            As there, shape `(B, C)`.
+        completion_mask (`torch.Tensor`):
+            As there, shape `(B, C)`.
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            As there.
+        value_head (`nn.Module`, *optional*):
+            As there.
+
+    Returns:
+        `tuple`: As there.
     """
     n_new = completion_ids.size(1)
     inputs = _padded_inputs(unwrapped_model, prompts, completion_ids, completion_mask)

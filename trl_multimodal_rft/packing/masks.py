@@ -30,7 +30,15 @@ def field_fill(model: PreTrainedModel) -> dict[str, int]:
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str):
-    """Sets the attention implementation in the text config within the context, without touching any module."""
+    """
+    Sets the attention implementation in the text config within the context, without touching any module.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is changed.
+        name (`str`):
+            Attention implementation, such as `"sdpa"`.
+    """
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     config._attn_implementation = name

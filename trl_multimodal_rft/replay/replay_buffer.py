@@ -327,7 +327,13 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what [`state_dict`] gave."""
+        """
+        Takes back what [`state_dict`] gave.
+
+        Args:
+            state (`dict`):
+                That dictionary.
+        """
         self._groups = state["groups"][-self.limit :]
         self._normalized = set(state["normalized"])
         self._generator.set_state(state["generator"])

@@ -629,7 +629,11 @@ class NaiveExperienceMaker:
 
         Returns:
             `tuple`: The experiences, whose `info["reward"]` is the reward after scale and clip (and `raw_reward` that
-            before, if either changes it), and for each the shaped rewards, `(B,)`: advantages of the group estimators, rewards for `"gae"` and `"reinforce"`.
+            before, if either changes it), and for each the shaped rewards, `(B,)`: advantages of the group estimators,
+            rewards for `"gae"` and `"reinforce"`.
+
+        Raises:
+            ValueError: If an estimator that compares completions of a prompt doesn't get whole groups.
         """
         args = self.strategy
         sizes = [len(each.sequences) for each in experiences]

@@ -97,6 +97,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             without.
         replay_max_age (`int`, *optional*, defaults to `8`):
             Number of optimizer steps after which a kept group is dropped.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
+            remedy.
     """
 
     advantage_estimator: str = field(

@@ -63,6 +63,10 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             [InstructGPT](https://huggingface.co/papers/2203.02155).
         per_device_ptx_batch_size (`int`, *optional*, defaults to `1`):
             Number of supervised rows beside each micro-batch.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
+            remedy.
     """
 
     advantage_estimator: str = field(

@@ -18,6 +18,10 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
     Parameters:
         advantage_estimator (`str`, *optional*):
             Not for this trainer, whose loss takes RLOO's one value per completion.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
+            remedy.
     """
 
     advantage_estimator: str | None = field(

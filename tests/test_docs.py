@@ -1,0 +1,181 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+The documentation: its Python runs as it stands, its links lead somewhere, the errors that it explains exist.
+
+Code runs in an empty folder where the models and datasets that it names are folders, with tiny models and few rows.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import pytest
+import soundfile
+import transformers.training_args
+from datasets import Dataset
+from families import RATE, audio, image, video
+from trainer_utils import Injected, make_trainer, saved
+
+import trl_multimodal_rft
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    actors,
+    data,
+    evaluation,
+    media,
+    packing,
+    replay,
+    rewards,
+    rollout,
+    trainers,
+)
+from trl_multimodal_rft.media import MediaError
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+MODELS = {"Qwen/Qwen2-Audio-7B-Instruct": "qwen2_audio", "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl"}
+DATASETS = {"path/to/spoken-questions": "audio", "path/to/geometry": "image", "path/to/clips": "video"}
+
+
+PACKAGES = [trl_multimodal_rft, actors, data, evaluation, media, packing, replay, rewards, rollout, trainers]
+
+
+def blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def save_medium(kind, path, seed):
+    if kind == "audio":
+        soundfile.write(path.with_suffix(".wav"), audio(0.3, seed)["audio"], RATE)
+        return str(path.with_suffix(".wav"))
+    if kind == "image":
+        image(84, 56, seed)["image"].save(path.with_suffix(".png"))
+        return str(path.with_suffix(".png"))
+    with av.open(path.with_suffix(".mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=2, width=84, height=56)
+        for frame in video(4, 84, 56, seed)["video"]:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+    return str(path.with_suffix(".mp4"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where code runs, as if it had downloaded what it names; on the CPU, which bf16 is not refused for here."""
+    for name, family in MODELS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(saved(family))
+    for name, kind in DATASETS.items():
+        (tmp_path / name).mkdir(parents=True)
+        media = [save_medium(kind, tmp_path / f"{kind}{i}", seed=i) for i in range(2)]
+        columns = {"prompt": ["What is it?"] * 2, kind: media, "solution": ["a bird", "a cat"]}
+        Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
+    return tmp_path
+
+
+def execute(page, each=lambda namespace: None):
+    namespace = {"__name__": "__main__"}
+    for code in blocks(page.read_text()):
+        exec(compile(code, str(page), "exec"), namespace)
+        each(namespace)
+    return namespace
+
+
+WITH_CODE = [page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md"]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_code_runs(page, folder, capsys):
+    """What a line prints is what stands behind it, where that is a value."""
+    execute(page)
+    printed = capsys.readouterr().out
+    for code in blocks(page.read_text()):
+        for expected in re.findall(r"^print\(.*\)  # ([\[{('\"\d].*)$", code, re.MULTILINE):
+            assert expected in printed
+
+
+class Trainer(Injected, MultimodalGRPOTrainer):
+    pass
+
+
+def test_rows_of_every_form_train(folder):
+    """Each dataset of the page makes an update, of media of the kinds that its section is about."""
+    page = ROOT / "docs" / "datasets.md"
+    sections = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    titles = [title for title, text in zip(sections[1::2], sections[2::2], strict=True) for _ in blocks(text)]
+    kinds = {"Images": {"image"}, "Audio": {"audio"}, "Video": {"video"}, "Options of a medium": {"video"}}
+    kinds |= {"Text among media": {"image", "video"}, "From disk, from the Hub, as a stream": {"audio"}}
+    trained = []
+
+    def train(namespace):
+        if "dataset" not in namespace:
+            return  # the first block makes files
+        title = titles[len(trained)]
+        for family in MODELS.values():
+            trainer = make_trainer(Trainer, family, namespace["dataset"], folder / "out", max_steps=3, self_check=True)
+            try:
+                trainer.train()
+            except MediaError as error:  # the other model's medium
+                assert re.search("takes no (audio|images|video)", str(error))
+                continue
+            trained.append(title)
+            assert trainer.state.log_history[0]["grad_norm"] > 0
+            assert trainer._kinds_seen == kinds.get(title, trainer._kinds_seen) != set()
+            break
+
+    execute(page, train)
+    assert trained == titles
+
+
+# Links, errors and the site
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        path, _, section = link.partition("#")
+        if "://" in link:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if section:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert section in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
+
+
+def test_errors_that_are_explained_exist():
+    source = " ".join(path.read_text() for path in sorted((ROOT / "trl_multimodal_rft").rglob("*.py")))
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # strings that go on in the next line
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## The self-check")[0]
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    assert len(cells) > 25
+    for message in re.findall(r"`([^`]+)`", " ".join(cells)):
+        words = message.replace("\\|", "|").split()
+        pattern = r"\s+".join(re.escape(word) for word in words)
+        assert re.search(pattern, source), message
+
+
+def test_public_names_are_in_the_reference():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    for package in PACKAGES:
+        for name, value in vars(package).items():
+            if not name.startswith("_") and hasattr(value, "__qualname__"):
+                places = {f"{value.__module__}", f"{package.__name__}.{name}", f"{trl_multimodal_rft.__name__}.{name}"}
+                assert places & listed, f"{package.__name__}.{name}"
+
+
+@pytest.mark.slow
+def test_site_is_built(tmp_path):
+    """The reference, from docstrings, too; a name that doesn't exist fails."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    config = (tmp_path / "reference" / "configs" / "index.html").read_text()
+    assert "kl_target" in config and "Divergence per token, in nats" in config

@@ -1,0 +1,118 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Every public name says what it does, and documents the parameters that it has."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+
+import pytest
+
+import trl_multimodal_rft
+
+
+def modules():
+    yield trl_multimodal_rft
+    for info in pkgutil.walk_packages(trl_multimodal_rft.__path__, "trl_multimodal_rft."):
+        yield importlib.import_module(info.name)
+
+
+def public_names():
+    """Functions, classes and methods of the package's own modules, by their full names."""
+    for module in modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+                continue
+            if inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value
+            elif inspect.isclass(value):
+                yield f"{module.__name__}.{name}", value
+                for attribute, method in vars(value).items():
+                    method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+                    if not attribute.startswith("_") and inspect.isfunction(method):
+                        yield f"{module.__name__}.{name}.{attribute}", method
+
+
+NAMES = dict(public_names())
+MIXINS = {"trl_multimodal_rft.trainers.multimodal.MultimodalMixin": trl_multimodal_rft.MultimodalGRPOTrainer}
+
+
+def sections(text):
+    """Parts of a docstring, with their titles; the first has none."""
+    titles = r"^(Args|Parameters|Returns|Yields|Raises|Example):[ ]*$"
+    parts = re.split(titles, inspect.cleandoc(text or ""), flags=re.MULTILINE)
+    return list(zip(["", *parts[1::2]], parts[::2], strict=True))
+
+
+def documented(text):
+    """Names of the parameters that a docstring describes."""
+    described = "".join(part for title, part in sections(text) if title in ("Args", "Parameters"))
+    lines = re.findall(r"^    ([\w, `*]+?)(?: \(.*\))?:$", described, re.MULTILINE)
+    return {name.strip(" `*") for line in lines for name in line.split(",")}
+
+
+def parameters(value):
+    """Names that can be passed."""
+    if inspect.isclass(value) and dataclasses.is_dataclass(value):
+        return {field.name for field in dataclasses.fields(value) if field.init}
+    if inspect.isclass(value) and issubclass(value, BaseException):
+        return set()
+    return {name for name in inspect.signature(value).parameters if name not in ("self", "cls") and name[0] != "_"}
+
+
+def definitions(name):
+    """The function or class of a name, and what it overrides, inside and outside the package."""
+    value = NAMES[name]
+    if inspect.isclass(value):
+        return [base for base in value.__mro__ if base is not object]
+    owner, _, attribute = name.rpartition(".")
+    if owner not in NAMES:
+        return [value]
+    bases = MIXINS.get(owner, NAMES[owner]).__mro__
+    found = [vars(base)[attribute] for base in bases if attribute in vars(base)]
+    return [getattr(each, "fget", None) or getattr(each, "__func__", each) for each in found]
+
+
+def is_ours(value):
+    return value.__module__.startswith("trl_multimodal_rft")
+
+
+def raises(value):
+    """Whether a function, or the constructor of a class, raises an error itself, not in a function inside of it."""
+    if inspect.isclass(value):
+        value = vars(value).get("__post_init__" if dataclasses.is_dataclass(value) else "__init__")
+    if value is None:
+        return False
+    nodes = list(ast.iter_child_nodes(ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]))
+    for node in nodes:  # which grows
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            nodes += ast.iter_child_nodes(node)
+    return any(isinstance(node, ast.Raise) and node.exc is not None for node in nodes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstring(name):
+    value, known = NAMES[name], definitions(name)
+    assert any(each.__doc__ for each in known)
+    own = documented(value.__doc__)
+    assert own <= parameters(value) | {"kwargs"}, "parameters that it doesn't have"
+    if all(is_ours(each) for each in known) or inspect.isclass(value):
+        described = set().union(*(documented(each.__doc__) for each in known))
+        inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
+        # What a mixin's constructor takes is described by the classes that it is mixed into
+        if name not in MIXINS:
+            assert parameters(value) - inherited - {"kwargs"} <= described, "parameters without description"
+        titles = {title for each in known if is_ours(each) for title, _ in sections(each.__doc__)}
+        if raises(value) and name not in MIXINS:
+            assert "Raises" in titles
+        if inspect.isfunction(value) and parameters(value):
+            result = inspect.signature(value).return_annotation
+            assert result in (None, inspect.Signature.empty) or titles & {"Returns", "Yields"}
+
+
+def test_all_of_the_package_is_looked_at():
+    kinds = [inspect.isclass(value) for value in NAMES.values()]
+    assert kinds.count(True) > 40 and kinds.count(False) > 100
