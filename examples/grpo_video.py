@@ -29,12 +29,12 @@ accelerate launch examples/grpo_video.py \
 
 from arguments import DemoParser
 from datasets import load_dataset
-from results import greedy_accuracy, write_results
+from results import HeldOutAccuracy, greedy_accuracy, write_results
 from small_models import motion_model
 from tasks import leading_answer_reward, moving_digits
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, TrainingCurvesCallback
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
@@ -77,19 +77,22 @@ def main(script_args, training_args, model_args):
         train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
         processing_class=processor,
+        callbacks=[TrainingCurvesCallback()],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
     if demo:
         before = greedy_accuracy(trainer, dataset["test"])
         trainer.accelerator.print(f"Accuracy on held-out videos before training: {before:.1%}")
+        held_out = HeldOutAccuracy(trainer, dataset["test"], before)
+        trainer.add_callback(held_out)
 
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
     trainer.save_model(training_args.output_dir)
     trainer.create_model_card(dataset_name=script_args.dataset_name)
     if demo:
-        after = greedy_accuracy(trainer, dataset["test"])
+        after = held_out.accuracy
         trainer.accelerator.print(f"Accuracy on held-out videos after training: {after:.1%}")
         if trainer.accelerator.is_main_process:
             write_results(trainer, before, after)

@@ -40,12 +40,12 @@ accelerate launch examples/ppo_audio.py \
 from arguments import DemoParser, PPOScriptArguments
 from datasets import load_dataset
 from noise import with_noise
-from results import greedy_accuracy, write_results
+from results import HeldOutAccuracy, greedy_accuracy, write_results
 from small_models import spoken_digit_model
 from tasks import leading_answer_reward, spoken_digits
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer
+from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer, TrainingCurvesCallback
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
@@ -98,19 +98,22 @@ def main(script_args, training_args, model_args):
         processing_class=processor,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
+        callbacks=[TrainingCurvesCallback()],
         value_model=script_args.value_model_name_or_path,
         ptx_dataset=ptx_dataset,
     )
     if demo:
         before = greedy_accuracy(trainer, dataset["test"])
         trainer.accelerator.print(f"Accuracy on held-out voices before training: {before:.1%}")
+        held_out = HeldOutAccuracy(trainer, dataset["test"], before)
+        trainer.add_callback(held_out)
 
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
     trainer.save_model(training_args.output_dir)
     trainer.create_model_card(dataset_name=script_args.dataset_name)
     if demo:
-        after = greedy_accuracy(trainer, dataset["test"])
+        after = held_out.accuracy
         trainer.accelerator.print(f"Accuracy on held-out voices after training: {after:.1%}")
         if trainer.accelerator.is_main_process:
             write_results(trainer, before, after)

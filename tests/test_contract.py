@@ -20,7 +20,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.trainers import self_check
+from trl_multimodal_rft.trainers import media_logs, self_check
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
 
@@ -64,6 +64,13 @@ OVERRIDDEN = {
     GRPO + "_load_optimizer_and_scheduler": "self checkpoint",
     GRPO + "_save_checkpoint": "self model trial",
     GRPO + "compute_loss": "self model inputs return_outputs num_items_in_batch",
+    GRPO + "log": "self logs start_time",
+    "transformers:Trainer._maybe_log_save_evaluate": (
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
+    ),
+    "transformers:Trainer.evaluation_loop": (
+        "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"
+    ),
     "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
 }
@@ -98,6 +105,9 @@ CALLED = {
     "transformers:Trainer._get_output_dir": "trial",
     "trl.rewards:get_soft_overlong_punishment": "max_completion_len soft_punish_cache",
     "trl.trainer.utils:use_adapter": "model adapter_name",
+    "trl.trainer.utils:print_prompt_completions_sample": (
+        "prompts completions rewards advantages step num_samples extra"
+    ),
     "trl.trainer.utils:nanmin": "tensor",
     "trl.trainer.utils:nanmax": "tensor",
     "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
@@ -185,7 +195,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     """What `self.<name>` and `self.args.<name>` read without setting it, on TRL's own trainer and on the config."""
     source = inspect.getsource(MultimodalMixin) + inspect.getsource(ours)
     read = set(re.findall(r"\bself\.(\w+)", source))
-    for function in (self_check.run_self_check, self_check._sample):
+    for function in (self_check.run_self_check, self_check._sample, media_logs.log_completions):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
     own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
     own |= vars(MultimodalMixin).keys() | vars(ours).keys()

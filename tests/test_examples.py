@@ -43,7 +43,8 @@ def check_results(output_dir, output, *more):
     metrics = json.loads((output_dir / "demo_metrics.json").read_text())
     assert metrics.keys() == {"accuracy_before", "accuracy_after", "train_seconds", "updates", *more}
     assert metrics["updates"] == 2
-    assert (output_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (output_dir / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert re.findall(r"'eval_accuracy': '?(\d[\d.e-]*)", output)[0] == f"{metrics['accuracy_before']:.4g}"
     card = (output_dir / "README.md").read_text()
     assert "self-check: packed = padded" in card and "trl-multimodal-rft" in card
     assert re.search(r"Accuracy on held-out \w+ before training: \d+\.\d%", output)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -13,8 +14,16 @@ import soundfile
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 from trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows
+from trl import GRPOConfig
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
+from trl_multimodal_rft.trainers.model_card import PAPERS, quick_start, training_lines
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,67 @@ def test_card_of_an_adapter(tmp_path):
     trainer.create_model_card()
     text = (tmp_path / "model" / "README.md").read_text()
     assert "PeftModel" in text and str(saved("qwen2_5_vl")) in text
+    assert ModelCard(text).data.library_name == "peft" and re.search(r"- PEFT: \d+\.\d+", text)
     assert run_code(text, tmp_path)
+
+
+def test_how_a_model_was_trained():
+    options = {"advantage_estimator": "reinforce_baseline", "loss_type": "gmpo", "epsilon": 0.4, "beta": 0.02}
+    options |= {
+        "kl_target": 0.1,
+        "top_entropy_quantile": 0.2,
+        "dynamic_sampling": True,
+        "reward_clip_range": [-1.0, 1.0],
+    }
+    config = MultimodalGRPOConfig("out", use_cpu=True, bf16=False, num_generations=4, **options)
+    lines = dict(training_lines(config.to_dict()))
+    assert lines["Advantages"] == "`reinforce_baseline` ([REINFORCE++](https://huggingface.co/papers/2501.03262))"
+    assert lines["Loss"].startswith("`gmpo` ([Geometric-Mean Policy Optimization](")
+    assert "`epsilon=0.4`" in lines["Loss"]
+    divergence = lines["KL divergence from the reference"]
+    assert "`beta=0.02`, `k2` ([REINFORCE++](" in divergence and "in the loss, adaptive, `kl_target=0.1`" in divergence
+    assert "`top_entropy_quantile=0.2`, [Beyond the 80/20 Rule](" in lines["Tokens trained on"]
+    assert lines["`dynamic_sampling`"] == "`True`, [DAPO](https://huggingface.co/papers/2503.14476)"
+    assert lines["`reward_clip_range`"] == "`[-1.0, 1.0]`"
+
+    def mine(rewards, **kwargs):
+        return rewards
+
+    config = MultimodalRLOOConfig("out", use_cpu=True, bf16=False, num_generations=4, beta=0.02)
+    assert dict(training_lines(config.to_dict()))["KL divergence from the reference"] == "`beta=0.02`, in the reward"
+    config = MultimodalGRPOConfig("out", use_cpu=True, bf16=False, num_generations=4, advantage_estimator=mine)
+    lines = dict(training_lines(config.to_dict()))
+    assert lines["Advantages"] == "`mine`" and lines["KL divergence from the reference"] == "none"
+    assert "Tokens trained on" not in lines and "`dynamic_sampling`" not in lines
+
+
+def test_papers_are_those_of_the_documentation():
+    """Each line of the table of algorithms that sets an option names the paper of the card."""
+    page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ") and "papers/" in row]
+    seen = set()
+    for *_, paper, _, config, _ in rows:
+        option = re.match(r"`(\w+)=(\S+?)`", config)
+        if option is None or option[1] == "beta":  # whose line is that of k3
+            continue
+        name, value = option[1], option[2].strip('"')
+        papers = PAPERS[{"kl_in_reward": "kl_estimator"}.get(name, name)]
+        if isinstance(papers, dict):
+            papers = papers[{"True": "k1"}.get(value, value)] if value != "dapo" else PAPERS["loss_type"]["dapo"]
+        if "papers/" in paper:
+            assert papers[1] == re.search(r"papers/([\d.]+)", paper)[1], config
+            seen.add((name, value))
+    assert len(seen) > 12
+    trl = GRPOConfig.__doc__
+    for loss in ("dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"):
+        described = re.search(rf'- `"{loss}"`(?:.(?!- `"))*', trl, re.DOTALL)[0]
+        assert PAPERS["loss_type"][loss][1] in described
+    assert PAPERS["importance_sampling_level"]["sequence"][1] in trl
+
+
+def test_quick_start_hands_over_the_template_arguments():
+    code = quick_start("Model", "someone/model", ["audio"], 8, rate=24000, template_kwargs={"enable_thinking": False})
+    assert "    enable_thinking=False,\n).to(model.device, model.dtype)" in code and "24000 Hz" in code
 
 
 def run_code(text: str, folder) -> str:

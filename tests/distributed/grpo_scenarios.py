@@ -9,8 +9,19 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from families import FAMILIES
-from training import GROUP, RecordingTrainer, audio_rows, image_rows, train, weights
+from peft import AutoPeftModel, LoraConfig, PeftModel
+from training import (
+    GROUP,
+    InjectingRLOO,
+    InjectingTrainer,
+    RecordingTrainer,
+    audio_rows,
+    image_rows,
+    train,
+    weights,
+)
 from transformers import AutoProcessor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.actors import Actor
@@ -19,7 +30,7 @@ from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveE
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
 
 
-# Scenarios of DDP
+# Scenarios that one process and two train alike
 
 
 def straddling_group(folder):
@@ -32,16 +43,27 @@ def straddling_groups(folder):
     return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP)[1]
 
 
+# Two micro-batches of whole groups per generation, balanced, used twice, with a reference model
 REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
 
 
 def whole_groups(folder):
-    """Two micro-batches of whole groups per generation, used twice, with a reference model."""
     return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=False, **REUSED)[1]
 
 
 def whole_groups_checkpointed(folder):
-    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)[1]
+    trainer, result = train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)
+    return {**result, "tokens": [sum(map(len, ids)) for ids in trainer.completions]}
+
+
+def shuffled(folder):
+    """Micro-batches of any completions, as TRL makes them."""
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, keep_groups_together=False, **REUSED)[1]
+
+
+def clips(folder):
+    """Clips of different lengths, of which each of two processes has whole groups."""
+    return train(folder, "qwen2_audio", audio_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)[1]
 
 
 def mixed_rows(folder):
@@ -61,10 +83,56 @@ def apart(folder):
     return train(folder, "gemma3n", rows, 4 * GROUP)[1]
 
 
-def sampled(folder):
-    """A group straddles processes, which sample its completions."""
-    trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
-    return {**result, "self_check": dataclasses.asdict(trainer._self_check), "completions": trainer.sampled}
+def rloo(folder):
+    """The other trainer; three groups as above."""
+    options = {"beta": 0.1, "num_iterations": 2, "max_steps": 4}
+    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, InjectingRLOO, **options)[1]
+
+
+class PartsTrainer(InjectingTrainer):
+    """Remembers of each micro-batch into how many parts it was split, and how many were run."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts = []
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self.parts.append([1, 1] if self._deferred is None else [self._deferred.n_own, len(self._deferred.parts)])
+        return loss
+
+
+def token_budget(folder):
+    """
+    Two groups in each of two micro-batches, which one process forwards whole. Of two processes the second has the longer
+    prompts, and can't forward two at once.
+    """
+    short, long = image_rows()[3], image_rows()[2]
+    long = {**long, "prompt": [{"role": "user", "content": "What is in the image? " * 4}]}
+    options = {**REUSED, "gradient_checkpointing": True}
+    if PartialState().num_processes > 1:
+        options["max_tokens_per_microbatch"] = 110
+    trainer, result = train(folder, "qwen2_5_vl", 4 * [short] + 4 * [long], 4 * GROUP, PartsTrainer, **options)
+    return {**result, "parts": trainer.parts}
+
+
+# Losses beside those of TRL's default and of the algorithms below
+LOSSES = {
+    "grpo_loss": {"loss_type": "grpo"},
+    "dr_grpo_loss": {"loss_type": "dr_grpo"},
+    "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo_loss": {"loss_type": "sapo"},
+    "vespo_loss": {"loss_type": "vespo"},
+    "luspo_loss": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+}
+
+
+def loss(name, folder):
+    options = {**REUSED, "gradient_checkpointing": False, **LOSSES[name]}
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, **options)[1]
+
+
+globals().update({name: functools.partial(loss, name) for name in LOSSES})
 
 
 # Algorithms that need the whole batch of all processes: one group on each of two, and half of another. The second
@@ -123,6 +191,12 @@ globals().update({name: functools.partial(algorithm, name) for name in ALGORITHM
 
 
 # Scenarios of two processes only, which exchange their own groups and sample with random numbers of their own
+
+
+def sampled(folder):
+    """A group straddles processes, which sample its completions."""
+    trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
+    return {**result, "self_check": dataclasses.asdict(trainer._self_check), "completions": trainer.completions}
 
 
 class ExchangingTrainer(RecordingTrainer):
@@ -290,7 +364,23 @@ def refused(folder):
     return {"messages": messages}
 
 
-# Scenarios of FSDP2, beside those above
+# Scenarios that save what they trained
+
+
+def loaded(trainer, family, load, *folders):
+    """Names of the weights that differ, for each model that is loaded from the folders."""
+    trained = weights(trainer.model)
+    PartialState().wait_for_everyone()
+    unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
+    model_class = type(FAMILIES[family].build()[0])
+    otherwise = []
+    for folder in folders:
+        AutoProcessor.from_pretrained(folder)
+        for model in load(model_class, folder):
+            saved = weights(model)
+            differing = [name for name, value in trained.items() if not torch.equal(saved.pop(name), value)]
+            otherwise.append([*differing, *saved])
+    return otherwise
 
 
 def greedy(folder, family, rows, batch=2 * GROUP):
@@ -303,14 +393,16 @@ def greedy(folder, family, rows, batch=2 * GROUP):
         end_ids=list(range(20, 400, 5)),
         max_steps=3,
         generation_kwargs={"do_sample": False},
+        save_strategy="steps",
+        save_steps=3,
     )
     trainer.save_model(folder / "saved")
-    PartialState().wait_for_everyone()
-    model_class = type(FAMILIES[family].build()[0])
-    saved, trained = weights(model_class.from_pretrained(folder / "saved")), weights(trainer.model)
-    AutoProcessor.from_pretrained(folder / "saved")
-    result["saved_otherwise"] = [name for name in saved | trained if not torch.equal(saved[name], trained[name])]
-    return {**result, "completions": trainer.sampled}
+
+    def load(model_class, place):
+        yield model_class.from_pretrained(place)
+
+    otherwise = loaded(trainer, family, load, folder / "saved", folder / "output" / "checkpoint-3")
+    return {**result, "saved_otherwise": otherwise, "completions": trainer.sampled}
 
 
 def greedy_images(folder):
@@ -324,3 +416,26 @@ def greedy_audio(folder):
 def greedy_apart(folder):
     """Clips of different lengths in forwards of their own, of which two processes need different numbers."""
     return greedy(folder, "gemma3n", audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3)), 4 * GROUP)
+
+
+def adapter(folder, family, rows, modules):
+    """LoRA in the encoder and in the language model, with the model below as reference."""
+    objects = {"peft_config": LoraConfig(r=4, target_modules=modules)}
+    saving = {"save_strategy": "steps", "save_steps": REUSED["max_steps"]}
+    trainer, result = train(folder, family, rows, 2 * GROUP, objects=objects, **REUSED, **saving)
+    trainer.save_model(folder / "saved")
+
+    def load(model_class, place):
+        yield PeftModel.from_pretrained(model_class.from_pretrained(folder / "model"), place)
+        yield AutoPeftModel.from_pretrained(place)
+
+    folders = folder / "saved", folder / "output" / f"checkpoint-{REUSED['max_steps']}"
+    return {**result, "saved_otherwise": loaded(trainer, family, load, *folders)}
+
+
+def adapter_images(folder):
+    return adapter(folder, "qwen2_5_vl", image_rows(), ["q_proj", "v_proj", "qkv"])
+
+
+def adapter_audio(folder):
+    return adapter(folder, "qwen2_audio", audio_rows(), ["q_proj", "v_proj"])

@@ -70,9 +70,7 @@ def ppo_images(folder):
 def ppo_shared_trunk(folder):
     """Two micro-batches a step, a reward scale and a KL coefficient that follow all processes."""
     options = {"gradient_accumulation_steps": 2, "reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40}
-    # Transformers reads positions of the audio tower without a call, so that ZeRO-3 sees no gradient of them
-    data = ("qwen2_5_vl", image_rows()) if ENGINE == "zero3" else ("qwen2_audio", audio_rows())
-    return ppo(folder, *data, shared_trunk=True, value_learning_rate=0.05, **options)[1]
+    return ppo(folder, "qwen2_audio", audio_rows(), shared_trunk=True, value_learning_rate=0.05, **options)[1]
 
 
 def ppo_adapter(folder):
@@ -109,7 +107,8 @@ def ppo_saved(folder):
     if trainer.ema is not None:
         average = weights(model_class.from_pretrained(folder / "saved" / "ema"))
         saved |= {f"average of {name}": value for name, value in average.items()}
-        trained |= averages(trainer)
+        # Of what isn't trained there is no average
+        trained |= {**{f"average of {name}": trained[name] for name in average}, **averages(trainer)}
         AutoProcessor.from_pretrained(folder / "saved" / "ema")
     still = weights(trainer.model)
     return {

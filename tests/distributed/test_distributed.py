@@ -1,20 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Two processes train as one does, with DDP, FSDP2 and DeepSpeed."""
+"""Two processes train as one does, and alike with every engine: DDP, FSDP2 and DeepSpeed's ZeRO-1, 2 and 3."""
 
 import pytest
 import torch
 from launcher import Run
 
 
-TIMEOUT = 600  # seconds; a run takes a tenth of it, and DeepSpeed compiles before its first
-DDP = [
-    "straddling_group",
-    "straddling_groups",
-    "whole_groups",
-    "whole_groups_checkpointed",
-    "mixed_rows",
-    "apart",
-]
+TIMEOUT = 600  # seconds; a run takes a fifth of it, and DeepSpeed compiles before its first
+SHARDED = ["fsdp2", "zero3"]  # engines that split weights
+PARTS = ["zero1", "zero2", *SHARDED]  # that split anything
+
 ALGORITHMS = [
     "reinforce",
     "reinforce_baseline",
@@ -26,12 +21,48 @@ ALGORITHMS = [
     "current_entropies",
     "own_estimator",
 ]
-ACCUMULATED = ["adaptive_kl", "entropies_of_rollout", "current_entropies"]  # some metrics average their micro-batches
+LOSSES = ["grpo_loss", "dr_grpo_loss", "cispo_loss", "sapo_loss", "vespo_loss", "luspo_loss"]
+ADAPTERS = ["adapter_images", "adapter_audio"]
 GREEDY = ["greedy_images", "greedy_audio"]
-FSDP2 = [*GREEDY, "greedy_apart", "straddling_groups", "whole_groups_checkpointed"]
-FSDP2_ALGORITHMS = ["reinforce", "gmpo", "current_entropies"]
+FOR_EACH_ENGINE = "whole_groups_checkpointed"  # in the default run
+DDP = [
+    "straddling_group",
+    "straddling_groups",
+    "whole_groups",
+    FOR_EACH_ENGINE,
+    "shuffled",
+    "clips",
+    "mixed_rows",
+    "apart",
+    "rloo",
+    "token_budget",
+    *ADAPTERS,
+    *LOSSES,
+    *ALGORITHMS,
+]
+# Where an engine may make a difference: groups on one process or on two, accumulation, a reference, adapters, several
+# forwards and backwards a step, and what is computed of the whole batch
+ENGINE_MATTERS = [
+    FOR_EACH_ENGINE,
+    "straddling_groups",
+    "clips",
+    "rloo",
+    "token_budget",
+    *ADAPTERS,
+    "reinforce",
+    "reinforce_baseline",
+    "gmpo",
+    "current_entropies",
+]
+METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef"]
+# Means over micro-batches, which one process makes of other completions than two do
+MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean"]
+ONE_MICRO_BATCH = [
+    *["straddling_group", "straddling_groups", "mixed_rows", "apart", "rloo", *GREEDY, "greedy_apart"],
+    *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],
+]
+
 PPO = ["ppo_images", "ppo_shared_trunk", "ppo_adapter"]
-PPO_ONLY_TWO = ["ppo_saved", "ppo_resumed"]
 PPO_METRICS = [
     *[
         "loss",
@@ -45,7 +76,6 @@ PPO_METRICS = [
     ],
     *[f"{name}/{statistic}" for name in ("values", "returns", "advantages") for statistic in ("mean", "std")],
 ]
-# Means over micro-batches, which one process makes of other completions than two do
 PPO_MICRO_BATCHES = [
     "policy_loss",
     "value_loss",
@@ -57,117 +87,221 @@ PPO_MICRO_BATCHES = [
 ]
 
 
-def run(engine, scenarios, folder, only_two):
-    """Results of `scenarios` by two processes and by one, and of `only_two` by two."""
-    runs = [Run(engine, 2, [*scenarios, *only_two], folder / "two"), Run(engine, 1, scenarios, folder / "one")]
-    try:
-        return [run.results(TIMEOUT) for run in runs]
-    finally:
-        for each in runs:
-            each.stop()
+# Launches
+
+
+class Runs:
+    """
+    One launch of two processes for each engine, and one of a single process, which all engines are held against.
+
+    Args:
+        scenarios (`dict[str, list[str]]`):
+            Scenarios by engine; those of the single process under `"one"`.
+        folder (`Path`):
+            Folder for the runs.
+    """
+
+    def __init__(self, scenarios, folder):
+        self.scenarios, self.folder = scenarios, folder
+        self._runs, self._results = {}, {}
+
+    def results(self, name):
+        if name.startswith("zero"):
+            pytest.importorskip("deepspeed")
+        for each in ("one", name):  # side by side
+            if each in self.scenarios and each not in self._runs:
+                engine, n = ("ddp", 1) if each == "one" else (each, 2)
+                self._runs[each] = Run(engine, n, self.scenarios[each], self.folder / each)
+        if name not in self._results:
+            self._results[name] = self._runs[name].results(TIMEOUT)
+        return self._results[name]
+
+    def stop(self):
+        for run in self._runs.values():
+            run.stop()
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    only_two = ["sampled", "exchanged", "resumed", "resumed_by_more", "refused", *PPO_ONLY_TWO, "ppo_refused"]
-    scenarios = [*DDP, *ALGORITHMS, "experience", *PPO, "ppo_mixed"]
-    return run("ddp", scenarios, tmp_path_factory.mktemp("ddp"), only_two)
+def runs(request, tmp_path_factory):
+    """Runs of the scenarios that the selected tests ask for."""
+    scenarios = {}
+    for item in request.session.items:
+        if item.module is request.module:
+            given = item.callspec.params
+            for fixture, name in {"two": given["engine"], "one": "one", "ddp": "ddp"}.items():
+                if fixture in item.fixturenames:
+                    scenarios.setdefault(name, {})[given["scenario"]] = None
+    runs = Runs({name: list(each) for name, each in scenarios.items()}, tmp_path_factory.mktemp("runs"))
+    yield runs
+    runs.stop()
 
 
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    only_two = ["sampled", "exchanged", *PPO_ONLY_TWO]
-    return run("fsdp2", [*FSDP2, *FSDP2_ALGORITHMS, *PPO], tmp_path_factory.mktemp("fsdp2"), only_two)
+@pytest.fixture
+def two(runs, engine, scenario):
+    """What each of two processes returned."""
+    return runs.results(engine)[scenario]
 
 
-@pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory):
-    """Results of DeepSpeed, by stage."""
-    pytest.importorskip("deepspeed")
-    results = {}
+@pytest.fixture
+def one(two, runs, scenario):
+    """What a single process returned."""
+    return runs.results("one")[scenario]
 
-    def train(stage: str):
-        if stage not in results:
-            only_two = [*PPO_ONLY_TWO, "ppo_refused"]
-            results[stage] = run(stage, [*PPO, "ppo_adam"], tmp_path_factory.mktemp(stage), only_two)
-        return results[stage]
 
-    return train
+@pytest.fixture
+def ddp(two, runs, scenario):
+    """What each of two processes returned with DDP."""
+    return runs.results("ddp")[scenario]
+
+
+def of(scenarios):
+    """A test for each engine's scenarios; in the slow run, but for DDP and one scenario of the other engines."""
+    return pytest.mark.parametrize(
+        ("engine", "scenario"),
+        [
+            pytest.param(engine, name, marks=[pytest.mark.slow] * (engine != "ddp" and name != FOR_EACH_ENGINE))
+            for engine, names in scenarios.items()
+            for name in names
+        ],
+    )
+
+
+def on(engines, *names):
+    """The same scenarios for several engines."""
+    return of(dict.fromkeys(engines, names))
+
+
+# GRPO and RLOO
 
 
 def norm(update):
     return torch.cat([value.flatten() for value in update.values()]).norm().item()
 
 
-def assert_same_training(two, one, metrics=("grad_norm", "loss", "reward", "reward_std")):
+def assert_same_ranks(two, least=0.1):
     first, second = (rank["update"] for rank in two)
-    alone = one[0]["update"]
-    assert first.keys() == second.keys() == alone.keys()
+    assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert norm(alone) > 0.1
-    assert norm({name: first[name] - alone[name] for name in alone}) <= 1e-5 * norm(alone)
-    for key in metrics:
-        logged = [[step[key] for step in result["steps"] if key in step] for result in (*two, *one)]
-        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=1e-4, abs=1e-5)
+    assert norm(first) > least
 
 
-def assert_processes_agree(results):
-    first, second = results["sampled"]
-    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
-    assert norm(first["update"]) > 0.1
+def assert_same_update(actual, expected, least=0.1, tolerance=1e-5):
+    assert actual.keys() == expected.keys()
+    assert norm(expected) > least
+    assert norm({name: actual[name] - expected[name] for name in expected}) <= tolerance * norm(expected)
+
+
+def assert_same_metrics(two, one, names, tolerance=1e-5):
+    for name in names:
+        logged = [[step[name] for step in result["steps"] if name in step] for result in (*two, *one)]
+        # A loss may be the small difference of larger numbers
+        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=tolerance, abs=1e-6), name
+
+
+@of(
+    {
+        "ddp": DDP,
+        **dict.fromkeys(PARTS, ENGINE_MATTERS),
+        **dict.fromkeys(SHARDED, [*ENGINE_MATTERS, *GREEDY, "greedy_apart"]),
+    }
+)
+def test_trains_as_one_process(two, one, engine, scenario):
+    assert two[0]["sharded"] == (engine == "fsdp2")
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, [*METRICS, *(MICRO_BATCHES if scenario in ONE_MICRO_BATCH else [])])
+
+
+@on(["ddp"], "straddling_group", "straddling_groups")
+def test_a_group_that_straddles_processes_is_packed_on_each(two, scenario):
+    shares = [step["packing/shared_frac"] for step in two[0]["steps"]]
+    # Both completions of a process have the same prompt; or of 6, 4 have one and 2 another
+    assert shares == pytest.approx([0.5 if scenario == "straddling_group" else 2 / 3] * 2, abs=0.05)
+
+
+@on(["ddp"], FOR_EACH_ENGINE)
+def test_processes_have_different_numbers_of_tokens(two):
+    """Else a mean of their means would be that over all tokens."""
+    assert all(a != b for a, b in zip(two[0]["tokens"], two[1]["tokens"], strict=True))
+
+
+@on(["ddp", *PARTS], "token_budget")
+def test_processes_run_as_many_parts_as_the_one_that_needs_most(two):
+    assert [rank["parts"] for rank in two] == [[[1, 2]] * 8, [[2, 2]] * 8]
+
+
+@on(["ddp", *PARTS], "clips")
+def test_positions_of_the_encoder_are_not_trained(two):
+    """Transformers' encoder has them fixed, and loads them as if they weren't."""
+    assert [v.any() for name, v in two[0]["update"].items() if "audio_tower.embed_positions" in name] == [False]
+
+
+@on(["ddp"], "own_estimator")
+def test_estimator_gets_the_whole_batch_on_each_process(two, one):
+    first, second, alone = (rank["estimated"] for rank in (*two, *one))
+    assert len(first) == 2  # generation batches
+    assert first == second
+    for name in ("rewards", "rewards_per_func", "group_ids", "mask"):  # scores are rounded otherwise
+        assert [call[name] for call in first] == [call[name] for call in alone]
+
+
+@on(["ddp"], "adaptive_kl")
+def test_adaptive_coefficient_moves(two):
+    coefficients = [step["kl_coef"] for step in two[0]["steps"]]
+    assert len(set(coefficients)) == 4
+
+
+@on(["ddp"], "experience")
+def test_statistics_of_experience_are_those_of_all_processes(two, one):
+    widths = [max(map(len, rank["advantages"]["reinforce"])) for rank in two]
+    assert widths[0] != widths[1]
+    for estimator, expected in one[0]["advantages"].items():
+        actual = two[0]["advantages"][estimator] + two[1]["advantages"][estimator]
+        assert len(actual) == len(expected) == 12
+        assert max(map(abs, sum(expected, []))) > 0.1
+        for a, b in zip(actual, expected, strict=True):
+            assert a == pytest.approx(b, abs=1e-5), estimator
+
+
+# Sampling
+
+
+@on(["ddp", *PARTS], "sampled")
+def test_processes_agree_on_their_own_samples(two):
+    first, second = two
+    assert_same_ranks(two)
     check = first["self_check"]
     assert check == second["self_check"]
     assert max(check["packed"], check["rows"], check["sampled"]) <= check["tolerance"] < check["media"]
     assert first["steps"][0]["packing/shared_frac"] > 0
     # The processes share a prompt, and must not sample the same completions of it
-    assert len({tuple(ids) for rank in (first, second) for ids in rank["completions"]}) > 2
+    for step in zip(*(rank["completions"] for rank in two), strict=True):
+        assert len({tuple(ids) for completions in step for ids in completions}) > 2
 
 
-@pytest.mark.parametrize("scenario", DDP)
-def test_ddp_trains_as_one_process(ddp, scenario):
-    two, one = ddp
-    assert_same_training(two[scenario], one[scenario])
+@on(PARTS, "sampled")
+def test_engines_sample_and_train_alike(two, ddp):
+    for rank, expected in zip(two, ddp, strict=True):
+        assert rank["completions"] == expected["completions"]
+    assert_same_update(two[0]["update"], ddp[0]["update"])
+    assert_same_metrics(two, ddp[:1], METRICS + MICRO_BATCHES)
 
 
-@pytest.mark.parametrize("scenario", ALGORITHMS)
-def test_algorithms_take_the_batch_of_all_processes(ddp, scenario):
-    two, one = ddp
-    metrics = ["grad_norm", "loss", "shaped_reward", "kl_coef"]
-    if scenario not in ACCUMULATED:
-        metrics += ["kl", "clip_ratio/region_mean", "entropy"]
-    assert_same_training(two[scenario], one[scenario], metrics)
+@on(SHARDED, *GREEDY)
+def test_generates_as_one_process(two, one):
+    completions = [rank["completions"] for rank in two]
+    assert completions[0] + completions[1] == one[0]["completions"]
+    longest = [max(map(len, ids)) for ids in completions]
+    assert longest[0] != longest[1]  # so one process had to wait for the other
 
 
-def test_a_group_that_straddles_processes_is_packed_on_each(ddp):
-    shares = {
-        name: [step["packing/shared_frac"] for step in ddp[0][name][0]["steps"]]
-        for name in ("straddling_group", "straddling_groups")
-    }
-    assert shares["straddling_group"] == [0.5, 0.5]
-    # Of 6 completions on a process 4 and 2 have the same prompt
-    assert shares["straddling_groups"] == pytest.approx([2 / 3, 2 / 3], abs=0.05)
+# Groups that processes exchange
 
 
-def test_ddp_processes_agree_on_their_own_samples(ddp):
-    assert_processes_agree(ddp[0])
-
-
-def test_estimator_gets_the_whole_batch_on_each_process(ddp):
-    two, one = ([rank["estimated"] for rank in run["own_estimator"]] for run in ddp)
-    assert len(two[0]) == 2  # generation batches
-    assert two[0] == two[1]
-    for name in ("rewards", "rewards_per_func", "group_ids", "mask"):  # scores are rounded otherwise
-        assert [call[name] for call in two[0]] == [call[name] for call in one[0]]
-
-
-def test_adaptive_coefficient_moves(ddp):
-    coefficients = [step["kl_coef"] for step in ddp[0]["adaptive_kl"][0]["steps"]]
-    assert len(set(coefficients)) == 4
-
-
-def assert_processes_exchange_their_groups(first, second):
-    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
-    assert norm(first["update"]) > 0.1
+@on(["ddp", "fsdp2"], "exchanged")
+def test_processes_exchange_their_groups(two):
+    first, second = two
+    assert_same_ranks(two)
     # On the first process a second draw makes up for groups without signal, and later the groups that it kept
     for batches in zip(first["batches"], second["batches"], strict=True):
         dead, tokens, all_tokens = zip(*batches, strict=True)
@@ -185,179 +319,104 @@ def assert_processes_exchange_their_groups(first, second):
     assert all(len({n for rank in epoch for draw in rank for n in draw}) == 8 for epoch in epochs)
 
 
-def test_ddp_processes_exchange_their_groups(ddp):
-    assert_processes_exchange_their_groups(*ddp[0]["exchanged"])
-
-
-def test_ddp_resumed_run_is_the_uninterrupted_run(ddp):
-    first, second = ddp[0]["resumed"]
-    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
-    assert norm(first["update"]) > 0.1
-    for rank in (first, second):
-        assert rank["otherwise"] == []
-        assert rank["logs"][0] == rank["logs"][1]
-    assert any(step.get("replay/frac", 0) > 0 for step in first["logs"][0][3:])
-
-
-def test_processes_that_the_run_before_did_not_have_agree_with_the_others(ddp):
-    first, second = ddp[0]["resumed_by_more"]
-    assert first["shared"] == second["shared"]
-    assert first["shared"][0] != first["expected_before"] != 0.1  # adapted before and after
-    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
-    assert norm(first["update"]) > 0.01
-
-
-def test_statistics_of_experience_are_those_of_all_processes(ddp):
-    two, (one,) = ddp[0]["experience"], ddp[1]["experience"]
-    widths = [max(map(len, rank["advantages"]["reinforce"])) for rank in two]
-    assert widths[0] != widths[1]
-    for estimator, expected in one["advantages"].items():
-        actual = two[0]["advantages"][estimator] + two[1]["advantages"][estimator]
-        assert len(actual) == len(expected) == 12
-        assert max(map(abs, sum(expected, []))) > 0.1
-        for a, b in zip(actual, expected, strict=True):
-            assert a == pytest.approx(b, abs=1e-5), estimator
-
-
-def test_groups_that_straddle_processes_are_not_exchanged(ddp):
-    for rank in ddp[0]["refused"]:
+@on(["ddp"], "refused")
+def test_groups_that_straddle_processes_are_not_exchanged(two):
+    for rank in two:
         assert [message.split()[0] for message in rank["messages"]] == ["`dynamic_sampling`", "`replay_buffer_size`"]
         assert all("must be a multiple of `num_generations` (4)" in message for message in rank["messages"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", [*FSDP2, *FSDP2_ALGORITHMS])
-def test_fsdp2_trains_as_one_process(fsdp2, scenario):
-    two, one = fsdp2
-    assert two[scenario][0]["sharded"]
-    assert_same_training(two[scenario], one[scenario])
+# Saving and resuming
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", GREEDY)
-def test_fsdp2_generates_as_one_process(fsdp2, scenario):
-    two, one = fsdp2
-    completions = [rank["completions"] for rank in two[scenario]]
-    assert completions[0] + completions[1] == one[scenario][0]["completions"]
-    longest = [max(map(len, ids)) for ids in completions]
-    assert longest[0] != longest[1]  # so one process had to wait for the other
+@of({"ddp": ADAPTERS, **dict.fromkeys(SHARDED, [*GREEDY, "greedy_apart", *ADAPTERS])})
+def test_what_is_saved_loads_as_it_was_trained(two):
+    """From the folder of `save_model` and from a checkpoint."""
+    for rank in two:
+        assert len(rank["saved_otherwise"]) >= 2
+        assert not any(rank["saved_otherwise"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", [*GREEDY, "greedy_apart"])
-def test_fsdp2_saves_what_it_trained(fsdp2, scenario):
-    assert fsdp2[0][scenario][0]["saved_otherwise"] == []
+@on(["ddp"], "resumed")
+def test_resumed_run_is_the_uninterrupted_run(two):
+    assert_same_ranks(two)
+    for rank in two:
+        assert rank["otherwise"] == []
+        assert rank["logs"][0] == rank["logs"][1]
+    assert any(step.get("replay/frac", 0) > 0 for step in two[0]["logs"][0][3:])
 
 
-@pytest.mark.slow
-def test_fsdp2_processes_agree_on_their_own_samples(fsdp2):
-    assert_processes_agree(fsdp2[0])
-
-
-@pytest.mark.slow
-def test_fsdp2_processes_exchange_their_groups(fsdp2):
-    assert_processes_exchange_their_groups(*fsdp2[0]["exchanged"])
+@on(["ddp"], "resumed_by_more")
+def test_processes_that_the_run_before_did_not_have_agree_with_the_others(two):
+    first, second = two
+    assert first["shared"] == second["shared"]
+    assert first["shared"][0] != first["expected_before"] != 0.1  # adapted before and after
+    assert_same_ranks(two, least=0.01)
 
 
 # PPO
-
-
-def assert_same_ppo(two, one, scenario, tolerance=1e-5):
-    """Policy, critic and average made the same updates, from the same numbers."""
-    two, one = two[scenario], one[scenario]
-    first, second = (rank["update"] for rank in two)
-    alone = one[0]["update"]
-    assert first.keys() == second.keys() == alone.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    for part in ("policy", "critic", "average"):
-        expected = {name: value for name, value in alone.items() if part_of(name) == part}
-        difference = norm({name: first[name] - value for name, value in expected.items()}) if expected else 0
-        if expected:
-            assert norm(expected) > 0.02, part
-            assert difference <= tolerance * norm(expected), part
-    accumulated = scenario == "ppo_shared_trunk"
-    for key in [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)]:
-        logged = [[step[key] for step in result["steps"] if key in step] for result in (*two, *one)]
-        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=max(1e-4, tolerance), abs=1e-5), key
-    # Each process has supervised rows of its own, together those of one process
-    assert two[0]["supervised"] != two[1]["supervised"]
-    together = [a + b for a, b in zip(two[0]["supervised"], two[1]["supervised"], strict=True)]
-    assert together == one[0]["supervised"]
 
 
 def part_of(name):
     return name.split()[0] if name.startswith("average of ") else "critic" if name.startswith("critic.") else "policy"
 
 
-def assert_saves_and_resumes(two):
-    for rank in two["ppo_saved"]:
+def assert_same_ppo(two, one, engine, scenario, tolerance=1e-5):
+    """Policy, critic and average made the same updates, from the same numbers."""
+    assert_same_ranks(two)
+    for part in ("policy", "critic", "average"):
+        actual, expected = (
+            {name: value for name, value in run[0]["update"].items() if part_of(name) == part} for run in (two, one)
+        )
+        if part == "average" and engine == "zero3":
+            assert actual == {}
+        else:
+            assert_same_update(actual, expected, least=0.02, tolerance=tolerance)
+    accumulated = scenario == "ppo_shared_trunk"
+    assert_same_metrics(two, one, [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)], tolerance)
+    # Each process has supervised rows of its own, together those of one process
+    assert two[0]["supervised"] != two[1]["supervised"]
+    together = [a + b for a, b in zip(two[0]["supervised"], two[1]["supervised"], strict=True)]
+    assert together == one[0]["supervised"]
+
+
+@of({"ddp": [*PPO, "ppo_mixed"], **dict.fromkeys(PARTS, PPO)})
+def test_trains_policy_and_critic_as_one_process(two, one, engine, scenario):
+    assert two[0]["sharded"] == (engine == "fsdp2")
+    assert_same_ppo(two, one, engine, scenario)
+
+
+@on(["zero2", "zero3"], "ppo_adam")
+def test_deepspeed_counts_no_steps_of_a_frozen_policy(two, one, engine, scenario):
+    """Adam divides by what it remembers, so that rounding shows more."""
+    assert_same_ppo(two, one, engine, scenario, tolerance=1e-3)
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], "ppo_saved")
+def test_what_ppo_saves_loads_as_it_was_trained(two):
+    for rank in two:
         assert rank["saved_otherwise"] == []
         assert rank["changed_by_saving"] == []
-    first, second = two["ppo_resumed"]
-    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
-    assert {part_of(name) for name, value in first["update"].items() if value.any()} >= {"policy", "critic"}
-    for rank in (first, second):
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], "ppo_resumed")
+def test_resumed_ppo_is_the_uninterrupted_run(two):
+    assert_same_ranks(two, least=0)
+    assert {part_of(name) for name, value in two[0]["update"].items() if value.any()} >= {"policy", "critic"}
+    for rank in two:
         assert rank["otherwise"] == []
         assert rank["logs"][0] == rank["logs"][1]
         assert rank["supervised"][0] == rank["supervised"][1]
-
-
-@pytest.mark.parametrize("scenario", [*PPO, "ppo_mixed"])
-def test_ddp_trains_policy_and_critic_as_one_process(ddp, scenario):
-    assert_same_ppo(*ddp, scenario)
-
-
-def test_ddp_saves_and_resumes_ppo(ddp):
-    assert_saves_and_resumes(ddp[0])
 
 
 REENTRANT = "`ptx_coef` adds a second forward to each backward"
 IN_PARTS = "`ema_decay` averages whole weights, which ZeRO-3 doesn't keep"
 
 
-def assert_refuses(two, *messages):
-    for rank in two["ppo_refused"]:
-        assert len(rank["messages"]) == len(messages)
-        assert all(a.startswith(b) for a, b in zip(rank["messages"], messages, strict=True))
-
-
-def test_second_forward_does_not_go_with_reentrant_checkpointing(ddp):
-    assert_refuses(ddp[0], REENTRANT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", PPO)
-def test_fsdp2_trains_policy_and_critic_as_one_process(fsdp2, scenario):
-    assert fsdp2[0][scenario][0]["sharded"]
-    assert_same_ppo(*fsdp2, scenario)
-
-
-@pytest.mark.slow
-def test_fsdp2_saves_and_resumes_ppo(fsdp2):
-    assert_saves_and_resumes(fsdp2[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", PPO)
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_deepspeed_trains_policy_and_critic_as_one_process(deepspeed, stage, scenario):
-    assert_same_ppo(*deepspeed(stage), scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_deepspeed_counts_no_steps_of_a_frozen_policy(deepspeed, stage):
-    """Adam divides by what it remembers, so that rounding shows more."""
-    assert_same_ppo(*deepspeed(stage), "ppo_adam", tolerance=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_deepspeed_saves_and_resumes_ppo(deepspeed, stage):
-    assert_saves_and_resumes(deepspeed(stage)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "messages"), [("zero2", [REENTRANT]), ("zero3", [REENTRANT, IN_PARTS])])
-def test_what_deepspeed_can_not_do(deepspeed, stage, messages):
-    assert_refuses(deepspeed(stage)[0], *messages)
+@on(["ddp", "zero2", "zero3"], "ppo_refused")
+def test_what_ppo_can_not_do(two, engine):
+    """A second forward with reentrant checkpointing, and with ZeRO-3 an average of weights."""
+    expected = [REENTRANT, IN_PARTS] if engine == "zero3" else [REENTRANT]
+    for rank in two:
+        assert len(rank["messages"]) == len(expected)
+        assert all(message.startswith(start) for message, start in zip(rank["messages"], expected, strict=True))

@@ -5,6 +5,7 @@ Training of tiny models on the engine that the command line names, with batches 
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +16,14 @@ from families import FAMILIES, RATE, audio, image
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOConfig, MultimodalPPOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
 
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
@@ -27,10 +35,15 @@ GROUP = 4  # completions of a prompt
 
 
 class RecordingTrainer(MultimodalGRPOTrainer):
-    """Keeps the last completions it sampled."""
+    """Keeps the completions of all calls, and by themselves those that it sampled last."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.completions = []
 
     def _generate_single_turn(self, *args, **kwargs):
         self.sampled, logprobs = super()._generate_single_turn(*args, **kwargs)
+        self.completions.append(self.sampled)
         return self.sampled, logprobs
 
 
@@ -40,13 +53,28 @@ class InjectingTrainer(RecordingTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self.state.global_step >= 2 * self.num_iterations:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        completions = []
-        for i in range(len(prompt_ids)):
-            place = self.accelerator.process_index * len(prompt_ids) + i
-            generator = torch.Generator().manual_seed(1000 * self.state.global_step + place)
-            length = int(torch.randint(1, 9, (), generator=generator))
-            completions.append(torch.randint(50, 200, (length,), generator=generator).tolist())
-        return completions, None
+        self.completions.append(injected(self, prompt_ids))
+        return self.completions[-1], None
+
+
+class InjectingRLOO(MultimodalRLOOTrainer):
+    """Takes such completions always."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return injected(self, prompt_ids)
+
+
+def injected(trainer, prompt_ids):
+    completions = []
+    for i in range(len(prompt_ids)):
+        place = trainer.accelerator.process_index * len(prompt_ids) + i
+        generator = torch.Generator().manual_seed(1000 * trainer.state.global_step + place)
+        length = int(torch.randint(1, 9, (), generator=generator))
+        completions.append(torch.randint(50, 200, (length,), generator=generator).tolist())
+    return completions
+
+
+CONFIGS = {MultimodalPPOTrainer: MultimodalPPOConfig, MultimodalRLOOTrainer: MultimodalRLOOConfig}
 
 
 def reward(completion_ids, **kwargs):
@@ -118,7 +146,7 @@ def train(
         "bf16": False,
         **engine_options(state),
     }
-    config_class = MultimodalPPOConfig if issubclass(trainer_class, MultimodalPPOTrainer) else MultimodalGRPOConfig
+    config_class = next((c for t, c in CONFIGS.items() if issubclass(trainer_class, t)), MultimodalGRPOConfig)
     args = config_class(**{**config, **options})
     data = Dataset.from_list(rows)
     trainer = trainer_class(
@@ -160,7 +188,9 @@ def engine_options(state):
 
 def weights(model):
     """Copies of the parameters, whole also where each process holds a part."""
-    return {name: whole(p) for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    with gathered(parameters.values()):
+        return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
 def averages(trainer):
@@ -169,12 +199,17 @@ def averages(trainer):
     return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
 
 
-def whole(value):
-    if hasattr(value, "ds_id"):
-        import deepspeed
+def gathered(parameters):
+    """Where ZeRO-3 has split parameters, a context in which they are whole."""
+    split = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not split:
+        return nullcontext()
+    import deepspeed
 
-        with deepspeed.zero.GatheredParameters([value]):
-            return value.detach().clone()
+    return deepspeed.zero.GatheredParameters(split)
+
+
+def whole(value):
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 

@@ -15,6 +15,8 @@ from .inputs import bare_inputs
 
 
 _HEAD = "value_head.safetensors"
+# Arguments of `from_pretrained` that say where files are
+_SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class ValueHead(nn.Linear):
@@ -62,18 +64,20 @@ class ValueHead(nn.Linear):
         state_dict = self.state_dict() if state_dict is None else state_dict
         save_file({name: value.float().contiguous() for name, value in state_dict.items()}, Path(folder, _HEAD))
 
-    def load(self, folder: str | Path) -> bool:
+    def load(self, folder: str | Path, **kwargs) -> bool:
         """
         Takes back what [`save_pretrained`] wrote.
 
         Args:
             folder (`str` or `Path`):
                 Folder or repository of the Hub.
+            kwargs:
+                Arguments of `from_pretrained` that say where files are, such as `revision` and `subfolder`.
 
         Returns:
             `bool`: Whether there was a head.
         """
-        path = cached_file(str(folder), _HEAD, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(str(folder), _HEAD, _raise_exceptions_for_missing_entries=False, **kwargs)
         if path is not None:
             self.load_state_dict(load_file(path))
         return path is not None
@@ -167,7 +171,7 @@ class Critic(nn.Module):
             model_class (`type`):
                 Class of the policy.
             kwargs:
-                Arguments of `from_pretrained`.
+                Arguments of `from_pretrained`, such as `subfolder="critic"` for the critic beside a published policy.
 
         Returns:
             [`Critic`]: The critic.
@@ -175,8 +179,8 @@ class Critic(nn.Module):
         Raises:
             `ValueError`: If the model isn't of the policy's family.
         """
-        options = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
-        config, _ = PreTrainedConfig.get_config_dict(folder, **options)
+        source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
+        config, _ = PreTrainedConfig.get_config_dict(folder, **source)
         # Models such as the thinker of an omni model are a part of what is saved
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
         if model_class.config_class.model_type not in types:
@@ -187,7 +191,7 @@ class Critic(nn.Module):
             classifier = getattr(transformers, architecture).from_pretrained(folder, **kwargs)
             return cls.from_model(classifier, model_class)
         critic = cls(model_class.from_pretrained(folder, **kwargs))
-        critic.head.load(folder)
+        critic.head.load(folder, **source)
         return critic
 
     @classmethod

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..media.companions import CompanionPrompt
 from ..media.encoding import EncodedPrompt, join_media
 from .layout import PackedRow, group_by_prompt, pack, split_samples
 from .masks import field_fill, linear_masks
@@ -161,13 +162,17 @@ def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwar
         if values[0] is None:
             return None
         if values[0].dim() == 0:
-            return torch.stack(values[: len(rows)])
+            return torch.stack([v for v, row in zip(values, rows, strict=False) if not _all_companions(prompts, row)])
         return torch.cat(values[: len(rows)])[order]
 
     first, *others = [join(values) for values in zip(*results, strict=True)]
     # Surplus forwards weigh nothing, but have a backward like the others
     first = first + 0.0 * sum(result[0].sum() for result in results[len(rows) :])
     return (first, *others)
+
+
+def _all_companions(prompts, row) -> bool:
+    return all(isinstance(prompts[i], CompanionPrompt) for i in row)
 
 
 def packed_scores(
@@ -205,9 +210,15 @@ def packed_scores(
         `tuple`: As there.
     """
     row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
-    router = {"output_router_logits": True} if output_router_logits else {}
+    router, mask = {}, {}
+    if output_router_logits:
+        prompts = [segment for segment in row.layout.segments if segment[3] == 0]
+        uncounted = torch.zeros_like(row.input_ids, dtype=torch.bool)
+        for prompt, (start, length, _, _) in zip(row.prompts, prompts, strict=True):
+            uncounted[0, start : start + length] = isinstance(prompt, CompanionPrompt)
+        router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
     with (
-        inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids),
+        inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids, **mask),
         _last_hidden_states(unwrapped_model) as hidden,
     ):
         outputs = model(**inputs, **router, shift_labels=row.shift_labels, fused_lm_head=True)
@@ -257,14 +268,26 @@ def padded_scores(
     inputs = _padded_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     labels[:, :-n_new] = -100
-    router = {"output_router_logits": True} if output_router_logits else {}
-    with _last_hidden_states(unwrapped_model) as hidden:
+    router, mask = {}, {}
+    if output_router_logits:
+        uncounted = torch.tensor([[isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=labels.device)
+        router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
+    with inject(unwrapped_model.get_decoder(), **mask), _last_hidden_states(unwrapped_model) as hidden:
         outputs = model(**inputs, **router, labels=labels, fused_lm_head=True)
     entropy = None if outputs.entropy is None else outputs.entropy[:, -n_new:]
     values = []
     if value_head is not None:
         values.append(torch.where(completion_mask.bool(), value_head(hidden[0])[:, -n_new - 1 : -1], 0.0))
     return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss, *values
+
+
+def _uncount(tokens: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Takes tokens out of the load-balancing loss by the mask of the inputs; returns the mask that the decoder is to get."""
+    mask = inputs["attention_mask"]
+    if not tokens.any() or tokens.all():
+        return {}
+    inputs["attention_mask"] = mask.masked_fill(tokens, 0)
+    return {"attention_mask": mask}
 
 
 @contextmanager

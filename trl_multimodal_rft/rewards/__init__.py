@@ -2,9 +2,10 @@
 """Reward functions with the signature of TRL's: `f(completions, **columns) -> list[float | None]`."""
 
 from .answers import accuracy_reward, format_reward
+from .choices import choice_reward
 from .model import RewardModel
 from .recipe import apply_recipe
 from .remote import RemoteReward
 
 
-__all__ = ["RemoteReward", "RewardModel", "accuracy_reward", "apply_recipe", "format_reward"]
+__all__ = ["RemoteReward", "RewardModel", "accuracy_reward", "apply_recipe", "choice_reward", "format_reward"]

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the GRPO trainer."""
 
-import copy
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
@@ -388,17 +387,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
 
     def __getstate__(self):
         # A function may not be picklable, and what isn't loaded can't be run
-        return {**self.__dict__, "advantage_estimator": self._estimator_name()}
-
-    def __copy__(self):
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __deepcopy__(self, memo):
-        copied = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
+        return {**super().__getstate__(), "advantage_estimator": self._estimator_name()}
 
     def _estimator_name(self) -> str:
         estimator = self.advantage_estimator

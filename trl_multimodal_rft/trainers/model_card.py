@@ -3,6 +3,9 @@
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
+
+from accelerate.utils import is_peft_model
 
 from ..media.encoding import MODALITIES
 
@@ -16,20 +19,90 @@ _VERSIONS = {
     "Tokenizers": "tokenizers",
 }
 
+# Task of a model by the media that it takes
+_TASKS = {
+    frozenset({"image"}): "image-text-to-text",
+    frozenset({"image", "video"}): "image-text-to-text",
+    frozenset({"video"}): "video-text-to-text",
+    frozenset({"audio"}): "audio-text-to-text",
+}
+
+# Losses of TRL that soften ratios instead
+_NOT_CLIPPED = ("sapo", "vespo")
+
+# Titles and numbers of the papers behind options
+_DEEPSEEK_MATH = "DeepSeekMath", "2402.03300"
+_DR_GRPO = "Understanding R1-Zero-Like Training", "2503.20783"
+_REINFORCE = "REINFORCE++", "2501.03262"
+_CPGD = "CPGD", "2505.12504"
+_DAPO = "DAPO", "2503.14476"
+_PREFERENCES = "Fine-Tuning Language Models from Human Preferences", "1909.08593"
+PAPERS = {
+    "advantage_estimator": {
+        "group_norm": _DEEPSEEK_MATH,
+        "dr_grpo": _DR_GRPO,
+        "rloo": ("Back to Basics", "2402.14740"),
+        "reinforce": _REINFORCE,
+        "reinforce_baseline": _REINFORCE,
+        "cpgd": _CPGD,
+        "gae": ("Generalized Advantage Estimation", "1506.02438"),
+    },
+    "loss_type": {
+        "grpo": _DEEPSEEK_MATH,
+        "dr_grpo": _DR_GRPO,
+        "dapo": _DAPO,
+        "cispo": ("MiniMax-M1", "2506.13585"),
+        "sapo": ("Soft Adaptive Policy Optimization", "2511.20347"),
+        "luspo": ("LUSPO", "2602.05261"),
+        "vespo": ("VESPO", "2602.10693"),
+        "cpgd": _CPGD,
+        "gmpo": ("Geometric-Mean Policy Optimization", "2507.20673"),
+        "dual_clip": ("Dual-clip PPO", "1912.09729"),
+    },
+    "importance_sampling_level": {"sequence": ("GSPO", "2507.18071")},
+    "kl_estimator": {"k1": _PREFERENCES, "k2": _REINFORCE, "k3": _DEEPSEEK_MATH},
+    "kl_target": _PREFERENCES,
+    "top_entropy_quantile": ("Beyond the 80/20 Rule", "2506.01939"),
+    "soft_overlong_cache": _DAPO,
+    "reward_running_scale": ("Implementation Matters in Deep Policy Gradients", "2005.12729"),
+    "dynamic_sampling": _DAPO,
+    "replay_buffer_size": ("VL-Rethinker", "2504.08837"),
+}
+
 # For each kind, what is imported, how a file is read, and the block of the message
 _MEDIA = {
     "image": ("import PIL.Image", 'image = PIL.Image.open("image.png")', '{"type": "image", "image": image}'),
     "audio": (
         "import soundfile",
-        'audio, rate = soundfile.read("audio.wav", dtype="float32")  # mono, at the rate of the processor',
+        'audio, rate = soundfile.read("audio.wav", dtype="float32")  # mono, {rate} Hz',
         '{"type": "audio", "audio": audio}',
     ),
     "video": ("", "", '{"type": "video", "video": "video.mp4"}'),
 }
 
 
+def task_of(kinds: set[str]) -> str | None:
+    """
+    Task of a model on the Hub.
+
+    Args:
+        kinds (`set[str]`):
+            Media that its prompts have.
+
+    Returns:
+        `str` or `None`: The task, `None` for text alone.
+    """
+    return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
+
+
 def quick_start(
-    model_class: str, folder: str, kinds: Sequence[str], max_new_tokens: int, base_model: str | None
+    model_class: str,
+    folder: str,
+    kinds: Sequence[str],
+    max_new_tokens: int,
+    base_model: str | None = None,
+    rate: int | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> str:
     """
     Code that asks a model about files, complete but for the files.
@@ -45,32 +118,41 @@ def quick_start(
             Length of an answer at most.
         base_model (`str`, *optional*):
             Folder or repository of the model without its adapter, where there is one.
+        rate (`int`, *optional*):
+            Samples per second of audio.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments of the chat template.
 
     Returns:
         `str`: The code.
     """
     imports, reads, blocks = (
-        (filter(None, column) for column in zip(*(_MEDIA[kind] for kind in kinds), strict=True))
+        ([part for part in column if part] for column in zip(*map(_MEDIA.get, kinds), strict=True))
         if kinds
         else ([], [], [])
     )
-    lines = [*imports]
     processor = "AutoProcessor" if kinds else "AutoTokenizer"
+    lines = [*imports]
     if base_model is not None:
         lines.append("from peft import PeftModel")
     lines += [f"from transformers import {', '.join(sorted([processor, model_class]))}", ""]
-    loaded = f'{model_class}.from_pretrained("{base_model or folder}")'
-    lines.append(
-        f"model = {loaded}" if base_model is None else f'model = PeftModel.from_pretrained({loaded}, "{folder}")'
-    )
-    lines += [f'processor = {processor}.from_pretrained("{folder}")', *reads]
+    lines.append(f'model = {model_class}.from_pretrained("{base_model or folder}", device_map="auto")')
+    if base_model is not None:
+        lines.append(f'model = PeftModel.from_pretrained(model, "{folder}")')
+    lines += [f'processor = {processor}.from_pretrained("{folder}")', *(line.format(rate=rate) for line in reads)]
     question = '{"type": "text", "text": "What is this?"}' if kinds else '"What is this?"'
     content = f"[{', '.join([*blocks, question])}]" if kinds else question
     lines += [
         f'messages = [{{"role": "user", "content": {content}}}]',
         "inputs = processor.apply_chat_template(",
-        '    [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True',
-        ").to(model.device)",
+        "    [messages],",
+        "    add_generation_prompt=True,",
+        "    tokenize=True,",
+        "    return_dict=True,",
+        '    return_tensors="pt",',
+        *(f"    {name}={value!r}," for name, value in (template_kwargs or {}).items()),
+        # Only a processor's media are of the model's precision
+        f").to(model.device{', model.dtype' if kinds else ''})",
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens})",
         'answer = output[0, inputs["input_ids"].size(1) :]',
         "print(processor.decode(answer, skip_special_tokens=True))",
@@ -78,7 +160,7 @@ def quick_start(
     return "\n".join(lines)
 
 
-def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_model: str | None) -> dict:
+def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_model: str | None) -> dict[str, Any]:
     """
     What the template is filled with, beside what TRL knows.
 
@@ -97,26 +179,119 @@ def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_m
     """
     args, ordered = trainer.args, [kind for kind in MODALITIES if kind in kinds]
     model_class = type(trainer._unwrapped(trainer.model)).__name__
-    paper = f"[{trainer._paper['title']}](https://huggingface.co/papers/{trainer._paper['id']})"
-    training = [("Method", f"{trainer._name}, {paper}")]
-    options = args.to_dict()
-    for name in ("advantage_estimator", "loss_type", "beta", "learning_rate", "num_generations", "temperature"):
-        if name in options:
-            training.append((f"`{name}`", f"`{options[name]}`"))
-    training += [
-        ("Rewards", ", ".join(f"`{name}`" for name in trainer.reward_func_names)),
-        ("Updates", trainer.state.global_step),
-    ]
+    folder = trainer.hub_model_id or args.output_dir
+    packages = {**_VERSIONS, "PEFT": "peft"} if is_peft_model(trainer.model) else _VERSIONS
     return {
-        "columns": ", ".join(f"`{name}`" for name in dataset_columns),
-        "kinds": " and ".join(["text", *ordered]),
+        "columns": _listed(f"`{name}`" for name in dataset_columns),
+        "task": task_of(kinds),
+        "kinds": _listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
+        "method": _linked(trainer._name, trainer._paper["id"]),
+        "adapter": is_peft_model(trainer.model),
         "model_class": model_class,
         "quick_start": quick_start(
-            model_class, trainer.hub_model_id or args.output_dir, ordered, trainer.max_completion_length, base_model
+            model_class,
+            folder,
+            ordered,
+            trainer.max_completion_length,
+            base_model,
+            _rate(trainer.processing_class) if "audio" in kinds else None,
+            trainer.chat_template_kwargs,
         ),
-        "training": training,
-        "versions": [(name, version(package)) for name, package in _VERSIONS.items()],
+        "training": [
+            *training_lines(args.to_dict()),
+            ("Rewards", ", ".join(f"`{name}`" for name in trainer.reward_func_names)),
+            ("Updates", trainer.state.global_step),
+        ],
+        "beside": trainer._published_beside_model(model_class, folder),
+        "versions": [(name, version(package)) for name, package in packages.items()],
         "trainer_name": trainer._name,
+        "paper": _linked(trainer._paper["title"], trainer._paper["id"]),
         "citation": trainer._paper["citation"],
         "self_check": trainer._self_check,
     }
+
+
+def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """
+    How a model was trained: advantages, loss, divergence, tokens, rewards, sampling.
+
+    Args:
+        options (`dict[str, Any]`):
+            Options of the config by name. Not every config has all of them.
+
+    Returns:
+        `list[tuple[str, str]]`: Names and values in Markdown, with links to papers.
+    """
+    lines = []
+    estimator = options.get("advantage_estimator")
+    if estimator is not None:
+        gae = [f"`{name}={options[name]}`" for name in ("gamma", "lam") if estimator == "gae"]
+        lines.append(("Advantages", ", ".join([_option(estimator, "advantage_estimator"), *gae])))
+    if "loss_type" in options:
+        clips = ("epsilon", "epsilon_high", "delta") if options["loss_type"] not in _NOT_CLIPPED else ()
+        clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]
+        level = options["importance_sampling_level"]
+        ratios = [f"ratios per {_option(level, 'importance_sampling_level')}"] if level != "token" else []
+        lines.append(("Loss", ", ".join([_option(options["loss_type"], "loss_type"), *clip, *ratios])))
+    lines.append(("KL divergence from the reference", _divergence(options)))
+    quantile = options.get("top_entropy_quantile", 1.0)
+    if quantile < 1:
+        share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
+        lines.append(("Tokens trained on", f"{share}, {_linked(*PAPERS['top_entropy_quantile'])}"))
+    for name in (
+        "soft_overlong_cache",
+        "reward_running_scale",
+        "reward_clip_range",
+        "dynamic_sampling",
+        "replay_buffer_size",
+    ):
+        if options.get(name):
+            paper = f", {_linked(*PAPERS[name])}" if name in PAPERS else ""
+            lines.append((f"`{name}`", f"`{options[name]}`{paper}"))
+    for name in (
+        "learning_rate",
+        "num_generations",
+        "temperature",
+        "max_completion_length",
+        "num_iterations",
+        "vf_coef",
+        "ema_decay",
+    ):
+        if options.get(name) is not None:
+            lines.append((f"`{name}`", f"`{options[name]}`"))
+    return lines
+
+
+def _divergence(options: dict[str, Any]) -> str:
+    beta, estimator = options["beta"], options.get("kl_estimator")
+    if beta == 0:
+        return "none"
+    parts = [f"`beta={beta}`"]
+    if estimator is None:
+        parts.append("in the reward")  # TRL's RLOO has nothing to choose
+    else:
+        parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if options['kl_in_reward'] else 'loss'}"]
+    if options.get("kl_target") is not None:
+        parts.append(f"adaptive, `kl_target={options['kl_target']}`, {_linked(*PAPERS['kl_target'])}")
+    return ", ".join(parts)
+
+
+def _rate(processor) -> int:
+    """Samples per second of the audio that a processor takes."""
+    names = ("feature_extractor", "audio_processor")
+    return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate
+
+
+def _option(value: str, name: str) -> str:
+    """A value with its paper, which a function of the user doesn't have."""
+    paper = PAPERS[name].get(value)
+    return f"`{value}`" if paper is None else f"`{value}` ({_linked(*paper)})"
+
+
+def _linked(title: str, paper: str) -> str:
+    return f"[{title}](https://huggingface.co/papers/{paper})"
+
+
+def _listed(words) -> str:
+    words = list(words)
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

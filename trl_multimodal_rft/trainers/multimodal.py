@@ -21,8 +21,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, is_wandb_available
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
 from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
@@ -40,7 +42,7 @@ from ..actors import Actor
 from ..actors.quantization import keep_differentiable
 from ..actors.towers import find_tower
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
-from ..media.companions import companion_prompt
+from ..media.companions import companion_prompt, unreached_parameters
 from ..media.encoding import (
     JOIN_ONLY_EQUAL_MEDIA,
     MODALITIES,
@@ -55,7 +57,9 @@ from ..rewards import RewardModel
 from ..rollout import generate_completions, trim_after_eos
 from .checkpoint import load_rollout_state, save_rollout_state
 from .fetch import FetchOnce
-from .model_card import card_values
+from .hub import explain, explained, how_to_upload, private_files, uploads
+from .media_logs import MediaLog, log_completions
+from .model_card import card_values, task_of
 from .reward_checks import checked_reward
 from .self_check import SelfCheck, run_self_check
 from .token_budget import DeferredParts, backward_by_parts
@@ -74,10 +78,7 @@ _WORTH_PACKING = 0.9
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
 
-# Task of a model by the media that it takes
-_PIPELINES = {"image": "image-text-to-text", "video": "video-text-to-text", "audio": "audio-text-to-text"}
-
-# Where a checkpoint is until it is whole, and there, the one whose place it takes
+# Where a checkpoint is until it is whole and before it is deleted, and there, the one whose place another takes
 _PARTIAL = "_partial_checkpoint"
 _REPLACED = "replaced"
 
@@ -91,6 +92,9 @@ class MultimodalMixin:
     """
 
     _partial: Path | None = None  # where a checkpoint is being written
+    _folders_beside_model: tuple[str, ...] = ()  # what else of a checkpoint belongs to the published model
+    _uploaded: Path | None = None  # the checkpoint of the last push from one
+    push_in_progress = None  # which `Trainer` sets on the main process
     _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
 
     def __init__(
@@ -114,6 +118,8 @@ class MultimodalMixin:
                 init_kwargs["device_map"] = None
             init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
             model = create_model_from_path(model, **init_kwargs)
+            if not is_deepspeed_zero3_enabled():  # where weights are loaded in place
+                _freeze_as_built(model)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 get_config_model_id(model.config),
@@ -147,7 +153,10 @@ class MultimodalMixin:
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         self._kinds_since_sync: set[str] = set()  # media whose encoders have a gradient that isn't reduced yet
+        self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
+        self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
+        self._media_log: MediaLog | None = None  # what the tables of completions show
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
@@ -175,6 +184,14 @@ class MultimodalMixin:
                 self._let_reward_model_see(i, reward_processors[i], loaded)
         if ref_model is not None:
             self._set_reference(ref_model)
+        if args.log_completions:
+            self._media_log = MediaLog(
+                args.generation_batch_size,
+                args.max_logged_media if args.log_multimodal else 0,
+                args.max_logged_megabytes,
+                self.accelerator.process_index,
+                self.accelerator.num_processes,
+            )
         if not self.use_vllm and placeholders:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
@@ -272,6 +289,9 @@ class MultimodalMixin:
                 logged = [strip_media(messages) for messages in self._logs[key]]
                 self._logs[key].clear()
                 self._logs[key].extend(logged)
+            if self._media_log is not None:
+                group_size = self.num_generations if self.model.training else self.num_generations_eval
+                self._media_log.add([row.get("prompt") for row in rows], group_size)
             if self._samples is not None:
                 self._choose_packing(output["completion_mask"])
                 output["encoded_prompts"] = self._samples
@@ -335,9 +355,11 @@ class MultimodalMixin:
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
     def _sample_completions(self, samples, generation_config):
-        companions = self._companions(self.model_wrapped, samples)
+        with torch.no_grad():  # nothing waits for gradients here
+            companions = self._companions(self.model_wrapped, samples)
         parts = split_samples(samples, self._apart)
-        surplus = self._most_over_ranks(len(parts), self._apart) - len(parts)
+        kinds = [_kinds([samples[i] for i in part] + companions) for part in parts]
+        surplus = self._most_over_ranks(kinds, self._apart) - len(parts)
         outputs = []
         with (
             profiling_context(self, "transformers.generate"),
@@ -377,18 +399,18 @@ class MultimodalMixin:
         Prompts with media of the kinds that this process lacks, where processes wait for each other's encoders: sharded
         weights are gathered, and gradients reduced, on all of them alike.
         """
-        own = set().union(*(sample.modalities for sample in samples))
+        own = _kinds(samples)
         if self.accelerator.num_processes == 1:
             return []
         if not self._is_whole:
             held = torch.tensor([[kind in own for kind in MODALITIES]], device=self.accelerator.device)
-            everyone = self.accelerator.gather(held)
-            needed = {kind for kind, any_has in zip(MODALITIES, everyone.any(0).tolist(), strict=True) if any_has}
-            if self._apart is not None and (everyone != everyone[0]).any():
-                raise ValueError(
-                    "Processes hold media of different kinds, and this model takes prompts apart, so that their forwards "
-                    "would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
-                )
+            everyone = self.accelerator.gather(held).any(0).tolist()
+            needed = {kind for kind, any_has in zip(MODALITIES, everyone, strict=True) if any_has}
+            if torch.is_grad_enabled() and is_deepspeed_zero3_enabled():
+                # It takes a gradient of the past where an encoder gets none
+                encoders = {"image" if kind == "video" else kind for kind in needed}
+                self._encoders_used |= encoders
+                needed |= (self._encoders_used - encoders) & self._trained_encoders()
         elif isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
             # One encoder sees images and videos
             own = {"image" if kind == "video" else kind for kind in own}
@@ -412,17 +434,42 @@ class MultimodalMixin:
         return self._companion_prompts[kind]
 
     def _trained_encoders(self) -> set[str]:
-        """Kinds whose encoder has weights to train."""
-        model = self._unwrapped(self.model)
-        kinds = {kind for kind in ("image", "audio") if kind in model.input_modalities}
-        towers = {kind: model.get_submodule(find_tower(model, kind)) for kind in kinds}
-        return {kind for kind, tower in towers.items() if any(p.requires_grad for p in tower.parameters())}
+        """Kinds whose media reach weights to train before the language model does."""
+        policy = self._unwrapped(self.model)
+        kinds = {kind for kind in ("image", "audio") if kind in policy.input_modalities}
+        trained = set()
+        # A critic is a model like the policy, with weights of its own to train
+        for model in self.accelerator.unwrap_model(self.model).modules():
+            if type(model) is not type(policy):
+                continue
+            encoders = {kind: model.get_submodule(find_tower(model, kind)) for kind in kinds}
+            known = {p for module in (model.get_decoder(), *encoders.values()) for p in module.parameters()}
+            # What lies between encoders and decoder may be any kind's
+            if any(p.requires_grad and p not in known for p in model.base_model.parameters()):
+                return kinds
+            trained |= {kind for kind, each in encoders.items() if any(p.requires_grad for p in each.parameters())}
+        return trained
 
-    def _most_over_ranks(self, count: int, apart: str | None) -> int:
-        """Ranks of a sharded model must run equally many forwards."""
+    def _touch_unreached(self, model, scores) -> torch.Tensor | int:
+        """A zero that depends on the weights that no forward uses, which DDP would wait for."""
+        if self._unreached is None:
+            self._unreached = unreached_parameters(model, [each for each in scores if each is not None])
+        return sum(0 * parameter.flatten()[0] for parameter in self._unreached)
+
+    def _most_over_ranks(self, kinds: list[set[str]], apart: str | None) -> int:
+        """Number of forwards, given the media of each. Ranks of a sharded model must run the same ones."""
         if apart is None or self.accelerator.num_processes == 1:
-            return count
-        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
+            return len(kinds)
+        count = int(self.accelerator.gather(torch.tensor([len(kinds)], device=self.accelerator.device)).max())
+        if not self._is_whole:
+            forwards = [[kind in each for kind in MODALITIES] for each in kinds + kinds[-1:] * (count - len(kinds))]
+            everyone = self.accelerator.gather(torch.tensor([forwards], device=self.accelerator.device))
+            if (everyone != everyone[0]).any():
+                raise ValueError(
+                    "Processes hold media of different kinds, and this model takes prompts apart, so that their forwards "
+                    "would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
+                )
+        return count
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         ref = next(iter_refs(prompts), None)
@@ -609,6 +656,8 @@ class MultimodalMixin:
                 logps, entropies, *scores = self._as_one_forward(model, score)
             else:
                 logps, entropies, *scores = score(model)
+        if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
+            logps = logps + self._touch_unreached(model, [logps, entropies, *scores])
         return (logps[:n], None if entropies is None else entropies[:n], *scores)
 
     def _as_one_forward(self, model, function: Callable):
@@ -631,7 +680,34 @@ class MultimodalMixin:
 
     def _n_forwards(self, samples, apart: str | None) -> int:
         """Number of forwards that these samples take, on the process where they take the most."""
-        return self._most_over_ranks(len(split_samples(samples, apart)), apart)
+        parts = split_samples(samples, apart)
+        return self._most_over_ranks([_kinds([samples[i] for i in part]) for part in parts], apart)
+
+    # Logs
+
+    def log(self, logs, start_time=None):
+        if self._media_log is None:
+            super().log(logs, start_time)
+            return
+        tables, self.log_completions = self.log_completions, False  # TRL's hold no audio or video
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.log_completions = tables
+        if tables and self.accelerator.is_main_process and self._logs["prompt"]:
+            log_completions(self, self._media_log)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        # Media are gathered where all processes are, as they needn't be where `log` is called
+        if self._media_log is not None and (self.control.should_log or self.control.should_training_stop):
+            self._media_log.gather()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._media_log is not None:
+            self._media_log.gather()
+        return output
 
     # Checks and checkpoints
 
@@ -658,16 +734,29 @@ class MultimodalMixin:
         self.accelerator.print(self._self_check)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Writes a card that says on what and how the model was trained, and how to ask it about media."""
+        """
+        Writes a card that says on what and how the model was trained, and how to ask it about media.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model.
+            dataset_name (`str`, *optional*):
+                Name of the dataset.
+            tags (`str` or `list[str]`, *optional*):
+                Tags beside the package's own.
+        """
         tags = {tags} if isinstance(tags, str) else set(tags or ())
         super().create_model_card(model_name, dataset_name, sorted(tags | self._kinds_seen))
         if not self.is_world_process_zero():
             return
         path = Path(self.args.output_dir, "README.md")
         data = ModelCard.load(path).data
-        if self._kinds_seen and data.pipeline_tag is None:
-            data.pipeline_tag = "any-to-any" if len(self._kinds_seen) > 1 else _PIPELINES[min(self._kinds_seen)]
-        adapted = get_config_model_id(self.model.config) if is_peft_model(self.model) else None
+        data.pop("licence", None)  # of which TRL knows as little
+        data.pipeline_tag = data.pipeline_tag or task_of(self._kinds_seen)
+        adapted = None
+        if is_peft_model(self.model):
+            adapted = get_config_model_id(self.model.config)
+            data.library_name = "peft"
         values = card_values(self, self._kinds_seen, sorted(self._columns_seen), adapted)
         wandb_url = wandb.run.url if is_wandb_available() and wandb.run is not None else None
         urls = {"Weights & Biases": wandb_url, "Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
@@ -693,8 +782,11 @@ class MultimodalMixin:
             )
         return self._train_sampler
 
-    def _init_training_state(self, *args, **kwargs):
-        epochs_trained, steps_trained = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+        if self.state.global_step >= max_steps:
+            # Resumed after its last step, `Trainer` would go on to the end of the epoch, and stop one step too late
+            return n_epochs, 0
         # TRL's sampler draws one order after the other, and `Trainer` skips steps within an epoch only
         if self._train_sampler is not None and self.shuffle_dataset:
             for _ in range(epochs_trained):
@@ -751,7 +843,10 @@ class MultimodalMixin:
         return super()._get_output_dir(trial) if self._partial is None else str(self._partial)
 
     def _save_checkpoint(self, model, trial):
-        """Writes a checkpoint aside and moves it to its place when it is whole, so that none is ever half there."""
+        """
+        Writes a checkpoint aside and moves it to its place when it is whole, and aside what is to be deleted, so that none is
+        ever half there.
+        """
         run_folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         partial = run_folder / _PARTIAL
         if self.args.should_save and partial.exists():  # from a run that was killed while it saved
@@ -772,20 +867,27 @@ class MultimodalMixin:
             if (run_folder / name).exists():
                 (run_folder / name).rename(partial / _REPLACED)
             (partial / name).rename(run_folder / name)
-            shutil.rmtree(partial)
-            rotate_checkpoints(
-                output_dir=str(run_folder),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            for checkpoint in self._surplus_checkpoints(run_folder):
+                checkpoint.rename(partial / checkpoint.name)
+            shutil.rmtree(partial, ignore_errors=True)  # what stays goes before the next is written
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_folder / name))
 
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if self._partial is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+    def _surplus_checkpoints(self, run_folder: Path) -> list[Path]:
+        """The checkpoints that `Trainer` would delete, oldest first."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return []
+        checkpoints = [Path(checkpoint) for checkpoint in sort_checkpoints(str(run_folder), use_mtime=True)]
+        kept = {checkpoints[-1]}
+        if self.state.best_model_checkpoint is not None:
+            kept.add(Path(self.state.best_model_checkpoint))
+        surplus = max(0, len(checkpoints) - max(limit, len(kept)))
+        deleted = [checkpoint for checkpoint in checkpoints if checkpoint not in kept][:surplus]
+        if self._pushes and self._uploaded in deleted:
+            deleted.remove(self._uploaded)  # the next time, as it is being read
+        return deleted
 
     def _save_beside_model(self, folder: Path) -> None:
         """Adds to a checkpoint what TRL leaves out."""
@@ -827,6 +929,111 @@ class MultimodalMixin:
             saved = type(model).from_pretrained(folder, dtype=model.dtype)
             model.load_state_dict(saved.state_dict())
 
+    # Hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        with explained(
+            self._repo, "Or train with `push_to_hub=False`, and publish with `trainer.push_to_hub()` afterwards."
+        ):
+            super().init_hf_repo(token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ):
+        """
+        Saves the model and publishes the output folder: the model, its processor, its card, and what belongs to it. Not
+        published are checkpoints, and files that hold prompts, completions and media of the dataset.
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`):
+                Message of the commit.
+            blocking (`bool`, *optional*, defaults to `True`):
+                Whether to return only when all is uploaded.
+            token (`str`, *optional*):
+                Token that may write. Defaults to `hub_token`, then to that of the environment or of `hf auth login`.
+            revision (`str`, *optional*):
+                Branch, which must exist. Defaults to `hub_revision`, then to `"main"`.
+            private (`bool`, *optional*):
+                Whether to make the repository private when it is created. Defaults to `hub_private_repo`.
+            kwargs:
+                Arguments of [`create_model_card`].
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`] or `Future`: The commit, with `blocking=False` a future of it.
+
+        Raises:
+            `PermissionError`: If there is no token, or the Hub refuses it. The saved folder stays as it is.
+            `ConnectionError`: If the Hub can't be reached. The saved folder stays as it is.
+        """
+        patterns = private_files(self.args)
+        again = (
+            f"The model is saved in {self.args.output_dir!r}. To publish it: `trainer.push_to_hub()`, or "
+            f"`{how_to_upload(self._repo, self.args.output_dir, patterns)}`."
+        )
+        if self.hub_model_id is None:
+            try:
+                with explained(self._repo, again):
+                    super().init_hf_repo(token, private)
+            except Exception:
+                # All processes save what was trained, as those do that have no part in the repository
+                self.save_model(_internal_call=True)
+                self.create_model_card(**kwargs)
+                raise
+        with uploads(self._repo, patterns, again):
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        quiet = self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero()
+        if self._partial is not None or quiet:
+            return
+        if self._pushes:
+            if not self.args.hub_always_push:
+                return
+            self._finish_current_push()  # what it uploads would change meanwhile
+        self._warn_of_failed_pushes()
+        for name in self._folders_beside_model:
+            if Path(checkpoint_folder, name).is_dir():
+                shutil.copytree(Path(checkpoint_folder, name), Path(self.args.output_dir, name), dirs_exist_ok=True)
+        self._uploaded = Path(checkpoint_folder)
+        with uploads(self._repo, private_files(self.args)):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self):
+        super()._finish_current_push()
+        self._warn_of_failed_pushes()
+
+    def _warn_of_failed_pushes(self) -> None:
+        """Of pushes in the background, whose errors nobody would see."""
+        if self.push_in_progress is None or self._pushes:
+            return
+        errors = [job.exception() for job in self.push_in_progress.jobs]
+        self.push_in_progress = None
+        for error in filter(None, errors):
+            logger.warning(
+                f"{self._uploaded} was not published, or not all of it: {explain(error, self._repo) or repr(error)} Training "
+                "goes on."
+            )
+
+    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+        """What the card says about the folders beside the model."""
+        return []
+
+    @property
+    def _pushes(self) -> bool:
+        """Whether a checkpoint is being uploaded."""
+        return self.push_in_progress is not None and not self.push_in_progress.is_done()
+
+    @property
+    def _repo(self) -> str:
+        """The repository, as far as it is known before it is made."""
+        return self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+
 
 def _refuse_runs_apart(args) -> None:
     """
@@ -848,6 +1055,16 @@ def _refuse_runs_apart(args) -> None:
         )
 
 
+def _freeze_as_built(model: PreTrainedModel) -> None:
+    """Loading makes every weight one to train, also tables that the architecture keeps as they are."""
+    with torch.device("meta"):
+        built = type(model)(model.config)
+    fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in fixed:
+            parameter.requires_grad_(False)
+
+
 def _model_of(actor: Actor, args) -> nn.Module:
     """The actor's model, which the trainer handles itself."""
     if actor.temperature != args.temperature:
@@ -860,6 +1077,10 @@ def _model_of(actor: Actor, args) -> nn.Module:
             f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the same."
         )
     return actor.model
+
+
+def _kinds(prompts: list[EncodedPrompt]) -> set[str]:
+    return set().union(*(prompt.modalities for prompt in prompts))
 
 
 def _to_device(value, device):

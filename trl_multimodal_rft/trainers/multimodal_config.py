@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The arguments that every trainer of this package adds to TRL's."""
 
+import copy
 from dataclasses import dataclass, field
 
 
@@ -31,12 +32,24 @@ class MultimodalArguments:
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
 
+        > Parameters that control the logging
+
+        max_logged_media (`int`, *optional*, defaults to `8`):
+            How many prompts have their media in a table of completions, the first ones; `None` means all. Tables are
+            made with `log_completions=True`, and hold text only with `log_multimodal=False`.
+        max_logged_megabytes (`float`, *optional*, defaults to `32.0`):
+            How much the media of a prompt may take in such a table; those that take more are left out.
+
         > Parameters that control the checks
 
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
             that the media change the log-probabilities, that prompts in one row don't see each other, and that
             recomputed log-probabilities are those of sampling.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
+            remedy.
     """
 
     packing: str = field(
@@ -65,6 +78,19 @@ class MultimodalArguments:
             "choices": ["raise", "truncate"],
         },
     )
+    max_logged_media: int | None = field(
+        default=8,
+        metadata={
+            "help": "How many prompts have their media in a table of completions (`log_completions`), the first ones. "
+            "`None` means all; `log_multimodal=False` leaves out all media."
+        },
+    )
+    max_logged_megabytes: float = field(
+        default=32.0,
+        metadata={
+            "help": "How much the media of a prompt may take in a table of completions; those that take more are left out."
+        },
+    )
     self_check: bool = field(
         default=True,
         metadata={
@@ -82,6 +108,26 @@ class MultimodalArguments:
             raise ValueError(
                 f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` doesn't split."
             )
+        if self.max_logged_media is not None and self.max_logged_media < 1:
+            raise ValueError(
+                f"`max_logged_media` must be at least 1, got {self.max_logged_media}; `log_multimodal=False` logs no media."
+            )
+        if self.max_logged_megabytes <= 0:
+            raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
+
+    def __getstate__(self):
+        # Saved with the model, and published with it
+        return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self):
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 def check_choice(config, name: str, choices: tuple[str, ...]) -> None:

@@ -134,6 +134,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     }
 
     critic: Critic | ValueHead | None = None
+    _folders_beside_model = (_CRITIC,)
 
     def __init__(
         self,
@@ -595,15 +596,38 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             yield
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        if self.ema is not None and not _internal_call:
-            critic, self.critic = self.critic, None
-            try:
-                with self.ema_weights():
-                    super().save_model(str(folder / _AVERAGE), _internal_call=True)
-            finally:
-                self.critic = critic
+        if not _internal_call:
+            self._save_average(output_dir)
         super().save_model(output_dir, _internal_call)
+
+    def push_to_hub(self, *args, **kwargs):
+        self._save_average()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+        found = []
+        if self.args.shared_trunk and self.critic is not None:
+            found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
+        elif self.critic is not None:
+            load = (
+                f'trl_multimodal_rft.actors.Critic.from_pretrained("{folder}", {model_class}, subfolder="{_CRITIC}")'
+            )
+            found.append((_CRITIC, f"the critic, `{load}`"))
+        if self.ema is not None:
+            found.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
+        return found
+
+    def _save_average(self, output_dir: str | None = None) -> None:
+        """Saves the averaged policy beside the model."""
+        if self.ema is None:
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir, _AVERAGE)
+        critic, self.critic = self.critic, None
+        try:
+            with self.ema_weights():
+                super().save_model(str(folder), _internal_call=True)
+        finally:
+            self.critic = critic
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         policy = None

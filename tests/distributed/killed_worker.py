@@ -1,0 +1,298 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Runs that are made to be killed: `killed_worker.py serve <descriptor>`, driven by `test_killed.py`.
+
+Imports take longer than a run, so this process does them once and forks for everything else. It reads a command per line
+and answers with a line to the file descriptor: `{"start": job}` forks the processes of a job and gives their ids, `{"reap":
+id}` gives the exit status of one of them, `null` while it runs. It kills what is left when its input ends.
+
+`killed_worker.py train <job>` is one of the processes that `torch.distributed.run` started for a job.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
+from test_ppo_resume import EVERYTHING, answered_audio
+from test_resume import REPLAY, REUSED, few_live
+from tqdm import tqdm
+from trainer_utils import audio_rows, make_trainer, saved
+from transformers.trainer_utils import get_last_checkpoint
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
+
+
+LIMIT = 600  # seconds that a process may live, so that nothing hangs; DeepSpeed compiles before its first run
+# The last step is in the middle of an epoch and of a generation batch
+SHARED = {"max_steps": 9, **REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50}
+OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}}
+ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+ZERO2 |= {"zero_optimization": {"stage": 2}}
+ENGINES = {
+    "ddp": {"use_cpu": True},
+    "zero2": {"use_cpu": False, "deepspeed": ZERO2, "accelerator_config": {"use_configured_state": True}},
+}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Runs
+
+
+class Mortal:
+    """
+    Dies at a point of saving, and writes down what it goes on from.
+
+    `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies.
+    """
+
+    death: dict | None = None
+    resumed: Path  # file for where it goes on
+
+    def _init_training_state(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial):
+        position = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        name = resume_from_checkpoint and Path(resume_from_checkpoint).name
+        self.resumed.write_text(json.dumps({"checkpoint": name, "step": self.state.global_step}))
+        return position
+
+    def _due(self, point: str) -> bool:
+        own = {"point": point, "step": self.state.global_step, "rank": self.accelerator.process_index}
+        return self.death == own
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if self._due("weights written"):
+            die()
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._due("optimizer written"):
+            die()
+
+    def _save_beside_model(self, folder):
+        super()._save_beside_model(folder)
+        if self._due("half a file written"):
+            file = folder / f"rollout_state_{self.accelerator.process_index}.pt"
+            os.truncate(file, file.stat().st_size // 2)
+            die()
+        if any(map(self._due, ("all written", "in place", "deleting"))):
+            die_while_moving(f"checkpoint-{self.state.global_step}", self.death["point"])
+
+
+def die_while_moving(name: str, point: str) -> None:
+    """Arranges for the death before the renaming that puts a checkpoint in its place, or at an operation after that."""
+    moved, deletions = False, 0
+
+    def watch(event, args):
+        nonlocal moved, deletions
+        if event == "os.rename" and Path(args[1]).name == name:
+            if point == "all written":
+                die()
+            moved = True
+        elif moved and event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            deletions += event == "os.remove"
+            if point == "in place" or deletions == 4:
+                die()
+
+    sys.addaudithook(watch)
+
+
+class MortalGRPO(Mortal, MultimodalGRPOTrainer):
+    pass
+
+
+class MortalPPO(Mortal, MultimodalPPOTrainer):
+    pass
+
+
+TRAINERS = {"grpo": MortalGRPO, "ppo": MortalPPO}
+
+
+def train(job: dict) -> None:
+    """
+    Trains, from the checkpoint that the job names, or else from the last one if there is any; writes the final state of this
+    process.
+    """
+    rank, output = int(os.environ.get("RANK", 0)), Path(job["output"])
+    options = {**OPTIONS[job["algorithm"]], "save_total_limit": job["save_total_limit"]}
+    if job["processes"] > 1:
+        switch = "ACCELERATE_USE_DEEPSPEED" if job["engine"] == "zero2" else "ACCELERATE_USE_CPU"
+        os.environ[switch] = "true"
+        PartialState(**({"backend": "gloo"} if job["engine"] == "zero2" else {"cpu": True}))
+        # As many prompts in a generation batch as with one process
+        options |= {"steps_per_generation": 2, **ENGINES[job["engine"]]}
+    objects = {"ptx_dataset": answered_audio()} if job["algorithm"] == "ppo" else None
+    rows = audio_rows(5)
+    trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
+    trainer.death, trainer.resumed = job["death"], Path(job["folder"], f"resumed-{rank}.json")
+    checkpoint = output.is_dir() and get_last_checkpoint(output) is not None
+    trainer.train(resume_from_checkpoint=str(output / job["resume"]) if job["resume"] else checkpoint)
+    state = {
+        "weights": trainer.model.state_dict(),  # the critic's too
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "rollouts": trainer._rollout_state(),
+        "history": trainer.state.log_history,
+        "step": trainer.state.global_step,
+    }
+    torch.save(state, Path(job["folder"], f"final-{rank}.pt"))
+    if job["processes"] > 1:
+        PartialState().destroy_process_group()
+
+
+# Comparisons
+
+
+def differences(a, b, where: str = "") -> Iterator[str]:
+    """Where two nested states differ, but for durations."""
+    if type(a) is not type(b):
+        yield f"{where}: {type(a)} and {type(b)}"
+    elif isinstance(a, (torch.Tensor, np.ndarray)):
+        if a.dtype != b.dtype or not bool((torch.equal if isinstance(a, torch.Tensor) else np.array_equal)(a, b)):
+            yield where
+    elif isinstance(a, dict):
+        keys = [{key for key in side if not is_duration(key)} for side in (a, b)]
+        if keys[0] != keys[1]:
+            yield f"{where}: {keys[0] ^ keys[1]} in one of them"
+        for key in keys[0] & keys[1]:
+            yield from differences(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            yield f"{where}: {len(a)} and {len(b)} entries"
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            yield from differences(x, y, f"{where}[{i}]")
+    elif hasattr(a, "__dict__") and not isinstance(a, type):
+        yield from differences(vars(a), vars(b), where)
+    elif a != b:
+        yield f"{where}: {a} and {b}"
+
+
+def is_duration(key) -> bool:
+    return any(part in str(key) for part in ("time", "runtime", "per_second", "train_loss"))
+
+
+def read(file: Path):
+    if file.name == "training_args.bin":  # holds the name of the folder
+        return None
+    if file.suffix in (".pt", ".pth", ".bin"):
+        return torch.load(file, weights_only=False)
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    return json.loads(file.read_text()) if file.suffix == ".json" else file.read_bytes()
+
+
+def differing_files(a: Path, b: Path) -> list[str]:
+    """What differs between two folders."""
+    files = [{str(path.relative_to(side)) for path in side.rglob("*") if path.is_file()} for side in (a, b)]
+    found = [f"{name} in one of them" for name in sorted(files[0] ^ files[1])]
+    for name in sorted(files[0] & files[1]):
+        try:
+            found += differences(read(a / name), read(b / name), name)
+        except Exception as error:  # half a file fails in many ways
+            found.append(f"{name}: {error!r}"[:300])
+    return found
+
+
+def inspect(job: dict) -> None:
+    """Compares each checkpoint with that of the uninterrupted run, and the final states if the job names their folder."""
+    output, straight = Path(job["output"]), Path(job["straight"])
+    folders = [path for path in sorted(output.iterdir()) if path.is_dir()] if output.is_dir() else []
+    last = get_last_checkpoint(output) if folders else None
+    found = {"last": last and Path(last).name, "checkpoints": {}, "others": [], "final": []}
+    for path in folders:
+        if path.name.startswith("checkpoint-"):
+            found["checkpoints"][path.name] = differing_files(path, straight / "output" / path.name)
+        else:
+            found["others"].append(path.name)
+    if job["final"] is not None:
+        for file in sorted(straight.glob("final-*.pt")):
+            states = [torch.load(path, weights_only=False) for path in (file, Path(job["final"], file.name))]
+            found["final"] += differences(*states, where=f"{file.name}: ")
+    Path(job["folder"], "found.json").write_text(json.dumps(found))
+
+
+TASKS = {"train": train, "inspect": inspect}
+
+
+# Processes
+
+
+def start(job: dict) -> list[int]:
+    """Forks the processes of a job, in a process group of their own."""
+    if job.get("engine") == "zero2":
+        import deepspeed  # noqa: F401  once for all
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True)
+    assert threading.active_count() == 1  # no other thread holds a lock that it would hold for ever in the copy
+    pids = []
+    for rank in range(job["processes"]):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            signal.alarm(LIMIT)
+            log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if job["processes"] > 1:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "MASTER_PORT": port}
+                place |= {"LOCAL_WORLD_SIZE": job["processes"], "MASTER_ADDR": "127.0.0.1"}
+                os.environ.update({name: str(value) for name, value in place.items()})
+            perform(job)
+        pids.append(pid)
+        os.setpgid(pid, pids[0])  # whoever comes first
+    return pids
+
+
+def perform(job: dict) -> None:
+    """Does a job and ends the process, without what Python does at the end: the folders of the models are shared."""
+    status = 1
+    try:
+        TASKS[job["task"]](job)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve(answers) -> None:
+    running = set()
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "start" in command:
+            answer = start(command["start"])
+            running.update(answer)
+        else:
+            pid, status = os.waitpid(command["reap"], os.WNOHANG)
+            running.discard(pid)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    command, argument = sys.argv[1:]
+    tqdm.monitor_interval = 0  # no thread for progress bars
+    saved("qwen2_audio")  # as long as each process thinks that it is alone
+    if command == "train":
+        signal.alarm(LIMIT)
+        train(json.loads(argument))
+    else:
+        serve(open(int(argument), "w"))

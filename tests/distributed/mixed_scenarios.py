@@ -1,0 +1,262 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scenarios of processes that hold different media."""
+
+from unittest import mock
+
+import PIL.Image
+import torch
+from datasets import Dataset
+from families import FAMILIES, RATE, audio, image, video
+from peft import LoraConfig
+from training import GROUP, RecordingTrainer, injected, row, start, train
+
+from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.actors.towers import linear_layers
+from trl_multimodal_rft.trainers import multimodal
+
+
+class MixedTrainer(RecordingTrainer):
+    """
+    Takes completions that depend on the step and on the place in the global batch alone, but samples those of the last step
+    and of evaluations.
+
+    Remembers what it sampled, and for each forward that is differentiated the kinds of its media and of its companions.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.samples, self.forwards = [], []
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if not self.model.training or self.state.global_step == self.args.max_steps - 1:
+            completions, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            self.samples.append(completions)
+            return completions, logprobs
+        return injected(self, prompt_ids), None
+
+    def _companions(self, model, samples, *args):
+        companions = super()._companions(model, samples, *args)
+        if torch.is_grad_enabled():
+            self.forwards.append([kinds(samples), kinds(companions)])
+        return companions
+
+
+class MixedPPO(MixedTrainer, MultimodalPPOTrainer):
+    pass
+
+
+def kinds(prompts):
+    return sorted(set().union(*(prompt.modalities for prompt in prompts)))
+
+
+def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrainer, **options):
+    """
+    Trains on prompts that are different on each of two processes.
+
+    Args:
+        folder (`Path`):
+            Folder of the scenario.
+        family (`str`):
+            Key of the model in `FAMILIES`.
+        steps (`list[list[dict]]`):
+            Rows of each step: those of the first process, and as many of the second. All but the last step take given
+            completions.
+        check (`list[dict]`, *optional*):
+            Rows to evaluate on before the last step.
+        lora (`list[str]`, *optional*):
+            Parts of the model without adapters, which all other linear layers get. By default all weights are trained.
+        trainer_class (`type`, *optional*, defaults to `MixedTrainer`):
+            Trainer.
+        options:
+            What differs in the config.
+
+    Returns:
+        `dict`: What [`train`] returns, and what the trainer remembers.
+    """
+    state = start()  # before a model is built that the engine of the scenario before would split
+    rows = [each for step in steps for each in step]
+    columns = dict.fromkeys(name for each in [*rows, *(check or [])] for name in each)
+    options = {
+        "max_steps": len(steps),
+        "ddp_find_unused_parameters": False,
+        "generation_kwargs": {"do_sample": False},
+        **options,
+    }
+    objects = {}
+    if check is not None:
+        objects["eval_dataset"] = Dataset.from_list([{**columns, **each} for each in check])
+        options |= {"eval_strategy": "steps", "eval_steps": len(steps) - 1}
+        options["per_device_eval_batch_size"] = len(check) * GROUP // state.num_processes
+    if lora is not None:
+        names = linear_layers(FAMILIES[family].build()[0], lora)
+        objects["peft_config"] = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    trainer, result = train(
+        folder,
+        family,
+        [{**columns, **each} for each in rows],
+        len(steps[0]) * GROUP // options.get("gradient_accumulation_steps", 1),
+        trainer_class,
+        end_ids=list(range(20, 400, 5)),
+        objects=objects,
+        **options,
+    )
+    evaluations = [
+        [entry["eval_reward"], entry["eval_entropy"]] for entry in trainer.state.log_history if "eval_reward" in entry
+    ]
+    return {**result, "evaluations": evaluations, "samples": trainer.samples, "forwards": trainer.forwards}
+
+
+# Rows
+
+
+def text(words="Is there a cat, a dog or a bird?"):
+    return row(words)
+
+
+def images(*sizes):
+    """One prompt with images of so many tokens in width and height."""
+    return row("What is in the image?", images=[image(28 * w, 28 * h, seed=10 * w + h)["image"] for w, h in sizes])
+
+
+def clip(frames=4, **media):
+    pictures = [PIL.Image.fromarray(frame) for frame in video(frames, 56, 56, seed=frames)["video"]]
+    return row("Describe the video.", video=pictures, **media)
+
+
+def sound(seconds=0.6):
+    return {"array": audio(seconds, seed=int(10 * seconds))["audio"], "sampling_rate": RATE}
+
+
+def audios(seconds=0.6):
+    return row("What do you hear?", audio=sound(seconds))
+
+
+# Scenarios. In each step the first of two processes gets the first half of the prompts.
+
+
+def mixed_vision(folder):
+    steps = [
+        [images((3, 2)), text()],
+        [text(), images((2, 2), (4, 3))],
+        [clip(), images((2, 3))],
+        [text(), text("What is it?")],
+        [images((2, 2)), text()],
+    ]
+    return mixed(folder, "qwen2_5_vl", steps, check=[text(), clip(6)], gradient_checkpointing=True)
+
+
+def mixed_deepstack(folder):
+    """The language model gets features of the tower in several layers."""
+    steps = [[images((3, 2)), text()], [text(), clip()], [clip(6), images((2, 3))], [text(), images((4, 3))]]
+    return mixed(folder, "qwen3_vl", steps, gradient_checkpointing=False, self_check=True)
+
+
+def mixed_audio(folder):
+    steps = [[audios(), text()], [text(), audios(0.3)], [text(), text("What is it?")], [audios(0.9), text()]]
+    options = {"gradient_checkpointing": True, "self_check": True, "ds3_gather_for_generation": False}
+    return mixed(folder, "qwen2_audio", steps, check=[text(), audios()], **options)
+
+
+def mixed_omni(folder):
+    """In batches of one modality, one tower or both have nothing to do on any process."""
+    steps = [
+        [audios(), images((3, 2))],
+        [audios(0.3), audios(0.9)],
+        [clip(audio=sound()), text()],
+        [text(), text("What is it?")],
+        [images((2, 2)), audios()],
+    ]
+    return mixed(folder, "qwen2_5_omni", steps, check=[audios(), clip()], gradient_checkpointing=True)
+
+
+def mixed_padded(folder):
+    steps = [[audios(), text()], [clip(), images((3, 2))], [text(), images((2, 2))]]
+    return mixed(folder, "qwen2_5_omni", steps, packing="padded", beta=0.1)
+
+
+# Two micro-batches a step: the media are in the earlier one, then in the later one, then in the earlier one again.
+ACCUMULATED = [
+    [images((3, 2)), text(), text(), text("What is it?")],
+    [text(), text("What is it?"), text(), images((2, 2), (4, 3))],
+    [text(), text("What is it?"), clip(), text()],
+]
+
+
+def accumulated(folder, **options):
+    options = {"gradient_accumulation_steps": 2, "beta": 0.1, **options}
+    with mock.patch.object(multimodal, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
+        return mixed(folder, "qwen2_5_vl", ACCUMULATED, **options)
+
+
+def mixed_accumulated(folder):
+    return accumulated(folder, gradient_checkpointing=False)
+
+
+def mixed_accumulated_checkpointed(folder):
+    return accumulated(folder, gradient_checkpointing=True)
+
+
+def mixed_accumulated_searched(folder):
+    """DDP looks for weights that the last forward doesn't use, as it does by TRL's default."""
+    return accumulated(folder, gradient_checkpointing=True, ddp_find_unused_parameters=True)
+
+
+# One of the processes differentiates each micro-batch in parts, of which some have media
+PARTS = [
+    [images((4, 3), (4, 4)), text(), text(), text("What is it?")],
+    [text(), text("What is it?"), images((2, 2)), clip()],
+    [text(), images((4, 3)), text(), text("What is it?")],
+]
+
+
+def mixed_parts(folder):
+    return mixed(folder, "qwen2_5_vl", PARTS, max_tokens_per_microbatch=60)
+
+
+def mixed_parts_searched(folder):
+    return mixed(folder, "qwen2_5_vl", PARTS, max_tokens_per_microbatch=60, ddp_find_unused_parameters=True)
+
+
+AUDIO = [[audios(), text()], [text(), text("What is it?")], [text(), audios(0.3)], [text(), audios(0.9)]]
+NOT_LANGUAGE = ["model.audio_tower", "model.multi_modal_projector"]
+
+
+def mixed_adapted_language(folder):
+    """There is nothing to train in what hears."""
+    return mixed(folder, "qwen2_audio", AUDIO, lora=NOT_LANGUAGE, beta=0.1)
+
+
+def mixed_adapted_projector(folder):
+    """The encoder is frozen, but not what comes after it."""
+    return mixed(folder, "qwen2_audio", AUDIO, lora=NOT_LANGUAGE[:1], beta=0.1)
+
+
+def mixed_adapted(folder):
+    steps = [[audios(), text()], [images((3, 2)), images((2, 2))], [text(), clip()]]
+    return mixed(folder, "qwen2_5_omni", steps, lora=[], beta=0.1)
+
+
+def mixed_critic(folder):
+    """Adapters in the policy's language model alone, and a critic that is trained whole."""
+    options = {"lora": NOT_LANGUAGE, "trainer_class": MixedPPO, "num_ppo_epochs": 1, "value_learning_rate": 5.0}
+    return mixed(folder, "qwen2_audio", AUDIO[:1] + AUDIO[2:], **options)
+
+
+# Prompts that get forwards of their own, which must be the same on all processes where these hold weights in part
+
+
+def apart(folder, steps):
+    try:
+        return mixed(folder, "gemma3n", steps)
+    except ValueError as error:
+        return {"message": str(error)}
+
+
+def mixed_apart(folder):
+    return apart(folder, [[audios(), text()], [text(), images((2, 2))], [audios(0.3), images((3, 3))]])
+
+
+def mixed_apart_numbers(folder):
+    """The same kinds on the processes, but not in the same numbers of forwards."""
+    step = [audios(0.3), audios(0.9), images((2, 2)), audios(0.5), images((3, 2)), text()]
+    return apart(folder, [step, step])

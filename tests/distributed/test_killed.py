@@ -1,0 +1,337 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A run that is killed over and over, also while it saves, ends bit for bit as the run that nobody killed."""
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+HERE = Path(__file__).parent
+TIMEOUT = 600  # seconds; a run takes some, but DeepSpeed compiles before its first
+LAST = 9  # step
+KEPT = 2  # checkpoints
+PARTIAL = "_partial_checkpoint"
+
+CASES = {
+    "grpo": {"algorithm": "grpo", "engine": None, "processes": 1},
+    "ppo": {"algorithm": "ppo", "engine": None, "processes": 1},
+    "ddp": {"algorithm": "grpo", "engine": "ddp", "processes": 2},
+    "zero2": {"algorithm": "grpo", "engine": "zero2", "processes": 2},
+}
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
+    "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+}
+
+
+class Worker:
+    """
+    `killed_worker.py` in the background, which forks the processes to kill.
+
+    Args:
+        folder (`Path`):
+            Folder for the log and the uninterrupted runs.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._groups: set[int] = set()
+        self._straight: dict[str, list] = {}
+        answers, written = os.pipe()
+        with (folder / "log.txt").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "killed_worker.py"), "serve", str(written)],
+                env=ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[written],
+                text=True,
+            )
+        os.close(written)
+        self._answers = os.fdopen(answers)
+
+    def ask(self, **command):
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        ready = select.select([self._answers], [], [], TIMEOUT)[0]
+        answer = self._answers.readline() if ready else ""
+        assert answer, f"the worker {'ended' if ready else 'hangs'}\n{(self.folder / 'log.txt').read_text()[-8000:]}"
+        return json.loads(answer)
+
+    def straight(self, name: str) -> Path:
+        """Folder of the uninterrupted run of a case."""
+        if name not in self._straight:
+            folder = self.folder / name
+            self._straight[name] = [folder, Processes(self, train(name, folder, folder / "output"))]
+        folder, processes = self._straight[name]
+        codes = processes.wait()
+        assert set(codes) == {0}, processes.logs()
+        return folder
+
+    def stop(self) -> None:
+        """Ends the worker, and the processes that still run."""
+        self.process.stdin.close()  # it kills them
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._answers.close()
+
+
+class Processes:
+    """
+    The forked processes of a job, from the start.
+
+    Args:
+        worker (`Worker`):
+            What forks them.
+        job (`dict`):
+            What to do, see `killed_worker.py`.
+    """
+
+    def __init__(self, worker: Worker, job: dict):
+        self._worker, self.folder = worker, Path(job["folder"])
+        self.ids = worker.ask(start=job)
+        self._codes: dict[int, int] = {}
+
+    def ended(self) -> int:
+        """How many have ended."""
+        for pid in self.ids:
+            if pid not in self._codes and (code := self._worker.ask(reap=pid)) is not None:
+                self._codes[pid] = code
+        return len(self._codes)
+
+    def until(self, happened: Callable[[], bool], n_ended: int, pause: float = 0.02) -> bool:
+        """Waits for something to happen or for so many to end; whether it has happened."""
+        limit = time.monotonic() + TIMEOUT
+        while not happened():
+            if self.ended() >= n_ended:
+                return False
+            if time.monotonic() > limit:
+                self.kill()
+                pytest.fail(f"still running after {TIMEOUT} s\n{self.logs()}")
+            time.sleep(pause)
+        return True
+
+    def wait(self) -> list[int]:
+        """Exit codes of all."""
+        self.until(lambda: False, len(self.ids))
+        return [self._codes[pid] for pid in self.ids]
+
+    def kill(self) -> None:
+        """All at once."""
+        if self.ended() < len(self.ids):
+            os.killpg(self.ids[0], signal.SIGKILL)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-6000:] for path in sorted(self.folder.glob("log-*.txt")))
+
+
+def train(name: str, folder: Path, output: Path, death=None, resume=None, save_total_limit=None) -> dict:
+    own = {"folder": str(folder), "output": str(output), "death": death, "resume": resume}
+    return {"task": "train", "save_total_limit": save_total_limit, **own, **CASES[name]}
+
+
+class Restarted:
+    """
+    A run that is started again after each kill.
+
+    Args:
+        worker (`Worker`):
+            What forks its processes.
+        name (`str`):
+            Case.
+        folder (`Path`):
+            Empty folder.
+        seed (`int`):
+            Of the moments that are random.
+    """
+
+    def __init__(self, worker: Worker, name: str, folder: Path, seed: int):
+        self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
+        self.straight = worker.straight(name)
+        self.random = random.Random(seed)
+        self.story = [f"seed {seed}"]  # for the message, should it end badly
+        self.n_starts = 0
+        self.last: str | None = None  # checkpoint that a start should go on from
+
+    def start(self, death=None, resume=None) -> Processes:
+        self.n_starts += 1
+        folder = self.folder / str(self.n_starts)
+        return Processes(self.worker, train(self.name, folder, self.output, death, resume, KEPT))
+
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        return max([0, *(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*"))])
+
+    def check(self, processes: Processes, resumed: str | None, is_over: bool) -> dict:
+        """
+        Checks what it went on from, that all checkpoints are those of the uninterrupted run, and the final states if it
+        is over.
+        """
+        where = "; ".join(self.story)
+        for file in sorted(processes.folder.glob("resumed-*.json")):
+            expected = {"checkpoint": resumed, "step": int(resumed.split("-")[1]) if resumed else 0}
+            assert json.loads(file.read_text()) == expected, where
+        job = {"task": "inspect", "processes": 1, "folder": str(self.folder / f"inspected-{self.n_starts}")}
+        job |= {"output": str(self.output), "straight": str(self.straight)}
+        inspection = Processes(self.worker, {**job, "final": str(processes.folder) if is_over else None})
+        assert inspection.wait() == [0], f"{where}\n{inspection.logs()}"
+        found = json.loads((inspection.folder / "found.json").read_text())
+        assert not any(found["checkpoints"].values()), f"{where}: {found}"
+        assert set(found["others"]) <= {PARTIAL}, f"{where}: {found}"
+        assert not found["final"], f"{where}: {found['final']}"
+        self.last = found["last"]
+        return found
+
+    def dies(self, point: str, step: int, rank: int, last: int, resume: str | None = None) -> dict:
+        """One of the processes ends itself at a point of saving, and then the others are killed; the rest as `check` says."""
+        self.story.append(f"process {rank} dies with {point} at step {step}")
+        expected = resume or self.last
+        processes = self.start({"point": point, "step": step, "rank": rank}, resume)
+        processes.until(lambda: False, 1)
+        time.sleep(0.2 * self.random.random())  # a launcher doesn't notice at once
+        processes.kill()
+        codes = processes.wait()
+        where = f"{self.story}: {codes}\n{processes.logs()}"
+        assert codes[rank] == -signal.SIGKILL and 0 not in codes, where
+        found = self.check(processes, expected, is_over=False)
+        assert found["last"] == (f"checkpoint-{last}" if last else None), f"{self.story}: {found}"
+        return found
+
+    def killed(self, happened: Callable[[Processes], bool], moment: str, delay: float) -> bool:
+        """All processes are killed some time after something has happened; whether that was before their end."""
+        processes = self.start()
+        if processes.until(lambda: happened(processes), 1, pause=0.0005):
+            time.sleep(delay)
+            processes.kill()
+            self.story.append(f"killed at step {self.step()}, {delay:.3f} s after {moment}")
+        else:
+            self.story.append(f"at its end before {moment}")
+        codes = processes.wait()
+        assert set(codes) <= {0, -signal.SIGKILL}, f"{self.story}: {codes}\n{processes.logs()}"
+        is_over = set(codes) == {0}
+        self.check(processes, self.last, is_over)
+        return not is_over
+
+    def ends(self) -> dict:
+        """It runs to its end."""
+        self.story.append("left alone")
+        expected, processes = self.last, self.start()
+        assert set(processes.wait()) == {0}, f"{self.story}\n{processes.logs()}"
+        return self.check(processes, expected, is_over=True)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    worker = Worker(tmp_path_factory.mktemp("straight"))
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (CASES[name]["processes"] > 1)) for name in CASES]
+)
+def case(request):
+    if request.param == "zero2":
+        pytest.importorskip("deepspeed")
+    return request.param
+
+
+def test_uninterrupted_run_has_something_to_lose(worker, case):
+    folder = worker.straight(case)
+    checkpoints = [folder / "output" / f"checkpoint-{step}" for step in (1, LAST)]
+    weights = [load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    history = json.loads((checkpoints[1] / "trainer_state.json").read_text())["log_history"]
+    assert len({entry["kl_coef"] for entry in history}) == LAST
+    assert any(entry.get("replay/frac", 0) > 0 for entry in history)
+    assert any(entry.get("sampling/rounds", 0) > 1 for entry in history)
+
+
+def test_killed_while_it_saves(worker, case, tmp_path):
+    run = Restarted(worker, case, tmp_path, random.randrange(2**32))
+    other = CASES[case]["processes"] - 1
+    run.dies("weights written", 1, other, last=0)
+    run.dies("optimizer written", 2, 0, last=1)
+    run.dies("half a file written", 3, other, last=2)
+    run.dies("all written", 4, 0, last=3)
+    assert len(run.dies("in place", 5, 0, last=5)["checkpoints"]) == KEPT + 1
+    run.dies("deleting", 7, 0, last=7)
+    run.dies("in place", LAST, 0, last=LAST)
+    run.ends()  # without another step
+    # Now the place is taken, and the one that has it is already aside
+    run.dies("all written", LAST, 0, last=LAST - 1, resume=f"checkpoint-{LAST - 1}")
+    found = run.ends()
+    assert sorted(found["checkpoints"]) == [f"checkpoint-{step}" for step in (LAST - 1, LAST)]
+    assert found["others"] == []
+
+
+def test_killed_at_random(worker, case, tmp_path):
+    seed = random.randrange(2**32)
+    run = Restarted(worker, case, tmp_path, seed)
+    saved = [run.straight / "output" / f"checkpoint-{step}" for step in (1, LAST)]
+    of_a_step = (saved[1].stat().st_mtime - saved[0].stat().st_mtime) / (LAST - 1)
+    files = sorted(str(path.relative_to(saved[0])) for path in saved[0].rglob("*") if path.is_file())
+    run.killed(lambda processes: (processes.folder / "resumed-0.json").exists(), "its start", run.random.random())
+    for kind in ("step", "file", "step", "file"):
+        before = run.step()
+        if kind == "step":
+            delay = 2 * of_a_step * run.random.random()
+            goes_on = run.killed(lambda _, before=before: run.step() > before, "a checkpoint", delay)
+        else:
+            file = run.random.choice(files).replace("global_step1/", "*/")
+            pattern = f"{PARTIAL}/checkpoint-*/{file}"
+
+            def appears(_, before=before, pattern=pattern):
+                return run.step() > before and any(run.output.glob(pattern))
+
+            goes_on = run.killed(appears, f"{file} was there", 0.005 * run.random.random())
+        if not goes_on:
+            break
+    found = run.ends()
+    assert {f"checkpoint-{step}" for step in (LAST - 1, LAST)} <= set(found["checkpoints"])
+
+
+@pytest.mark.slow
+def test_launcher_ends_the_others(worker, tmp_path):
+    """As `dies`, but with the processes and the end of the others left to `torch.distributed.run`."""
+    run = Restarted(worker, "ddp", tmp_path, 0)
+    first = tmp_path / "launched"
+    first.mkdir()
+    job = train("ddp", first, run.output, {"point": "half a file written", "step": 3, "rank": 1}, None, KEPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with (first / "log-0.txt").open("w") as log:
+        launched = subprocess.Popen(
+            [*launcher, str(HERE / "killed_worker.py"), "train", json.dumps(job)],
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        code = launched.wait(TIMEOUT)
+    finally:
+        launched.terminate()
+        launched.wait(60)
+    assert code != 0, (first / "log-0.txt").read_text()[-6000:]
+    assert "SIGKILL" in (first / "log-0.txt").read_text()
+    run.last = "checkpoint-2"
+    run.ends()

@@ -1,0 +1,476 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+A Hub on this machine: the endpoints of huggingface.co that `huggingface_hub` uploads to and downloads from.
+
+Large files go through Git LFS to a storage at another host name, as they do there, with what was promised checked: their
+hash, their size, and that no token is sent to the storage.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+
+# What a new repository's `.gitattributes` sends to LFS, of what is saved here
+_LFS = (".arrow", ".bin", ".mp4", ".parquet", ".pt", ".pth", ".safetensors", ".wav")
+_LARGE = 10 * 1024**2
+
+
+@dataclass
+class Token:
+    """
+    What a bearer token may do.
+
+    Args:
+        user (`str`):
+            Whose it is.
+        write (`bool`, *optional*, defaults to `True`):
+            Whether it may write to the user's repositories.
+        n_commits (`int`, *optional*):
+            After how many commits it is revoked.
+        held (`bool`, *optional*, defaults to `False`):
+            Whether a commit with it takes until someone asks for `/release`.
+    """
+
+    user: str
+    write: bool = True
+    n_commits: int | None = None
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Blob:
+    """
+    A file.
+
+    Args:
+        content (`bytes`):
+            What is in it.
+        lfs (`bool`):
+            Whether it is in the storage of large files.
+    """
+
+    content: bytes
+    lfs: bool
+
+    @property
+    def sha(self) -> str:
+        """What git calls it."""
+        pointed = _pointer(self.content) if self.lfs else self.content
+        return hashlib.sha1(b"blob %d\0" % len(pointed) + pointed).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        """What the client compares."""
+        return hashlib.sha256(self.content).hexdigest() if self.lfs else self.sha
+
+
+@dataclass
+class Commit:
+    """
+    A state of a repository.
+
+    Args:
+        sha (`str`):
+            Its name.
+        message (`str`):
+            What was done.
+        files (`dict[str, Blob]`):
+            All files by path.
+    """
+
+    sha: str
+    message: str
+    files: dict[str, Blob]
+
+
+@dataclass
+class Repo:
+    """
+    A repository.
+
+    Args:
+        private (`bool`):
+            Whether its owner alone sees it.
+        commits (`list[Commit]`):
+            Those of the branch `main`, oldest first.
+    """
+
+    private: bool
+    commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def files(self) -> dict[str, Blob]:
+        """The files of the last commit."""
+        return self.commits[-1].files
+
+    @property
+    def paths(self) -> set[str]:
+        """Their paths, without what a new repository has."""
+        return set(self.files) - {".gitattributes"}
+
+    def commit(self, message: str, files: dict[str, Blob]) -> Commit:
+        """Adds a state."""
+        seed = json.dumps([len(self.commits), message, sorted((path, blob.sha) for path, blob in files.items())])
+        self.commits.append(Commit(hashlib.sha1(seed.encode()).hexdigest(), message, files))
+        return self.commits[-1]
+
+    def at(self, revision: str) -> Commit | None:
+        """The state that a revision names."""
+        if revision == "main":
+            return self.commits[-1]
+        return next((commit for commit in self.commits if commit.sha == revision), None)
+
+
+class HubServer:
+    """
+    Serves within its context.
+
+    Args:
+        tokens (`dict[str, Token]`):
+            The tokens that are known.
+    """
+
+    def __init__(self, tokens: dict[str, Token]):
+        self.tokens = tokens
+        self.repos: dict[tuple[str, str], Repo] = {}
+        self.storage: dict[str, bytes] = {}  # large files by their SHA-256
+        self.requests: list[tuple[str, str, int]] = []
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.storage_url = f"http://localhost:{self._server.server_port}/storage"
+
+    def __enter__(self) -> "HubServer":
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def model(self, repo_id: str) -> Repo:
+        """A repository of a model."""
+        return self.repos["models", repo_id]
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None):
+        self.status, self.message, self.code, self.commit = status, message, code, commit
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    # Requests
+
+    def do_GET(self):
+        self._serve()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def _serve(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            self.body = b"".join(iter(self._chunk, b""))
+        else:
+            self.body = self.rfile.read(length)
+        self.path, query = urlsplit(self.path).path, urlsplit(self.path).query
+        self.query = {name: values[0] for name, values in parse_qs(query).items()}
+        token = self.hub.tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        if "/commit/" in self.path and token is not None and token.held:
+            self.hub.released.wait(300)
+        try:
+            for methods, pattern, answer in _ROUTES:
+                match = re.fullmatch(pattern, self.path)
+                if match and self.command in methods:
+                    with self.hub.lock:
+                        parts = {name: unquote(part) for name, part in match.groupdict().items() if part}
+                        answered = answer(self, **parts)
+                    break
+            else:
+                raise _Refused(404, f"{self.command} {self.path} isn't served")
+            self._answer(*answered)
+        except _Refused as refusal:
+            headers = {"X-Error-Message": refusal.message}
+            if refusal.code is not None:
+                headers["X-Error-Code"] = refusal.code
+            if refusal.commit is not None:
+                headers["X-Repo-Commit"] = refusal.commit.sha
+            self._answer(refusal.status, headers, json.dumps({"error": refusal.message}).encode())
+
+    def _chunk(self) -> bytes:
+        chunk = self.rfile.read(int(self.rfile.readline(), 16))
+        self.rfile.readline()
+        return chunk
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        self.hub.requests.append((self.command, self.path, status))
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _json(self, value, status: int = 200) -> tuple[int, dict, bytes]:
+        return status, {"Content-Type": "application/json"}, json.dumps(value).encode()
+
+    # Permissions
+
+    def _token(self) -> Token | None:
+        scheme, _, value = self.headers.get("Authorization", "").partition(" ")
+        if not scheme:
+            return None
+        if scheme != "Bearer" or value not in self.hub.tokens:
+            raise _Refused(401, "Invalid credentials in Authorization header")
+        return self.hub.tokens[value]
+
+    def _writer(self, namespace: str | None = None) -> Token:
+        token = self._token()
+        if token is None:
+            raise _Refused(401, "Invalid username or password.")
+        if not token.write or namespace not in (None, token.user):
+            raise _Refused(403, f"You don't have the rights to write under the namespace {namespace or token.user!r}.")
+        return token
+
+    def _repo(self, kind: str, repo: str) -> Repo:
+        found, token = self.hub.repos.get((kind, repo)), self._token()
+        if found is None or found.private and (token is None or token.user != repo.split("/")[0]):
+            raise _Refused(404 if token else 401, "Repository not found", "RepoNotFound")
+        return found
+
+    def _at(self, kind: str, repo: str, revision: str) -> Commit:
+        commit = self._repo(kind, repo).at(revision)
+        if commit is None:
+            raise _Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return commit
+
+    # Answers
+
+    def release(self):
+        self.hub.released.set()
+        return self._json({})
+
+    def whoami(self):
+        token = self._token()
+        if token is None:
+            raise _Refused(401, "Invalid username or password.")
+        return self._json({"type": "user", "name": token.user, "orgs": [], "auth": {}})
+
+    def create(self):
+        asked = json.loads(self.body)
+        owner = asked["organization"] or self._writer().user
+        self._writer(owner)
+        kind, repo = f"{asked.get('type') or 'model'}s", f"{owner}/{asked['name']}"
+        url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{repo}"
+        if (kind, repo) in self.hub.repos:
+            return self._json({"error": "You already created this repo", "url": url}, 409)
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        created = self.hub.repos[kind, repo] = Repo(private)
+        attributes = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in _LFS)
+        created.commit("initial commit", {".gitattributes": Blob(attributes.encode(), lfs=False)})
+        return self._json({"url": url, "name": repo, "id": repo})
+
+    def info(self, kind: str, repo: str, revision: str = "main"):
+        commit = self._at(kind, repo, revision)
+        siblings = [{"rfilename": path} for path in sorted(commit.files)]
+        private = self.hub.repos[kind, repo].private
+        return self._json(
+            {
+                "_id": "0" * 24,
+                "id": repo,
+                "modelId": repo,
+                "author": repo.split("/")[0],
+                "sha": commit.sha,
+                "private": private,
+                "gated": False,
+                "disabled": False,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+                "siblings": siblings,
+            }
+        )
+
+    def history(self, kind: str, repo: str, revision: str):
+        self._at(kind, repo, revision)
+        entries = [
+            {
+                "id": commit.sha,
+                "title": commit.message,
+                "message": "",
+                "authors": [],
+                "date": "2026-01-01T00:00:00.000Z",
+            }
+            for commit in reversed(self.hub.repos[kind, repo].commits)
+        ]
+        return self._json(entries)
+
+    def tree(self, kind: str, repo: str, revision: str, folder: str = ""):
+        commit = self._at(kind, repo, revision)
+        prefix = f"{folder}/" if folder else ""
+        below = {path: blob for path, blob in commit.files.items() if path.startswith(prefix)}
+        if not below:
+            raise _Refused(404, f"{folder} does not exist", "EntryNotFound", commit)
+        entries, recursive = {}, self.query.get("recursive", "").lower() == "true"
+        for path, blob in sorted(below.items()):
+            parts = path.removeprefix(prefix).split("/")
+            for depth in range(1, len(parts)):
+                parent = prefix + "/".join(parts[:depth])
+                if recursive or depth == 1:
+                    entries[parent] = {"type": "directory", "path": parent, "oid": "0" * 40, "size": 0}
+            if recursive or len(parts) == 1:
+                entries[path] = _entry(path, blob)
+        return self._json(list(entries.values()))
+
+    def validate_yaml(self):
+        parts = json.loads(self.body)["content"].split("---\n")
+        try:
+            data = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0] else None
+        except yaml.YAMLError as error:
+            return self._json({"errors": [{"message": str(error)}], "warnings": []}, 400)
+        # What the Hub refuses in the metadata of a model
+        for name, types in {"tags": list, "base_model": (str, list), "datasets": (str, list), "license": str}.items():
+            if data and data.get(name) is not None and not isinstance(data[name], types):
+                return self._json({"errors": [{"message": f'"{name}" has another type'}], "warnings": []}, 400)
+        warnings = [] if data else [{"message": "empty or missing yaml metadata in repo card"}]
+        return self._json({"errors": [], "warnings": warnings})
+
+    def preupload(self, kind: str, repo: str, revision: str):
+        self._writer(repo.split("/")[0])
+        commit, files = self._at(kind, repo, revision), []
+        for file in json.loads(self.body)["files"]:
+            binary = b"\0" in base64.b64decode(file["sample"])
+            large = file["path"].endswith(_LFS) or file["size"] > _LARGE or binary
+            present = commit.files.get(file["path"])
+            files.append(
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if large else "regular",
+                    "shouldIgnore": False,
+                    "oid": present.etag if present else None,
+                }
+            )
+        return self._json({"files": files})
+
+    def lfs_batch(self, repo: str, kind: str | None = None):
+        self._writer(repo.split("/")[0])
+        self._repo(kind or "models", repo)
+        asked, objects = json.loads(self.body), []
+        if asked["operation"] != "upload" or asked["hash_algo"] != "sha256" or "basic" not in asked["transfers"]:
+            raise _Refused(400, "only basic uploads by SHA-256 are served")
+        for wanted in asked["objects"]:
+            actions = {
+                "upload": {"href": f"{self.hub.storage_url}/{wanted['oid']}"},
+                "verify": {"href": f"{self.hub.url}/{repo}.git/info/lfs/verify"},
+            }
+            stored = {} if wanted["oid"] in self.hub.storage else {"actions": actions}
+            objects.append({"oid": wanted["oid"], "size": wanted["size"], **stored})
+        return self._json({"transfer": "basic", "objects": objects})
+
+    def lfs_verify(self, repo: str):
+        self._writer(repo.split("/")[0])
+        wanted = json.loads(self.body)
+        if len(self.hub.storage.get(wanted["oid"], b"")) != wanted["size"]:
+            raise _Refused(404, "the object isn't stored")
+        return self._json({})
+
+    def store(self, oid: str):
+        """Signed addresses of a storage take no token, and the storage looks at what it gets."""
+        if "Authorization" in self.headers:
+            raise _Refused(400, "only one way to authenticate is allowed")
+        if self.command == "PUT":
+            if hashlib.sha256(self.body).hexdigest() != oid:
+                raise _Refused(400, "the content has another SHA-256")
+            self.hub.storage[oid] = self.body
+            return 200, {}
+        return 200, {"ETag": f'"{oid}"'}, self.hub.storage[oid]
+
+    def commit(self, kind: str, repo: str, revision: str):
+        token = self._writer(repo.split("/")[0])
+        parent = self._at(kind, repo, revision)
+        lines = [json.loads(line) for line in self.body.splitlines()]
+        files = dict(parent.files)
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = Blob(base64.b64decode(value["content"]), lfs=False)
+            elif line["key"] == "lfsFile":
+                content = self.hub.storage.get(value["oid"])
+                if content is None or len(content) != value["size"]:
+                    raise _Refused(400, f"the content of {value['path']} isn't stored")
+                files[value["path"]] = Blob(content, lfs=True)
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+            else:
+                raise _Refused(400, f"{line['key']} isn't served")
+        made = self.hub.repos[kind, repo].commit(lines[0]["value"]["summary"], files)
+        if token.n_commits is not None:
+            token.n_commits -= 1
+            if token.n_commits == 0:
+                self.hub.tokens = {name: other for name, other in self.hub.tokens.items() if other is not token}
+        url = f"{self.hub.url}/{repo}/commit/{made.sha}"
+        return self._json({"success": True, "commitOid": made.sha, "commitUrl": url, "hookOutput": ""})
+
+    def resolve(self, repo: str, revision: str, path: str, kind: str = "models"):
+        commit = self._at(kind, repo, revision)
+        blob = commit.files.get(path)
+        if blob is None:
+            raise _Refused(404, "Entry not found", "EntryNotFound", commit)
+        headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{blob.sha}"'}
+        if not blob.lfs:
+            return 200, headers, blob.content
+        linked = {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(len(blob.content))}
+        return 302, {**headers, **linked, "Location": f"{self.hub.storage_url}/{blob.etag}"}
+
+
+def _pointer(content: bytes) -> bytes:
+    sha = hashlib.sha256(content).hexdigest()
+    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {len(content)}\n".encode()
+
+
+def _entry(path: str, blob: Blob) -> dict:
+    entry = {"type": "file", "path": path, "oid": blob.sha, "size": len(blob.content)}
+    if blob.lfs:
+        pointer = len(_pointer(blob.content))
+        entry["lfs"] = {"oid": blob.etag, "size": len(blob.content), "pointerSize": pointer}
+    return entry
+
+
+_API = r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+)"
+_ROUTES = [
+    (("POST",), "/release", _Handler.release),
+    (("GET",), "/api/whoami-v2", _Handler.whoami),
+    (("POST",), "/api/repos/create", _Handler.create),
+    (("POST",), "/api/validate-yaml", _Handler.validate_yaml),
+    (("GET",), _API, _Handler.info),
+    (("GET",), rf"{_API}/revision/(?P<revision>[^/]+)", _Handler.info),
+    (("GET",), rf"{_API}/commits/(?P<revision>[^/]+)", _Handler.history),
+    (("GET",), rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", _Handler.tree),
+    (("POST",), rf"{_API}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
+    (("POST",), rf"{_API}/commit/(?P<revision>[^/]+)", _Handler.commit),
+    (("POST",), r"/((?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (("POST",), r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/verify", _Handler.lfs_verify),
+    (("PUT", "GET", "HEAD"), "/storage/(?P<oid>[0-9a-f]{64})", _Handler.store),
+    (
+        ("GET", "HEAD"),
+        r"/((?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
+        _Handler.resolve,
+    ),
+]

@@ -1,0 +1,414 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Benchmarks as they are published, down to training and evaluation; rewards of multiple choice."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from datasets import Audio, Dataset, Features, Image, List, Value
+from families import RATE
+from families import audio as chirp
+from families import image as picture
+from trainer_utils import load, run, saved
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.rewards import accuracy_reward, choice_reward, format_reward
+from trl_multimodal_rft.rewards.choices import named_choice, without_letters
+
+
+ROOT = Path(__file__).parent.parent
+TASKS = ["sound", "music", "speech"]
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("answer", "index"),
+    [
+        ("Woman", 1),
+        ("  WOMAN. ", 1),
+        ("B", 1),
+        ("b", 1),
+        ("(B)", 1),
+        ("B.", 1),
+        ("B)", 1),
+        ("(b) woman", 1),
+        ("B. Woman", 1),
+        ("B: because of the pitch", 1),
+        ("It is a woman.", 1),
+        ("the man and his dog", 2),
+        ("A man and a dog", 2),
+        ("D", None),  # no such letter
+        ("A. Woman", None),  # letter and text differ
+        ("A woman", 1),  # an article, no letter
+        ("man or woman", None),
+        ("a robot", None),
+        ("", None),
+    ],
+)
+def test_named_choice(answer, index):
+    assert named_choice(answer, ["Man", "Woman", "man, dog"]) == index
+
+
+def test_text_goes_before_letters():
+    assert named_choice("B", ["B", "A"]) == 0
+    assert named_choice("C.", ["c", "d", "e"]) == 0
+
+
+def test_without_letters():
+    assert without_letters(["(A) Man", "(B) A dog"]) == ["Man", "A dog"]
+    assert without_letters(["A. Man", "B. Woman", "C) Child"]) == ["Man", "Woman", "Child"]
+    assert without_letters(["B. Man", "A. Woman"]) == ["B. Man", "A. Woman"]  # initials, for all we know
+    assert without_letters(["A", "B"]) == ["A", "B"]
+    assert without_letters(["(A) Man", "Woman"]) == ["(A) Man", "Woman"]
+
+
+def test_choice_reward():
+    choices = ["Man", "Woman", "Child"]
+    completions = [
+        "<answer>Woman</answer>",
+        "<answer>(B)</answer> not a man",
+        [{"role": "assistant", "content": "a woman"}],
+        "<answer>Man</answer> Woman",
+        "Child",
+        "Child",
+    ]
+    solution = ["Woman", "<answer>Woman</answer>", "B", "Woman", None, "Child"]
+    rewards = choice_reward(completions=completions, solution=solution, choices=[choices] * 5 + [None])
+    assert rewards == [1.0, 1.0, 1.0, 0.0, None, None]
+    with pytest.raises(ValueError, match="`choices`"):
+        choice_reward(completions=["a"], solution=["a"])
+    with pytest.raises(ValueError, match="row 0: the solution 'Robot'"):
+        choice_reward(completions=["a"], solution=["Robot"], choices=[choices])
+
+
+# MMAU
+
+
+def write_wav(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, chirp(0.3 + 0.1 * seed, seed)["audio"], RATE)
+
+
+def mmau_entries(n: int) -> list[dict]:
+    return [
+        {
+            "id": f"id-{i}",
+            "audio_id": f"./test-mini-audios/id-{i}.wav",
+            "question": f"Who speaks in recording {i}?",
+            "choices": ["Man", "Woman", "Child", "Robot"],
+            "answer": ["Man", "Woman", "Child", "Robot"][i % 4],
+            "dataset": "AudioSet",
+            "task": TASKS[i % 3],
+            "split": "test-mini",
+            "category": "Reasoning",
+            "sub-category": "Acoustic Source Inference",
+            "difficulty": "medium",
+        }
+        for i in range(n)
+    ]
+
+
+@pytest.fixture
+def mmau(tmp_path):
+    """As in the repository of MMAU: a list, and beside it a folder of recordings."""
+    entries = mmau_entries(5)
+    (tmp_path / "MMAU").mkdir()
+    (tmp_path / "MMAU" / "mmau-test-mini.json").write_text(json.dumps(entries, indent=2))
+    for i in range(5):
+        write_wav(tmp_path / "MMAU" / "test-mini-audios" / f"id-{i}.wav", i)
+    return tmp_path / "MMAU"
+
+
+def test_mmau(mmau):
+    dataset = load_mmau(mmau)
+    assert dataset.column_names == [
+        *("prompt", "audio", "solution", "choices", "id", "task", "category", "sub_category", "difficulty", "dataset")
+    ]
+    row = dataset[1]
+    assert row["prompt"] == [
+        {
+            "role": "user",
+            "content": "Who speaks in recording 1? Please choose the answer from the following options: ['Man', 'Woman', "
+            "'Child', 'Robot']. Output the final answer in <answer> </answer>.",
+        }
+    ]
+    assert row["audio"]["path"] == str(mmau / "test-mini-audios" / "id-1.wav")
+    assert (row["solution"], row["choices"][3], row["task"]) == ("Woman", "Robot", "music")
+    assert row["sub_category"] == "Acoustic Source Inference"
+    assert load_mmau(mmau / "mmau-test-mini.json").to_list() == dataset.to_list()
+
+
+def test_mmau_is_evaluated_by_task(mmau):
+    model, processor = load("qwen2_audio")
+    config = EvaluationConfig(max_completion_length=8, batch_size=2, group_by="task")
+
+    def half(completions, solution, choices, **kwargs):
+        answers = [f"<answer>{s if s in ('Man', 'Child') else 'nobody'}</answer>" for s in solution]
+        return choice_reward(completions=answers, solution=solution, choices=choices)
+
+    result = evaluate(model, processor, load_mmau(mmau), [half, choice_reward], config)
+    assert result.metrics["accuracy"] == 3 / 5
+    assert [result.metrics[f"accuracy/{task}"] for task in TASKS] == [1 / 2, 1 / 2, 1.0]
+    assert result.metrics["reward/choice_reward"] is not None
+    assert [row["id"] for row in result.rows] == [f"id-{i}" for i in range(5)]
+    assert all(row["prompt"].startswith("<audio>Who speaks") for row in result.rows)
+    # The recordings are heard: with those of other rows the answers change
+    swapped = load_mmau(mmau)
+    audio = swapped["audio"][:]
+    swapped = [{**row, "audio": audio[(i + 1) % 5]} for i, row in enumerate(swapped)]
+    others = evaluate(model, processor, swapped, choice_reward, config)
+    assert [row["completions"] for row in others.rows] != [row["completions"] for row in result.rows]
+
+
+def test_mmau_from_the_hub_has_letters(tmp_path):
+    """The layout of `gamma-lab-umd/MMAU-test-mini`, from a folder."""
+    rows = []
+    for i, entry in enumerate(mmau_entries(3)):
+        buffer = io.BytesIO()
+        soundfile.write(buffer, chirp(0.3, i)["audio"], RATE, format="WAV")
+        lettered = [f"({letter}) {choice}" for letter, choice in zip("ABCD", entry["choices"], strict=True)]
+        names = ("id", "dataset", "task", "split", "category", "sub-category", "difficulty")
+        rows.append(
+            {
+                "context": {"bytes": buffer.getvalue(), "path": None},
+                "instruction": entry["question"],
+                "choices": lettered,
+                "answer": lettered[i],
+                "other_attributes": json.dumps({name: entry[name] for name in names}),
+            }
+        )
+    features = {"context": Audio(decode=False), "instruction": Value("string"), "choices": List(Value("string"))}
+    features |= {"answer": Value("string"), "other_attributes": Value("string")}
+    (tmp_path / "hub").mkdir()
+    Dataset.from_list(rows, Features(features)).to_parquet(tmp_path / "hub" / "test_mini.parquet")
+    for path in (tmp_path / "hub", tmp_path / "hub" / "test_mini.parquet"):
+        dataset = load_mmau(path)
+        assert dataset[2]["solution"] == "Child" and dataset[2]["choices"] == ["Man", "Woman", "Child", "Robot"]
+        assert (dataset[2]["id"], dataset[2]["task"], dataset[2]["sub_category"]) == (
+            "id-2",
+            "speech",
+            "Acoustic Source Inference",
+        )
+        assert "(A)" not in dataset[0]["prompt"][0]["content"]
+        assert dataset[1]["audio"]["bytes"] == rows[1]["context"]["bytes"]
+    result = evaluate(*load("qwen2_audio"), dataset, choice_reward, EvaluationConfig(max_completion_length=4))
+    assert result.metrics["scored_rows"] == 3 and result.metrics["accuracy"] is not None
+
+
+def test_answers_that_are_withheld(mmau):
+    """The test split of MMAU."""
+    entries = [{k: v for k, v in entry.items() if k != "answer"} for entry in mmau_entries(2)]
+    (mmau / "mmau-test.json").write_text(json.dumps(entries))
+    dataset = load_mmau(mmau / "mmau-test.json")
+    result = evaluate(*load("qwen2_audio"), dataset, choice_reward, EvaluationConfig(max_completion_length=2))
+    assert dataset["solution"][:] == [None, None]
+    assert result.metrics["accuracy"] is None and result.metrics["rows"] == 2
+    assert len(result.rows[1]["completions"]) == 1
+    with pytest.raises(ValueError, match=r"mmau-test-mini.json', 'mmau-test.json'\]; name one"):
+        load_mmau(mmau)
+
+
+def test_recordings_that_are_not_there(mmau, tmp_path, caplog):
+    (mmau / "test-mini-audios" / "id-3.wav").unlink()
+    with pytest.raises(FileNotFoundError, match=r"row 3: there is no audio file .*id-3.wav; .*`skip_missing=True`"):
+        load_mmau(mmau)
+    dataset = load_mmau(mmau, skip_missing=True)
+    assert dataset["id"][:] == ["id-0", "id-1", "id-2", "id-4"] and "1 of 5 rows are left out" in caplog.text
+    assert dataset[3]["audio"]["path"].endswith("id-4.wav") and dataset[3]["solution"] == "Man"
+    for i in range(5):
+        write_wav(tmp_path / "elsewhere" / f"id-{i}.wav", i)
+    dataset = load_mmau(mmau, audio_dir=tmp_path / "elsewhere")
+    assert dataset[3]["audio"]["path"] == str(tmp_path / "elsewhere" / "id-3.wav")
+    with pytest.raises(FileNotFoundError, match="None of the 5 audio files"):
+        load_mmau(mmau, audio_dir=tmp_path / "nowhere", skip_missing=True)
+
+
+def test_rows_of_another_layout(mmau):
+    entries = mmau_entries(2)
+    (mmau / "wrong.json").write_text(json.dumps([{**entries[0], "answer": "Robots"}]))
+    with pytest.raises(ValueError, match="row 0: the answer 'Robots' is none of the choices"):
+        load_mmau(mmau / "wrong.json")
+    (mmau / "wrong.json").write_text(json.dumps([{**entries[0], "question": None}]))
+    with pytest.raises(ValueError, match="row 0 has no 'question' or 'instruction'"):
+        load_mmau(mmau / "wrong.json")
+
+
+# AVQA
+
+
+@pytest.fixture
+def avqa(tmp_path):
+    """As R1-AQA converts it: a JSON object in each line."""
+    choices = ["motorboat", "Yacht consignment", "Sailboat set sail", "Consignment car"]
+    lines = [
+        {
+            "id": 183 + i,
+            "video_name": f"-HG3Omg_89c_00003{i}",
+            "video_id": 341 + i,
+            "question_text": f"What happened in the video? {i}",
+            "multi_choice": choices,
+            "answer": i % 4,
+            "question_relation": "View",
+            "question_type": "Happening",
+            "dataset_name": "AVQA",
+            "audio_path": f"wavs/-HG3Omg_89c_3{i}.wav",
+        }
+        for i in range(4)
+    ]
+    (tmp_path / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for i in range(4):
+        write_wav(tmp_path / "wavs" / f"-HG3Omg_89c_3{i}.wav", i)
+    return tmp_path / "train_r1aqa_line.json"
+
+
+def test_avqa(avqa):
+    dataset = load_avqa(avqa)
+    assert dataset.column_names == [
+        *("prompt", "audio", "solution", "choices", "id"),
+        *("video_name", "question_relation", "question_type", "dataset_name"),
+    ]
+    row = dataset[1]
+    assert row["prompt"][0]["content"].startswith(
+        "What happened in the audio? 1 Please choose the answer from the following"
+    )
+    assert row["audio"]["path"] == str(avqa.parent / "wavs" / "-HG3Omg_89c_31.wav")
+    assert (row["solution"], row["id"], row["question_type"]) == ("Yacht consignment", 184, "Happening")
+    asked = load_avqa(avqa.parent, template="{choices}: {question}")
+    assert asked[0]["prompt"][0]["content"].startswith("['motorboat'")
+    # A dataset with the same columns
+    (avqa.parent / "parquet").mkdir()
+    Dataset.from_json(str(avqa), cache_dir=str(avqa.parent / "cache")).to_parquet(
+        avqa.parent / "parquet" / "train.parquet"
+    )
+    again = load_avqa(avqa.parent / "parquet", audio_dir=avqa.parent / "wavs")
+    assert again.to_list() == dataset.to_list()
+    line = json.loads(avqa.read_text().splitlines()[0])
+    avqa.write_text(json.dumps({**line, "answer": 4}))
+    with pytest.raises(ValueError, match="row 0: the answer 4 is no index"):
+        load_avqa(avqa)
+
+
+def test_avqa_is_trained_on(avqa):
+    seen = []
+
+    def graded(completions, solution, choices, **kwargs):
+        seen.extend(zip(solution, choices, strict=True))
+        assert set(choice_reward(completions=completions, solution=solution, choices=choices)) <= {0.0, 1.0}
+        return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+    result = run(MultimodalGRPOTrainer, "qwen2_audio", load_avqa(avqa), reward=[graded, choice_reward, format_reward])
+    assert {solution for solution, _ in seen} <= set(seen[0][1]) and len(seen) == 16
+    assert len([entry for entry in result.history if "rewards/choice_reward/mean" in entry]) == 2
+    assert any(value.any() for value in result.update.values())
+    assert result.trainer._kinds_seen == {"audio"}
+
+
+# Geometry3K
+
+
+@pytest.fixture
+def geo3k(tmp_path):
+    """As on the Hub, with an image or two in each row."""
+    rows = [
+        {
+            "images": [picture(56 + 28 * j, 56, seed=10 * i + j)["image"] for j in range(1 + i % 2)],
+            "problem": ["<image>Find $x$.", "Compare <image> with <image>: what is $y$?"][i % 2],
+            "answer": ["2 \\sqrt { 221 }", "120"][i % 2],
+            "id": 2401 + i,
+            "choices": ["120", "60", "2 \\sqrt { 221 }", "27"],
+            "ground_truth": "CA"[i % 2],
+        }
+        for i in range(4)
+    ]
+    features = {"images": List(Image()), "problem": Value("string"), "answer": Value("string"), "id": Value("int64")}
+    features |= {"choices": List(Value("string")), "ground_truth": Value("string")}
+    (tmp_path / "geometry3k" / "data").mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        file = tmp_path / "geometry3k" / "data" / f"{split}-00000-of-00001.parquet"
+        Dataset.from_list(rows if split != "validation" else rows[:1], Features(features)).to_parquet(file)
+    return tmp_path / "geometry3k"
+
+
+def test_geo3k(geo3k):
+    dataset = load_geo3k(geo3k)
+    assert dataset.column_names == ["prompt", "images", "solution", "id", "choices", "ground_truth"]
+    assert len(load_geo3k(geo3k, split="validation")) == 1
+    blocks = dataset[1]["prompt"][0]["content"]
+    assert [block["type"] for block in blocks] == ["text", "image", "text", "image", "text"]
+    assert blocks[4]["text"] == ": what is $y$? Output the final answer in <answer> </answer>."
+    assert [block["type"] for block in dataset[0]["prompt"][0]["content"]] == ["image", "text"]
+    assert np.array_equal(dataset[1]["images"][1], picture(84, 56, seed=11)["image"])
+    assert dataset[0]["solution"] == "2 \\sqrt { 221 }"
+    plain = load_geo3k(geo3k, template="{problem}")
+    assert plain[0]["prompt"][0]["content"][1]["text"] == "Find $x$."
+
+
+def test_geo3k_is_evaluated_and_trained_on(geo3k):
+    dataset = load_geo3k(geo3k)
+    model, processor = load("qwen2_5_vl")
+    config = EvaluationConfig(max_completion_length=4, num_samples=3, temperature=1.0, pass_at=[1, 3], batch_size=6)
+
+    def solved(completions, solution, **kwargs):
+        """Another way to write the answer, which math_verify knows."""
+        pytest.importorskip("math_verify")
+        given = [s.replace("2 \\sqrt { 221 }", "\\sqrt{884}") for s in solution]
+        return accuracy_reward(completions=[f"<answer>{g}</answer>" for g in given], solution=solution)
+
+    result = evaluate(model, processor, dataset, [solved, accuracy_reward], config)
+    assert result.metrics["accuracy"] == result.metrics["majority@3"] == 1.0
+    assert result.rows[1]["prompt"].startswith("Compare <image> with <image>: what is")
+    trained = run(MultimodalGRPOTrainer, "qwen2_5_vl", load_geo3k(geo3k, split="train"))
+    assert any(value.any() for value in trained.update.values())
+    assert trained.trainer._kinds_seen == {"image"}
+
+
+def test_images_without_their_marks(geo3k):
+    rows = Dataset.from_parquet(str(geo3k / "data" / "test-00000-of-00001.parquet"), cache_dir=str(geo3k / "cache"))
+    rows.map(lambda row: {"problem": "<image>"}, load_from_cache_file=False).to_parquet(geo3k / "wrong.parquet")
+    with pytest.raises(ValueError, match="row 1 has 2 images and 1 marks"):
+        load_geo3k(geo3k / "wrong.parquet")
+    rows.remove_columns("images").to_parquet(geo3k / "wrong.parquet")
+    with pytest.raises(ValueError, match="has no column 'images'"):
+        load_geo3k(geo3k / "wrong.parquet")
+
+
+# The script
+
+
+@pytest.mark.slow
+def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path):
+    for benchmark, path, family, name in (
+        ("mmau", mmau, "qwen2_audio", "choice_reward"),
+        ("geo3k", geo3k, "qwen2_5_vl", "accuracy_reward"),
+    ):
+        command = [
+            *(
+                sys.executable,
+                "examples/evaluate.py",
+                "--model_name_or_path",
+                str(saved(family)),
+                "--dtype",
+                "float32",
+            ),
+            *("--benchmark", benchmark, "--dataset_name", str(path), "--max_completion_length", "4"),
+            *("--output_dir", str(tmp_path / benchmark)),
+            *(("--group_by", "task") if benchmark == "mmau" else ()),
+        ]
+        outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert outcome.returncode == 0, outcome.stderr[-4000:]
+        content = json.loads((tmp_path / benchmark / "metrics.json").read_text())
+        assert content["settings"]["reward_funcs"] == [name, "format_reward"]
+        assert content["settings"]["benchmark"] == benchmark and content["metrics"]["rows"] == (
+            5 if path == mmau else 4
+        )
+        assert f"accuracy: {content['metrics']['accuracy']:.4g}" in outcome.stdout
+    assert "accuracy/sound: " in outcome.stdout or benchmark == "geo3k"

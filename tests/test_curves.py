@@ -1,0 +1,360 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The picture of the training curves: what is drawn, and that the file is there, whole, and drawn by one process."""
+
+import logging
+import math
+import resource
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib import _pylab_helpers
+from matplotlib.collections import FillBetweenPolyCollection
+from packaging.requirements import Requirement
+from PIL import Image
+from test_ppo_reference import fit, loader
+from test_ppo_reference import make as make_reference
+from trainer_utils import audio_rows, image_rows, make_trainer
+
+from trl_multimodal_rft import (
+    GenerationEvalCallback,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    TrainingCurvesCallback,
+)
+from trl_multimodal_rft.evaluation import EvaluationConfig
+from trl_multimodal_rft.trainers import curves
+from trl_multimodal_rft.trainers.curves import figure_of, smoothed
+
+
+def brief(completion_ids, **kwargs):
+    return [float(len(ids) < 8) for ids in completion_ids]
+
+
+def varied(completion_ids, **kwargs):
+    return [0.1 * (sum(ids) % 7) for ids in completion_ids]
+
+
+def panels(figure):
+    return {axes.get_title(loc="left"): axes for axes in figure.axes}
+
+
+def points(line):
+    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+
+
+def band(axes):
+    """Lower and upper edge by step."""
+    (shaded,) = (c for c in axes.collections if isinstance(c, FillBetweenPolyCollection) and len(c.get_paths()))
+    edges = {}
+    for x, y in shaded.get_paths()[0].vertices:
+        edges.setdefault(x, set()).add(y)
+    return {x: (min(ys), max(ys)) for x, ys in edges.items()}
+
+
+def logged(history, name):
+    return [(entry["step"], entry[name]) for entry in history if name in entry]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What the callback draws, as it draws it."""
+    pictures = []
+
+    def recording(log_history, title=None):
+        pictures.append(([dict(entry) for entry in log_history], title))
+        return figure_of(log_history, title)
+
+    monkeypatch.setattr(curves, "figure_of", recording)
+    return pictures
+
+
+# Pictures
+
+
+def test_what_is_drawn():
+    history = [
+        {"step": 0, "eval_accuracy": 0.1},
+        {"step": 2, "reward": 0.5, "reward_std": 0.25, "entropy": 2.0, "rewards/one/mean": 0.5},
+        {"step": 4, "reward": 0.75, "reward_std": 0.125, "entropy": 1.5, "rewards/one/mean": 0.75},
+        {"step": 4, "eval_accuracy": 0.5, "eval_accuracy_low": 0.25, "eval_accuracy_high": 0.75, "eval_pass@1": 0.5},
+        {"step": 4, "train_runtime": 1.0},
+    ]
+    figure = figure_of(history, "A title")
+    assert figure.get_suptitle() == "A title"
+    axes = panels(figure)
+    assert [*axes] == ["Reward", "Held-out accuracy", "Entropy"]  # one reward function is the reward
+    (line,) = axes["Reward"].lines
+    assert points(line) == [(2, 0.5), (4, 0.75)]
+    assert band(axes["Reward"]) == {2: (0.25, 0.75), 4: (0.625, 0.875)}
+    (line,) = axes["Held-out accuracy"].lines
+    assert points(line) == [(0, 0.1), (4, 0.5)]
+    assert band(axes["Held-out accuracy"]) == {4: (0.25, 0.75)}
+    assert axes["Held-out accuracy"].get_title(loc="right") == "50.0%"
+    assert all(each.get_xlabel() == "update" and each.get_ylabel() for each in figure.axes)
+    # Three panels: the first takes a row
+    assert axes["Reward"].get_subplotspec().colspan == range(2)
+    assert figure.get_size_inches()[0] * figure.dpi == 1200
+
+
+def test_panels_follow_the_metrics():
+    training = {"reward": "Reward", "entropy": "Entropy", "kl": "KL divergence from the reference"}
+    training |= {"completions/mean_length": "Completion length"}
+    training |= {"explained_variance": "Explained variance", "value_loss": "Value loss"}
+    entry = {"step": 1, **dict.fromkeys(training, 0.5)}
+    assert {*panels(figure_of([entry]))} == {*training.values()}
+    for name, title in training.items():
+        assert title not in panels(figure_of([{key: value for key, value in entry.items() if key != name}]))
+        assert [*panels(figure_of([{"step": 1, name: 0.5}]))] == [title]
+    with pytest.raises(ValueError, match="train for at least `logging_steps`"):
+        figure_of([{"step": 1, "train_runtime": 3.0}])
+    with pytest.raises(ValueError, match="no reward"):
+        figure_of([{"step": 1, "explained_variance": None}])
+
+
+def test_several_curves_in_a_panel():
+    history = [
+        {"step": step, "reward": 1.0 * step, "rewards/a/mean": 0.5 * step, "rewards/b/mean": 0.25 * step}
+        for step in (1, 2)
+    ]
+    history += [{"step": 2, "eval_reward": 3.0, "eval_accuracy": 0.5, "eval_pass@1": 0.5}]
+    history += [{"step": 2, "eval_pass@8": 0.75, "eval_majority@8": 0.625, "eval_rewards/a/mean": 9.0}]
+    axes = panels(figure_of(history))
+    labels = {title: [line.get_label() for line in each.lines] for title, each in axes.items()}
+    assert labels == {
+        "Reward": ["training 2", "held out 3"],
+        "Held-out accuracy": ["accuracy 50.0%", "pass@8 75.0%", "majority@8 62.5%"],
+        "Reward functions": ["a 1", "b 0.5"],
+    }
+    for each in axes.values():
+        assert [text.get_text() for text in each.get_legend().get_texts()] == [line.get_label() for line in each.lines]
+        assert len({line.get_color() for line in each.lines}) == len(each.lines)
+        assert each.get_title(loc="right") == ""
+
+
+def test_gaps():
+    """A metric without a value leaves a gap, and the number at the corner is the last that there is."""
+    values = [None, -40.0, 0.5, None]
+    history = [{"step": step, "explained_variance": value} for step, value in enumerate(values)]
+    (axes,) = figure_of(history).axes
+    (line,) = axes.lines
+    np.testing.assert_equal(line.get_ydata(), [math.nan, -40, 0.5, math.nan])
+    assert axes.get_title(loc="right") == "0.5"
+    assert axes.get_ylim()[0] > -2  # a critic that knows nothing yet doesn't squeeze the rest
+
+
+def test_smoothing():
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=200)
+    values[50] = math.nan
+    mean, weight, expected = 0.0, 0.0, []
+    kept = 1 - 2 / (200 / 40 + 1)
+    for value in values:
+        if not math.isnan(value):
+            mean, weight = kept * mean + value, kept * weight + 1
+        expected.append(mean / weight)
+    np.testing.assert_allclose(smoothed(pd.Series(values)), expected, rtol=1e-12)
+
+    def history(n):
+        return [{"step": i, "reward": values[i % 50], "reward_std": 0.25} for i in range(n)]
+
+    (axes,) = figure_of(history(60)).axes
+    assert len(axes.lines) == 1
+    (axes,) = figure_of(history(200)).axes
+    thin, thick = axes.lines
+    assert thin.get_linewidth() < thick.get_linewidth()
+    raw = [entry["reward"] for entry in history(200)]
+    np.testing.assert_equal(thin.get_ydata(), raw)
+    np.testing.assert_equal(thick.get_ydata(), smoothed(pd.Series(raw)))
+    edges = band(axes)
+    for x, y in points(thick):
+        assert edges[x] == pytest.approx((y - 0.25, y + 0.25))
+
+
+# Runs
+
+
+def test_grpo(tmp_path, drawn):
+    """Evaluated, logged and drawn, also what another callback logs when the training has ended."""
+    before = dict(matplotlib.rcParams)
+    trainer = make_trainer(
+        MultimodalGRPOTrainer,
+        "qwen2_audio",
+        audio_rows(),
+        tmp_path / "run",
+        reward=[brief, varied],
+        objects={"callbacks": [TrainingCurvesCallback()]},
+        beta=0.1,
+        max_steps=3,
+    )
+    config = EvaluationConfig(max_completion_length=8)
+    trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), brief, config, freq=2))
+    trainer.train()
+    picture = Image.open(tmp_path / "run" / "training_curves.png")
+    picture.load()
+    assert picture.format == "PNG" and picture.width == 1200 and picture.height > 600
+    assert len(picture.convert("L").getcolors()) > 50
+    assert [*tmp_path.joinpath("run").iterdir()] == [tmp_path / "run" / "training_curves.png"]
+    # pyplot has no figure of it
+    assert not _pylab_helpers.Gcf.figs and dict(matplotlib.rcParams) == before
+
+    history, title = drawn[-1]
+    assert history == trainer.state.log_history and title == "run: update 3 of 3"
+    axes = panels(figure_of(history))
+    assert [*axes] == [
+        *("Reward", "Held-out accuracy", "Reward functions", "Entropy", "Completion length"),
+        "KL divergence from the reference",
+    ]
+    assert points(axes["Reward"].lines[0]) == logged(history, "reward")
+    assert [step for step, _ in points(axes["Held-out accuracy"].lines[0])] == [2, 3]
+    low, high = (dict(logged(history, f"completions/{name}_length")) for name in ("min", "max"))
+    assert band(axes["Completion length"]) == {step: (low[step], high[step]) for step in (1, 2, 3)}
+
+
+def test_ppo(tmp_path):
+    trainer = make_trainer(
+        MultimodalPPOTrainer,
+        "qwen2_5_vl",
+        image_rows(),
+        tmp_path,
+        reward=varied,
+        objects={"callbacks": [TrainingCurvesCallback()]},
+    )
+    trainer.train()
+    axes = panels(figure_of(trainer.state.log_history))
+    assert [*axes] == ["Reward", "Entropy", "Completion length", "Explained variance", "Value loss"]
+    assert points(axes["Value loss"].lines[0]) == logged(trainer.state.log_history, "value_loss")
+    assert Image.open(tmp_path / "training_curves.png").width == 1200
+
+
+def test_ppo_in_steps_of_the_reference(tmp_path):
+    ppo = make_reference(tmp_path)
+    ppo.trainer.add_callback(TrainingCurvesCallback())
+    fit(ppo, loader(image_rows(4)))
+    history = ppo.trainer.state.log_history
+    axes = panels(figure_of(history))
+    assert {"Reward", "Entropy", "Completion length", "Explained variance", "Value loss"} <= {*axes}
+    assert points(axes["Reward"].lines[0]) == logged(history, "rollout/reward")
+    assert points(axes["Value loss"].lines[0]) == logged(history, "critic_loss")
+    assert Image.open(tmp_path / "training_curves.png").width == 1200
+
+
+def test_resume(tmp_path, drawn):
+    """The picture of a resumed run has the steps before."""
+
+    def trainer(steps):
+        return make_trainer(
+            MultimodalGRPOTrainer,
+            "qwen2_audio",
+            audio_rows(),
+            tmp_path,
+            reward=varied,
+            objects={"callbacks": [TrainingCurvesCallback()]},
+            save_strategy="steps",
+            save_steps=2,
+            max_steps=steps,
+        )
+
+    trainer(2).train()
+    drawn.clear()
+    trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for history, _ in drawn:
+        assert [step for step, _ in logged(history, "reward")][:3] == [1, 2, 3]
+    assert [step for step, _ in logged(drawn[-1][0], "reward")] == [1, 2, 3, 4]
+    assert drawn[-1][1] == f"{tmp_path.name}: update 4 of 4"
+
+
+def test_only_the_main_process_draws(tmp_path, drawn):
+    class Other(MultimodalGRPOTrainer):
+        def is_world_process_zero(self):
+            return False
+
+    for cls, pictures in ((Other, 0), (MultimodalGRPOTrainer, 2)):
+        folder = tmp_path / cls.__name__
+        objects = {"callbacks": [TrainingCurvesCallback()]}
+        make_trainer(cls, "qwen2_audio", audio_rows(), folder, reward=varied, objects=objects, max_steps=1).train()
+        assert (folder / "training_curves.png").exists() == (pictures > 0) and len(drawn) == pictures
+
+
+def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
+    """By a clock that each drawing moves by 2 seconds: after the first, none for 100 seconds."""
+    clock = [1000.0]
+    monkeypatch.setattr(curves.time, "perf_counter", lambda: clock[0])
+    save = curves._save
+
+    def slow(figure, path):
+        clock[0] += 2
+        save(figure, path)
+
+    monkeypatch.setattr(curves, "_save", slow)
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, reward=varied)
+    callback, state, control = TrainingCurvesCallback(), trainer.state, trainer.control
+    callback.on_train_begin(trainer.args, state, control)
+    callback.on_log(trainer.args, state, control)
+    assert not drawn  # nothing was logged
+    times = []
+    for step in range(1, 31):
+        state.log_history.append({"step": step, "reward": 0.5})
+        clock[0] += 10
+        start = clock[0]
+        callback.on_log(trainer.args, state, control)
+        times += [start] if clock[0] > start else []
+    assert times == [1010, 1112, 1214]
+    callback.on_train_end(trainer.args, state, control)
+    assert len(drawn) == 4
+    callback.on_log(trainer.args, state, control)  # an evaluation after the training
+    assert len(drawn) == 5
+    callback.on_train_begin(trainer.args, state, control)  # another training
+    callback.on_log(trainer.args, state, control)
+    callback.on_log(trainer.args, state, control)
+    assert len(drawn) == 6
+
+
+# Files
+
+
+def test_a_write_that_breaks_leaves_the_old_picture(tmp_path):
+    """Where the disk is full after 10 kB."""
+    path = tmp_path / "curves.png"
+    curves._save(figure_of([{"step": 1, "reward": 0.5}]), path)
+    old = path.read_bytes()
+    assert len(old) > 15_000
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            curves._save(figure_of([{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0}]), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == old
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_training_goes_on_without_a_picture(tmp_path, caplog):
+    (tmp_path / "training_curves.png").mkdir()
+    objects = {"callbacks": [TrainingCurvesCallback()]}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, reward=varied, objects=objects, max_steps=1
+    )
+    with caplog.at_level(logging.WARNING, logger=curves.__name__):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert "The training curves were not drawn: " in caplog.text
+    assert [*tmp_path.iterdir()] == [tmp_path / "training_curves.png"]
+
+
+def test_without_matplotlib(monkeypatch):
+    """The error names an extra, which brings it."""
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (TrainingCurvesCallback, lambda: figure_of([{"step": 1, "reward": 0.5}])):
+        with pytest.raises(ImportError, match=r"matplotlib .* `pip install trl-multimodal-rft\[plots\]`"):
+            call()
+    project = tomllib.loads(Path(__file__).parent.parent.joinpath("pyproject.toml").read_text())["project"]
+    needs = [Requirement(text) for text in project["optional-dependencies"]["plots"]]
+    assert any(need.name == "matplotlib" and need.specifier.contains(version("matplotlib")) for need in needs)

@@ -1,0 +1,743 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Evaluation: statistics against slow counting, answers against plain `generate`, training that doesn't notice."""
+
+import itertools
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trl
+from accelerate import Accelerator
+from datasets import Dataset
+from families import FAMILIES, encode
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from trainer_utils import (
+    audio_rows,
+    image_rows,
+    length_and_sum,
+    load,
+    make_trainer,
+    metrics,
+    norm,
+    saved,
+    sound,
+    text_rows,
+)
+from transformers import GenerationConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_multimodal_rft import (
+    GenerationEvalCallback,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+)
+from trl_multimodal_rft.actors import ActorAL
+from trl_multimodal_rft.evaluation import (
+    EvaluationConfig,
+    evaluate,
+    evaluate_trainer,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+    wilson_interval,
+)
+from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+
+
+ROOT = Path(__file__).parent.parent
+
+
+# Statistics
+
+
+def test_pass_at_k_counts_the_sets_of_samples_with_a_right_one():
+    for n, k in ((1, 1), (5, 1), (5, 2), (5, 5), (8, 3)):
+        for c in range(n + 1):
+            samples = [True] * c + [False] * (n - c)
+            sets = list(itertools.combinations(samples, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, sets)) / len(sets), abs=1e-12)
+
+
+def test_pass_at_k_is_vectorised_and_exact_for_many_samples():
+    n, c = np.array([[4, 10_000], [6, 3]]), np.array([1, 2])
+    values = pass_at_k(n, c, 3)
+    for value, one_n, one_c in zip(values.flat, n.flat, np.broadcast_to(c, n.shape).flat, strict=True):
+        expected = 1 - math.comb(int(one_n - one_c), 3) / math.comb(int(one_n), 3)
+        assert value == pytest.approx(expected, rel=1e-9)
+    assert pass_at_k([], [], 3).shape == (0,)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), ([4, 2], 1, 3), (4, 1, 0)])
+def test_pass_at_k_refuses_tries_that_there_are_no_samples_for(n, c, k):
+    with pytest.raises(ValueError, match=f"`k` is {k}"):
+        pass_at_k(n, c, k)
+
+
+def test_pass_at_k_refuses_impossible_counts():
+    with pytest.raises(ValueError, match="between 0 and `n`"):
+        pass_at_k([4, 4], [1, 5], 2)
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "k", "share"),
+    [
+        ("aab", [1, 1, 0], 3, 1),
+        ("bba", [0, 0, 1], 3, 0),
+        ("ab", [0, 1], 2, 0),  # the first wins a tie
+        ("ba", [1, 0], 2, 1),
+        ("bcaa", [0, 0, 1, 1], 4, 1),
+        ("abbab", [1, 0, 0, 1, 0], 1, 2 / 5),
+        ("aabb" + "b", [1, 1, 0, 0, 0], 2, 1 / 2),  # two blocks; the fifth is left over
+        ("abb", [1, 0, 0], 2, 1),
+    ],
+)
+def test_majority(answers, correct, k, share):
+    assert majority_at_k([answers], [correct], k) == pytest.approx([share])
+
+
+def test_majority_of_several_rows_and_its_errors():
+    answers, correct = [list("aab"), list("abc")], [[False, False, True], [True, False, False]]
+    assert majority_at_k(answers, correct, 3).tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="row 1 has 2 answers"):
+        majority_at_k(["aab", "ab"], [[1, 1, 0], [1, 0]], 3)
+    with pytest.raises(ValueError, match="row 0 has 3 answers and 2 values"):
+        majority_at_k(["aab"], [[1, 1]], 2)
+
+
+def test_wilson_interval():
+    # Solves (p - share)^2 = z^2 p (1 - p) / n
+    for successes, n, z, confidence in (
+        (8, 10, 1.959963985, 0.95),
+        (1, 7, 1.644853627, 0.9),
+        (0, 20, 1.959963985, 0.95),
+    ):
+        share = successes / n
+        a, b, c = 1 + z**2 / n, -(2 * share + z**2 / n), share**2
+        expected = [(-b + sign * math.sqrt(b**2 - 4 * a * c)) / (2 * a) for sign in (-1, 1)]
+        assert wilson_interval(successes, n, confidence) == pytest.approx(expected, abs=1e-8)
+    assert wilson_interval(0, 5)[0] == 0 and wilson_interval(5, 5)[1] == 1
+    scipy_stats = pytest.importorskip("scipy.stats")
+    interval = scipy_stats.binomtest(37, 61).proportion_ci(0.99, method="wilson")
+    assert wilson_interval(37, 61, 0.99) == pytest.approx([interval.low, interval.high], abs=1e-12)
+    with pytest.raises(ValueError, match="3 of 2"):
+        wilson_interval(3, 2)
+
+
+def test_mean_interval_has_rows_as_units():
+    low, high = mean_interval([0.0, 0.5, 1.0, 0.5])  # standard deviation sqrt(1/6), standard error sqrt(1/24)
+    assert (low, high) == pytest.approx((0.5 - 1.959964 / math.sqrt(24), 0.5 + 1.959964 / math.sqrt(24)), abs=1e-6)
+    assert np.isnan(mean_interval([0.5])).all()
+    with pytest.raises(ValueError, match="`confidence` is 95"):
+        mean_interval([0.0, 1.0], 95)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 4}, "greedy decoding gives the same completion"),
+        ({"pass_at": [2]}, "`pass_at` has 2"),
+        ({"num_samples": 2, "temperature": 1.0, "majority_at": [3]}, "`majority_at` has 3"),
+        ({"temperature": -1.0}, "`temperature` is -1.0"),
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"confidence": 95}, "`confidence` is 95"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationConfig(**options)
+
+
+def test_majority_votes_follow_pass_at():
+    config = EvaluationConfig(num_samples=4, temperature=1.0, pass_at=[1, 2, 4])
+    assert config.majority_at == [2, 4]
+
+
+# Answers
+
+
+def greedy_answers(family: str, rows: Dataset, length: int) -> list[str]:
+    """Each row alone, by the processor and `generate`."""
+    model, processor = load(family)
+    kinds = ("image", "audio")
+    placeholders = {getattr(model.config, f"{kind}_token_{name}", None) for kind in kinds for name in ("id", "index")}
+    config = GenerationConfig(
+        max_new_tokens=length,
+        do_sample=False,
+        eos_token_id=processor.tokenizer.eos_token_id,
+        pad_token_id=processor.tokenizer.pad_token_id,
+        suppress_tokens=sorted(placeholders - {None}) or None,
+    )
+    answers = []
+    for row in rows:
+        text = {"type": "text", "text": row["prompt"][0]["content"]}
+        media = [{"type": "image", "image": row["image"]}] if row.get("image") else []
+        media += [{"type": "audio", "audio": np.float32(row["audio"]["array"])}] if row.get("audio") else []
+        inputs = encode(processor, [{"role": "user", "content": [*media, text]}])
+        output = model.generate(**inputs, generation_config=config)
+        answers.append(processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True))
+    return answers
+
+
+def with_solutions(rows: Dataset, solutions: list) -> list[dict]:
+    return [{**row, "solution": solution} for row, solution in zip(rows, solutions, strict=True)]
+
+
+def numbered(rows: Dataset) -> Dataset:
+    return rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
+
+
+@pytest.mark.parametrize(("family", "make"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
+def test_greedy_answers_are_those_of_generate(family, make):
+    rows = numbered(make(5))
+    answers = greedy_answers(family, rows, 6)
+    assert len(set(answers)) > 2
+    dataset = with_solutions(rows, [answer if i != 3 else "wrong" for i, answer in enumerate(answers)])
+    model, processor = load(family)
+    config = EvaluationConfig(max_completion_length=6, batch_size=2)
+    result = evaluate(model, processor, dataset, accuracy_reward, config, accelerator=Accelerator(cpu=True))
+    assert [row["completions"] for row in result.rows] == [[answer] for answer in answers]
+    assert [row["index"] for row in result.rows] == list(range(5))
+    assert [row["correct"] for row in result.rows] == [[True], [True], [True], [False], [True]]
+    found = result.metrics
+    assert found["accuracy"] == found["pass@1"] == found["reward/accuracy_reward"] == 0.8
+    assert (found["accuracy_low"], found["accuracy_high"]) == wilson_interval(4, 5)
+    assert found["rows"] == found["scored_rows"] == 5
+    lengths = [row["completion_lengths"][0] for row in result.rows]
+    assert found["completion_length"] == np.mean(lengths) and set(lengths) <= set(range(1, 7))
+
+
+def test_actors_and_adapters_answer_as_their_models():
+    rows = audio_rows(3)
+    model, processor = load("qwen2_audio")
+    config = EvaluationConfig(max_completion_length=6)
+    expected = [row["completions"] for row in evaluate(model, processor, rows, format_reward, config).rows]
+    actor = ActorAL(load("qwen2_audio")[0], bf16=False)
+    assert [row["completions"] for row in evaluate(actor, processor, rows, format_reward, config).rows] == expected
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=True))
+    assert [row["completions"] for row in evaluate(adapted, processor, rows, format_reward, config).rows] == expected
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    assert [row["completions"] for row in evaluate(adapted, processor, rows, format_reward, config).rows] != expected
+
+
+def test_rows_with_and_without_media_mix():
+    rows = [*audio_rows(2), *text_rows(2)]
+    model, processor = load("qwen2_audio")
+    config = EvaluationConfig(max_completion_length=5)
+    together = evaluate(model, processor, rows, format_reward, config)
+    alone = [evaluate(model, processor, [row], format_reward, config) for row in rows]
+    assert [row["completions"] for row in together.rows] == [result.rows[0]["completions"] for result in alone]
+    assert together.rows[0]["prompt"].startswith("<audio>What do you hear")
+    assert together.rows[2]["prompt"] == "Is there a bird? 0"
+
+
+@pytest.mark.parametrize(("family", "make"), [("granite_speech", audio_rows), ("phi4_multimodal", image_rows)])
+def test_prompts_whose_media_must_not_join_are_answered_apart(family, make):
+    """The features of these encoders depend on what is beside them."""
+    model, processor = FAMILIES[family].build()
+    config = {"max_completion_length": 12, "num_samples": 2, "temperature": 1e-4, "top_k": 1}
+    together, alone = (
+        [row["completions"] for row in evaluate(model, processor, make(4), format_reward, args).rows]
+        for args in (EvaluationConfig(**config, batch_size=8), EvaluationConfig(**config, batch_size=2))
+    )
+    assert together == alone and len({tuple(row) for row in alone}) > 1
+
+
+def sampled(**options):
+    return EvaluationConfig(**{"num_samples": 4, "temperature": 1.0, "max_completion_length": 6, **options})
+
+
+def odd_length(completion_ids, **kwargs):
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def test_metrics_of_samples_are_those_of_the_table():
+    model, processor = load("qwen2_audio")
+    model.generation_config.eos_token_id = list(range(3, 200))  # so that completions end
+    config = sampled(pass_at=[1, 2, 4], majority_at=[3], batch_size=8)
+    result = evaluate(model, processor, audio_rows(7), [odd_length, format_reward], config)
+    rows, found = result.rows, result.metrics
+    assert all(len(row[name]) == 4 for row in rows for name in ("completions", "correct", "truncated"))
+    assert len({text for row in rows for text in row["completions"]}) > 7
+    right = [sum(row["correct"]) for row in rows]
+    assert 0 < sum(right) < 28
+    for row in rows:
+        assert row["reward/odd_length"] == [float(n % 2) for n in row["completion_lengths"]]
+        assert row["truncated"] == [n == 6 for n in row["completion_lengths"]] or 6 in row["completion_lengths"]
+    assert found["accuracy"] == found["pass@1"] == found["reward/odd_length"] == pytest.approx(sum(right) / 28)
+    shares = [c / 4 for c in right]
+    assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx(
+        [min(max(end, 0), 1) for end in mean_interval(shares)]
+    )
+    tries = [1 - math.comb(4 - c, 2) / math.comb(4, 2) for c in right]
+    assert found["pass@2"] == pytest.approx(np.mean(tries))
+    assert found["pass@4"] == np.mean([c > 0 for c in right])
+    assert (found["pass@4_low"], found["pass@4_high"]) == wilson_interval(sum(c > 0 for c in right), 7)
+    votes = []
+    for row in rows:
+        first = row["extracted_answers"][:3]
+        winner = max(first, key=lambda answer: (first.count(answer), -first.index(answer)))
+        votes.append(row["correct"][first.index(winner)])
+    assert found["majority@3"] == pytest.approx(np.mean(votes))
+    assert found["truncated"] == np.mean([flag for row in rows for flag in row["truncated"]])
+
+
+def test_samples_depend_on_the_seed_and_on_nothing_else():
+    model, processor = load("qwen2_audio")
+    dataset = audio_rows(3)
+
+    def completions(**options):
+        result = evaluate(model, processor, dataset, format_reward, sampled(batch_size=4, **options))
+        return [row["completions"] for row in result.rows]
+
+    first = completions()
+    torch.rand(7), np.random.rand(3)
+    assert completions() == first
+    assert completions(seed=1) != first
+    # A row in another batch has another seed
+    dataset = [*audio_rows(1)] * 2
+    assert len({tuple(row) for row in completions()}) == 2
+
+
+def test_samples_that_do_not_fit_a_batch_are_drawn_in_turns(monkeypatch):
+    model, processor = load("qwen2_audio")
+    sizes = []
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model),
+        "generate",
+        lambda self, **kwargs: sizes.append(len(kwargs["input_ids"])) or generate(self, **kwargs),
+    )
+    result = evaluate(model, processor, audio_rows(2), format_reward, sampled(num_samples=5, batch_size=2))
+    assert sizes == [2, 2, 1] * 2
+    assert [len(set(row["completions"])) for row in result.rows] == [5, 5]
+
+
+def test_media_are_encoded_once_for_all_samples(monkeypatch):
+    model, processor = load("qwen2_audio")
+    calls = []
+    extract = type(processor.feature_extractor).__call__
+    monkeypatch.setattr(
+        type(processor.feature_extractor),
+        "__call__",
+        lambda self, *args, **kwargs: calls.append(1) or extract(self, *args, **kwargs),
+    )
+    forwards = []
+    model.get_encoder(modality="audio").register_forward_hook(lambda module, args, output: forwards.append(1))
+    evaluate(model, processor, audio_rows(3), format_reward, sampled(batch_size=12))
+    assert (len(calls), len(forwards)) == (3, 1)
+
+
+def test_placeholders_are_never_sampled():
+    model, processor = load("qwen2_audio")
+    head = model.get_output_embeddings()
+    biased = nn.Linear(head.in_features, head.out_features)
+    nn.init.zeros_(biased.weight), nn.init.zeros_(biased.bias)
+    with torch.no_grad():
+        biased.bias[model.config.audio_token_index] = 100.0
+        biased.bias[300] = 1.0
+    model.set_output_embeddings(biased)
+    result = evaluate(model, processor, audio_rows(1), format_reward, EvaluationConfig(max_completion_length=3))
+    assert result.rows[0]["completions"] == [processor.tokenizer.decode([300] * 3)]
+
+
+def test_recommendations_of_the_checkpoint_do_not_count():
+    model, processor = load("qwen2_audio")
+    expected = evaluate(model, processor, audio_rows(2), format_reward, sampled()).rows
+    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1, min_p=0.9, typical_p=0.1)
+    own = model.generation_config
+    assert evaluate(model, processor, audio_rows(2), format_reward, sampled()).rows == expected
+    assert model.generation_config is own
+
+
+def random_states():
+    numpy_state = np.random.get_state()
+    return random.getstate(), (numpy_state[1].tolist(), numpy_state[2]), torch.get_rng_state().tolist()
+
+
+def test_nothing_is_left_behind():
+    model, processor = load("qwen2_5_vl")
+    model.train()
+    model.get_encoder(modality="image").eval()
+    modes = [module.training for module in model.modules()]
+    assert len(set(modes)) == 2
+
+    def drawing(completions, **kwargs):
+        assert not any(module.training for module in model.modules())
+        return [random.random() * np.random.rand() * torch.rand(()).item() for _ in completions]
+
+    before, weights = random_states(), {name: p.clone() for name, p in model.named_parameters()}
+    deltas = model.base_model.rope_deltas
+    for error in (False, True):
+        if error:
+            with pytest.raises(ValueError, match="no column 'prompt'"):
+                evaluate(model, processor, [*image_rows(1), {"text": "?"}], drawing, sampled(batch_size=4))
+        else:
+            evaluate(model, processor, image_rows(2), drawing, sampled(batch_size=4))
+        assert random_states() == before
+        assert [module.training for module in model.modules()] == modes
+        assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
+    assert deltas is None  # what `generate` leaves there is set anew by each
+
+
+# Rewards
+
+
+def test_reward_functions_get_what_the_trainers_give(tmp_path):
+    seen = {}
+
+    def spying(name):
+        def spy(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+            seen[name] = {"prompts": prompts, "completions": completions, "columns": columns}
+            seen[name]["ids"] = [all(isinstance(i, int) for i in ids) for ids in completion_ids]
+            seen[name]["state"] = type(trainer_state)
+            return [0.0] * len(completions)
+
+        return spy
+
+    dataset = audio_rows(2).add_column("solution", ["cat", "dog"])
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, reward=spying("trainer"), max_steps=1,
+        per_device_train_batch_size=4, num_generations=2, self_check=False,
+    )  # fmt: skip
+    trainer.train()
+    evaluate(*load("qwen2_audio"), dataset, spying("evaluation"), sampled(num_samples=2, batch_size=4))
+    ours, theirs = seen["evaluation"], seen["trainer"]
+    assert ours["columns"].keys() == theirs["columns"].keys() == {"audio", "index", "solution"}
+    assert ours["state"] is theirs["state"] and ours["ids"] == theirs["ids"] == [True] * 4
+    order = [theirs["columns"]["index"].index(i) for i in (0, 1)]
+    for i, place in enumerate(order):
+        assert ours["columns"]["solution"][2 * i] == theirs["columns"]["solution"][place]
+        (mine,), (other,) = ours["prompts"][2 * i], theirs["prompts"][place]
+        assert mine["role"] == other["role"] and [b["type"] for b in mine["content"]] == ["audio", "text"]
+        assert mine["content"][1] == other["content"][1]
+        for prompt in (mine, other):
+            np.testing.assert_array_equal(prompt["content"][0]["audio"]["array"], sound(0.3 + 0.2 * i, i)["array"])
+        assert [m.keys() for m in ours["completions"][i]] == [m.keys() for m in theirs["completions"][i]]
+
+
+async def waiting_reward(completions, **kwargs):
+    return [0.5] * len(completions)
+
+
+def test_async_functions_missing_rewards_and_what_functions_log(tmp_path):
+    def first(completions, index, log_extra, log_metric, **kwargs):
+        log_extra("shout", [str(i) for i in index])
+        log_metric("seen", len(completions))
+        return [None if i == 1 else float(i > 1) for i in index]
+
+    dataset = numbered(text_rows(4))
+    result = evaluate(*load("qwen2_audio"), dataset, [first, waiting_reward], EvaluationConfig(batch_size=2))
+    found = result.metrics
+    assert found["rows"] == 4 and found["scored_rows"] == 3
+    assert found["accuracy"] == pytest.approx(2 / 3) == found["reward/first"]
+    assert found["reward/waiting_reward"] == 0.5 and found["metric/seen"] == 2
+    assert [row["correct"] for row in result.rows] == [[False], [None], [True], [True]]
+    assert [row["extra/shout"] for row in result.rows] == [["0"], ["1"], ["2"], ["3"]]
+    nothing = evaluate(
+        *load("qwen2_audio"),
+        dataset,
+        lambda completions, **_: [None] * len(completions),
+        EvaluationConfig(batch_size=4),
+    )
+    assert nothing.metrics["accuracy"] is None and nothing.metrics["scored_rows"] == 0
+    nothing.save(tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["metrics"]["accuracy_low"] is None
+
+
+def test_groups_and_thresholds():
+    def graded(completions, index, **kwargs):
+        return [i / 4 for i in index]
+
+    dataset = numbered(text_rows(5)).add_column("task", ["sound", "music", "sound", "music", "music"])
+    config = EvaluationConfig(group_by="task", correct_threshold=0.5, confidence=0.9, max_completion_length=2)
+    found = evaluate(*load("qwen2_audio"), dataset, graded, config).metrics
+    assert found["accuracy"] == 3 / 5 and found["reward/graded"] == 0.5
+    assert found["accuracy/sound"] == 1 / 2 and found["accuracy/music"] == pytest.approx(2 / 3)
+    assert (found["accuracy/music_low"], found["accuracy/music_high"]) == wilson_interval(2, 3, 0.9)
+    with pytest.raises(ValueError, match="`group_by` is 'kind'"):
+        evaluate(*load("qwen2_audio"), dataset, graded, EvaluationConfig(group_by="kind"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward", "message"),
+    [
+        ([], format_reward, "no rows"),
+        ({"test": [{"prompt": "?"}]}, format_reward, r"\(dict\) has no rows"),
+        ([{"text": "?"}], format_reward, "row 0 has no column 'prompt'"),
+        ([{"prompt": "?"}], [], "no reward function"),
+        ([{"prompt": "?"}], [format_reward, format_reward], "must have different names"),
+        ([{"prompt": "?"}], "path/to/model", "reward model"),
+        ([{"prompt": "?"}], lambda completions, **_: [math.nan], "finite number"),
+        ([{"prompt": "?"}], lambda completions, **_: [], "0 rewards for 1 completions"),
+    ],
+)
+def test_errors(rows, reward, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(*load("qwen2_audio"), rows, reward, EvaluationConfig(max_completion_length=2))
+
+
+def test_results_are_written(tmp_path):
+    dataset = with_solutions(numbered(audio_rows(3)), ["cat", "dog", "bird"])
+    result = evaluate(*load("qwen2_audio"), dataset, [accuracy_reward], sampled(num_samples=2, pass_at=[1, 2]))
+    result.save(tmp_path / "new" / "folder")
+    written = json.loads((tmp_path / "new" / "folder" / "metrics.json").read_text())
+    assert written["metrics"] == result.metrics
+    assert written["settings"]["temperature"] == 1.0 and written["settings"]["reward_funcs"] == ["accuracy_reward"]
+    assert written["versions"]["trl"] == trl.__version__
+    table = Dataset.from_parquet(str(tmp_path / "new" / "folder" / "rows.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert table.to_list() == result.rows
+    assert table["solution"][:] == ["cat", "dog", "bird"] and "audio" not in table.column_names
+    assert table[1]["prompt"].startswith("<audio>What do you hear") and len(table[1]["completions"]) == 2
+
+
+def test_columns_that_a_table_can_not_hold_are_left_out():
+    rows = [{"prompt": "?", "thing": object() if i else None, "solution": "x", "correct": "mine"} for i in range(2)]
+    result = evaluate(*load("qwen2_audio"), rows, accuracy_reward, EvaluationConfig(max_completion_length=2))
+    assert "thing" not in result.rows[0] and result.rows[0]["correct"] == [False]
+
+
+# Trainers
+
+
+def test_trainers_answer_as_their_models(tmp_path):
+    dataset = audio_rows(5)
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, eval_strategy="no")
+    result = evaluate_trainer(trainer, dataset, [format_reward, length_and_sum])
+    assert result.settings["max_completion_length"] == 8 and result.settings["temperature"] == 0
+    config = EvaluationConfig(max_completion_length=8)
+    assert result.rows == evaluate(*load("qwen2_audio"), dataset, [format_reward, length_and_sum], config).rows
+    assert evaluate_trainer(trainer, dataset).metrics["reward/length_and_sum"] is not None
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate_trainer(trainer)
+
+
+def without_evaluation(history: list[dict]) -> list[dict]:
+    return metrics([entry for entry in history if not any(name.startswith("eval_") for name in entry)])
+
+
+def trained(trainer_class, family, dataset, folder, evaluated, **options):
+    trainer = make_trainer(trainer_class, family, dataset, folder, **options)
+    if evaluated is not None:
+        trainer.add_callback(GenerationEvalCallback(trainer, **evaluated))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    return trainer, {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "options"),
+    [
+        (MultimodalGRPOTrainer, {"gradient_checkpointing": True, "num_iterations": 2, "logging_steps": 2}),
+        (MultimodalRLOOTrainer, {"beta": 0.1}),
+        (MultimodalPPOTrainer, {"num_generations": 2}),
+    ],
+)
+def test_training_does_not_notice(trainer_class, options, tmp_path):
+    evaluated = {
+        "eval_dataset": image_rows(3),
+        "reward_funcs": [odd_length, format_reward],
+        "args": sampled(pass_at=[1, 2], batch_size=6),
+        "freq": 1,
+    }
+    options = {"max_steps": 4, **options}
+    runs = [
+        trained(trainer_class, "qwen2_5_vl", image_rows(), tmp_path / str(i), kwargs, **options)
+        for i, kwargs in enumerate((None, evaluated))
+    ]
+    (plain, update), (watched, same) = runs
+    assert norm(update) > 0.01
+    assert update.keys() == same.keys() and all(torch.equal(update[name], same[name]) for name in update)
+    expected, actual = (without_evaluation(trainer.state.log_history) for trainer in (plain, watched))
+    assert len(expected) == len(actual) > 1 and expected == actual
+    entries = [entry for entry in watched.state.log_history if "eval_accuracy" in entry]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+    assert all(
+        {"eval_accuracy_low", "eval_accuracy_high", "eval_pass@2", "eval_majority@2"} <= entry.keys()
+        for entry in entries
+    )
+    assert watched.model.training
+
+
+def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_path):
+    held_out = numbered(audio_rows(4))
+    share = iter([0, 4, 2])
+
+    def by_turn(completions, **kwargs):
+        right = next(share)
+        return [float(i < right) for i in range(len(completions))]
+
+    callback = None
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects={"eval_dataset": {"a": held_out, "b": held_out}},
+        eval_strategy="steps", eval_steps=1, max_steps=2, metric_for_best_model="accuracy", greater_is_better=True,
+        load_best_model_at_end=True, save_strategy="steps", save_steps=1, save_only_model=True,
+    )  # fmt: skip
+    callback = GenerationEvalCallback(
+        trainer, held_out, by_turn, EvaluationConfig(max_completion_length=3), output_dir=tmp_path / "results"
+    )
+    trainer.add_callback(callback)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    # Once in each step although there are two datasets, and once of the best weights at the end
+    assert [(entry["step"], entry["eval_accuracy"]) for entry in entries] == [(1, 0.0), (2, 1.0), (2, 0.5)]
+    assert trainer.state.best_metric == 1.0 and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert len(logged_rewards(trainer)) == 2
+    assert callback.result.metrics["accuracy"] == 0.5
+    assert json.loads((tmp_path / "results" / "step-1" / "metrics.json").read_text())["metrics"]["accuracy"] == 0
+
+
+def logged_rewards(trainer):
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+@pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), ("epoch", [1, 2, 3]), (None, [3])])
+def test_when_to_evaluate(freq, steps, tmp_path):
+    """An epoch is a step; without evaluations of the trainer only the last weights are evaluated."""
+    evaluated = {
+        "eval_dataset": audio_rows(2),
+        "reward_funcs": format_reward,
+        "args": EvaluationConfig(max_completion_length=2),
+        "freq": freq,
+    }
+    trainer, _ = trained(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path, evaluated, max_steps=3)
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_accuracy" in entry] == steps
+    assert len(logged_rewards(trainer)) == 3
+
+
+def test_what_the_callback_refuses(tmp_path):
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path)
+    with pytest.raises(ValueError, match="no dataset to evaluate on"):
+        GenerationEvalCallback(trainer)
+    with pytest.raises(ValueError, match="`freq` is 0"):
+        GenerationEvalCallback(trainer, audio_rows(2), freq=0)
+    with pytest.raises(ValueError, match="reward model"):
+        GenerationEvalCallback(trainer, audio_rows(2), nn.Linear(1, 1))
+    model, processor = load("qwen2_5_vl")
+    theirs = GRPOTrainer(
+        model, length_and_sum, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=image_rows(2), processing_class=processor,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is a GRPOTrainer"):
+        GenerationEvalCallback(theirs, image_rows(2))
+
+
+# Processes
+
+
+def launched(script: list[str], processes: int, **environment) -> str:
+    launcher = []
+    if processes > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    environment["PATH"] = os.pathsep.join(
+        [os.path.dirname(sys.executable), os.environ["PATH"]]
+    )  # ninja, for DeepSpeed
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "distributed")])
+    run = subprocess.run(
+        [sys.executable, *launcher, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    return run.stdout
+
+
+def written(folder: Path) -> tuple[dict, list[dict]]:
+    content = json.loads((folder / "metrics.json").read_text())
+    return content, Dataset.from_parquet(str(folder / "rows.parquet"), cache_dir=str(folder / "cache")).to_list()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [[], ["--num_samples", "4", "--temperature", "1.0", "--pass_at", "1", "2", "4"]])
+def test_two_processes_of_the_script_find_what_one_finds(sampling, tmp_path):
+    answers = greedy_answers("qwen2_audio", audio_rows(7), 6)
+    rows = [
+        {"prompt": row["prompt"], "audio": wav(row["audio"]), "solution": answers[i] if i % 3 else "wrong"}
+        for i, row in enumerate(audio_rows(7))
+    ]
+    (tmp_path / "data").mkdir()
+    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "test.parquet")
+    options = [
+        *("examples/evaluate.py", "--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32"),
+        *("--dataset_name", str(tmp_path / "data"), "--max_completion_length", "6", "--batch_size", "4", *sampling),
+    ]
+    results = []
+    for processes in (1, 2):
+        folder = tmp_path / f"by_{processes}"
+        output = launched([*options, "--output_dir", str(folder)], processes, ACCELERATE_USE_CPU="true")
+        assert output.count("accuracy: ") == 1
+        results.append(written(folder))
+    assert results[0] == results[1]
+    (content, table), _ = results
+    assert content["metrics"]["rows"] == 7 and [row["index"] for row in table] == list(range(7))
+    if not sampling:
+        assert [row["completions"] for row in table] == [[answer] for answer in answers]
+        assert content["metrics"]["accuracy"] == pytest.approx(4 / 7)
+
+
+def wav(audio: dict) -> dict:
+    import io
+
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, audio["array"], audio["sampling_rate"], format="WAV", subtype="FLOAT")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+@pytest.mark.slow
+def test_the_script_takes_an_adapter_and_refuses_runs_apart(tmp_path):
+    model, processor = load("qwen2_audio")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    rows = [{"prompt": row["prompt"], "audio": wav(row["audio"]), "solution": "x"} for row in audio_rows(3)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "test.parquet")
+    options = [
+        *("examples/evaluate.py", "--model_name_or_path", str(tmp_path / "adapter"), "--dtype", "float32"),
+        *("--dataset_name", str(tmp_path / "data"), "--max_completion_length", "6", "--max_rows", "2"),
+        *("--reward_funcs", "trl_multimodal_rft.rewards.format_reward", "--output_dir", str(tmp_path / "results")),
+    ]
+    launched(options, 1, ACCELERATE_USE_CPU="true")
+    content, table = written(tmp_path / "results")
+    own = evaluate(adapted, processor, rows[:2], format_reward, EvaluationConfig(max_completion_length=6))
+    plain = evaluate(*load("qwen2_audio"), rows[:2], format_reward, EvaluationConfig(max_completion_length=6))
+    assert [row["completions"] for row in table] == [row["completions"] for row in own.rows]
+    assert [row["completions"] for row in table] != [row["completions"] for row in plain.rows]
+    if not torch.cuda.is_available():
+        with pytest.raises(AssertionError, match="ACCELERATE_USE_CPU=true"):
+            launched(options, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_callback_on_two_processes_finds_what_it_finds_on_one(engine, tmp_path):
+    if engine == "zero3":
+        pytest.importorskip("deepspeed")
+    found = []
+    for processes in (1, 2):
+        folder = tmp_path / f"by_{processes}"
+        folder.mkdir()
+        switch = "ACCELERATE_USE_DEEPSPEED" if engine == "zero3" and processes > 1 else "ACCELERATE_USE_CPU"
+        script = [str(ROOT / "tests" / "distributed" / "evaluation_worker.py"), engine, str(folder)]
+        launched(script, processes, **{switch: "true"})
+        found.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)])
+    (alone,), (first, second) = found
+    assert first == second
+    assert first.pop("sharded") == (engine != "ddp") and not alone.pop("sharded")
+    assert first == alone
+    assert first["unchanged"] and [entry["step"] for entry in first["logged"]] == [1, 2]
+    assert len({tuple(row) for table in first["tables"] for row in table}) > 3

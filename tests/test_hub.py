@@ -1,0 +1,315 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Publishing with the real client to a Hub on this machine (hub_server.py), and using what was published.
+
+The runs are in one process of their own (hub_worker.py), since the client reads at import where the Hub is.
+"""
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hub_server import HubServer, Token
+
+
+TOKENS = {
+    "hf_write": Token("someone"),
+    "hf_read": Token("someone", write=False),
+    "hf_short": Token("short", n_commits=1),
+    "hf_slow": Token("slow", held=True),
+}
+MODEL = {"README.md", "chat_template.jinja", "processor_config.json", "tokenizer.json", "tokenizer_config.json"}
+MODEL |= {"training_args.bin"}
+WEIGHTS = {"config.json", "generation_config.json", "model.safetensors"}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt", "trainer_state.json"}
+CRITIC = {"critic/config.json", "critic/model.safetensors", "critic/value_head.safetensors"}
+
+
+class Published:
+    """What some scenarios published and saw."""
+
+    def __init__(self, hub: HubServer, folder: Path, scenarios: list[str]):
+        self.hub, self.folder = hub, folder
+        self.environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(folder / "home"),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": "hf_write",
+        }
+        worker = Path(__file__).with_name("hub_worker.py")
+        run = self.run([sys.executable, "-W", "ignore", str(worker), str(folder), *scenarios])
+        assert run.returncode == 0, run.stderr[-3000:]
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=500
+        )
+
+    def __getitem__(self, scenario: str) -> dict:
+        result = json.loads((self.folder / f"{scenario}.json").read_text())
+        assert "error" not in result, result["error"]
+        return result
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    scenarios = ["grpo_audio", "lora_image", "ppo_image", "strategies", "refused"]
+    with HubServer(dict(TOKENS)) as hub:
+        yield Published(hub, tmp_path_factory.mktemp("hub"), scenarios)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    with HubServer(dict(TOKENS)) as hub:
+        yield Published(hub, tmp_path_factory.mktemp("hub"), ["video", "mixed", "ppo_lora_audio"])
+
+
+def in_folder(names: set[str], folder: str) -> set[str]:
+    return {f"{folder}/{name}" for name in names}
+
+
+def messages(repo) -> list[str]:
+    """Of the commits after that which makes the repository."""
+    return [commit.message for commit in repo.commits[1:]]
+
+
+def assert_answers(asked: dict, *inputs: str) -> None:
+    """A quick start gave the model media, and the model said something."""
+    assert set(inputs) <= set(asked["inputs"])
+    assert len(asked["answer"]) > 0 and asked["printed"].endswith("\n")
+
+
+# After training
+
+
+def test_policy_with_audio(published):
+    result, repo = published["grpo_audio"], published.hub.model("someone/digits")
+    assert result["same"] and result["vocabulary"]
+    assert result["processor"] == ["Qwen2AudioProcessor", "Qwen2AudioProcessor"]
+    assert repo.paths == MODEL | WEIGHTS
+    assert not repo.private and messages(repo) == ["End of training"]
+    assert_answers(result, "input_features")
+    assert 'from_pretrained("someone/digits"' in result["code"]
+
+
+def test_card_of_policy_with_audio(published):
+    data, text = published["grpo_audio"]["data"], published["grpo_audio"]["text"]
+    assert data["library_name"] == "transformers" and data["pipeline_tag"] == "audio-text-to-text"
+    assert {"trl", "trl-multimodal-rft", "grpo", "audio", "digits"} <= set(data["tags"])
+    assert data["datasets"] == "someone/spoken" and "licence" not in data and "base_model" not in data
+    assert "it takes text and audio and answers in text" in text and "`audio`, `index` and `prompt`" in text
+    readme = published.hub.model("someone/digits").files["README.md"].content.decode()
+    assert yaml.safe_load(readme.split("---\n")[1]) == data
+
+
+def test_what_stays_here(published):
+    """Tables with prompts and media, the files of TensorBoard that show them, checkpoints, the token."""
+    local = published["grpo_audio"]["local"]
+    kept = [r"completions/completions_00001\.parquet", r"runs/.*tfevents.*", r"checkpoint-1/rollout_state_0\.pt"]
+    for pattern in kept:
+        assert any(re.fullmatch(pattern, path) for path in local)
+    table = pq.read_table(published.folder / "grpo_audio" / "out" / "completions" / "completions_00001.parquet")
+    media = [audio["bytes"] for audio in table["audio"].to_pylist() if audio is not None]
+    assert media
+    contents = [blob.content for repo in published.hub.repos.values() for blob in repo.files.values()]
+    assert len(contents) > 50
+    for secret in (b"hf_write", b"hf_slow", b"hf_short", *media):
+        assert not any(secret in content for content in contents)
+
+
+def test_nothing_half_written(published):
+    """In no commit, and every checkpoint is whole."""
+    n_checkpoints = 0
+    for repo in published.hub.repos.values():
+        for commit in repo.commits:
+            paths = set(commit.files) - {".gitattributes"}
+            assert not any(part.startswith("_") for path in paths for part in path.split("/"))
+            for folder in {path.split("/")[0] for path in paths if "checkpoint" in path}:
+                n_checkpoints += 1
+                saved = {path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")}
+                assert saved >= STATE | WEIGHTS | MODEL - {"README.md"}
+    assert n_checkpoints >= 6
+
+
+def test_adapter(published):
+    result, repo = published["lora_image"], published.hub.model("someone/adapter")
+    assert result["same"] and result["processor"] == "Qwen2_5_VLProcessor"
+    assert repo.paths == MODEL | ADAPTER
+    assert_answers(result, "pixel_values")
+    data = result["data"]
+    assert data["library_name"] == "peft" and data["base_model"] == "someone/base"
+    assert data["pipeline_tag"] == "image-text-to-text" and {"trl", "trl-multimodal-rft", "image"} <= set(data["tags"])
+    assert "An adapter for [someone/base](https://huggingface.co/someone/base)" in result["text"]
+    assert re.search(r"- PEFT: \d+\.\d+", result["text"])
+
+
+def test_policy_and_critic(published):
+    result, repo = published["ppo_image"], published.hub.model("someone/ppo")
+    assert result["same"] and result["critic"] and result["average"] and result["moved"]
+    average = in_folder(MODEL - {"README.md"} | WEIGHTS, "ema")
+    checkpoint = in_folder(MODEL - {"README.md"} | WEIGHTS | CRITIC | STATE | {"ema.safetensors"}, "last-checkpoint")
+    assert repo.paths == MODEL | WEIGHTS | CRITIC | average | checkpoint
+    assert_answers(result, "pixel_values")
+    assert 'subfolder="critic"' in result["text"] and '`subfolder="ema"`' in result["text"]
+    assert "https://huggingface.co/papers/1506.02438" in result["text"]
+
+
+# While training
+
+
+def test_last_checkpoint(published):
+    """The critic belongs to the model from the first push on, and the run goes on from the checkpoint on the Hub."""
+    result, repo = published["ppo_image"], published.hub.model("someone/ppo")
+    steps = [f"Training in progress, step {i}{part}" for i in (1, 2) for part in ("", ", checkpoint")]
+    assert messages(repo) == [*steps, "End of training"]
+    during = [set(commit.files) - {".gitattributes"} for commit in repo.commits[1:5]]
+    assert during[0] == MODEL | WEIGHTS | CRITIC
+    state = [json.loads(commit.files["last-checkpoint/trainer_state.json"].content) for commit in repo.commits[2:5:2]]
+    assert [each["global_step"] for each in state] == [1, 2]
+    assert result["resumed"] and result["resumed_steps"] == [1, 2]
+    assert not result["warned"]
+
+
+def test_strategies(published):
+    result, hub = published["strategies"], published.hub
+    assert messages(hub.model("someone/end")) == []
+    saves = ["Training in progress, step 1", "Training in progress, step 2"]
+    assert messages(hub.model("someone/every_save")) == saves
+    assert hub.model("someone/every_save").paths == MODEL | WEIGHTS
+    checkpoints = {f"checkpoint-{i}/{name}" for i in (1, 2) for name in MODEL - {"README.md"} | WEIGHTS | STATE}
+    assert hub.model("someone/all_checkpoints").paths == MODEL | WEIGHTS | checkpoints
+    assert result["every_save"] and result["all_checkpoints"]
+    first, second = (commit.files["model.safetensors"] for commit in hub.model("someone/every_save").commits[1:])
+    assert first != second
+
+
+def test_checkpoint_stays_while_it_is_uploaded(published):
+    """The first one is surplus as soon as the second is written, and only the upload of the first has begun."""
+    result, repo = published["strategies"], published.hub.model("slow/all_checkpoints")
+    assert messages(repo) == ["Training in progress, step 1", "Training in progress, step 1, checkpoint"]
+    checkpoint = in_folder(MODEL - {"README.md"} | WEIGHTS | STATE, "checkpoint-1")
+    assert repo.paths == MODEL | WEIGHTS | checkpoint
+    assert result["left"] == ["checkpoint-1", "checkpoint-3"] and not result["warned"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize("case", ["none", "wrong", "down_before", "offline"])
+def test_refused_before_training(published, case):
+    error = published["refused"][case]
+    if case == "offline":
+        assert error["type"] == "ConnectionError" and "`HF_HUB_OFFLINE` keeps" in error["message"]
+    elif case == "down_before":
+        assert error["type"] == "ConnectionError" and "can't be reached" in error["message"]
+        assert "Check the network" in error["message"]
+    else:
+        assert error["type"] == "PermissionError" and f"You may not write to '{case}'" in error["message"]
+        assert "(401: Invalid " in error["message"]
+        for remedy in ("`hf auth login`", "`HF_TOKEN`", "`hub_token`"):
+            assert remedy in error["message"]
+    assert "`push_to_hub=False`" in error["message"]
+    assert error["cause"] in ("HfHubHTTPError", "ConnectError", "OfflineModeIsEnabled")
+
+
+@pytest.mark.parametrize("case", ["none_after", "reading", "foreign", "revoked", "down", "down_saving"])
+def test_refused_after_training(published, case):
+    """What was trained is saved, whole, and the error says how to publish it."""
+    error = published["refused"][case]
+    assert error["type"] == ("ConnectionError" if case.startswith("down") else "PermissionError")
+    assert error["whole"]
+    assert "`trainer.push_to_hub()`" in error["message"] and "`hf upload " in error["message"]
+    reason = {"reading": "(403: You don't have the rights", "foreign": "the namespace 'other'"}
+    assert reason.get(case, "") in error["message"]
+
+
+def test_refused_while_training(published):
+    """The token is revoked after the first push; the run goes on and says so."""
+    (warning,) = published["refused"]["revoked"]["warned"]
+    assert "checkpoint-2 was not published" in warning and "You may not write to 'short/revoked'" in warning
+    assert "Training goes on." in warning
+    assert messages(published.hub.model("short/revoked")) == ["Training in progress, step 1"]
+
+
+def test_command_of_the_error(published):
+    """It publishes what the trainer would have, for someone who has got a token meanwhile."""
+    message = published["refused"]["none_after"]["message"]
+    program, *arguments = shlex.split(re.search(r"`(hf upload .*?)`", message).group(1))
+    run = published.run([str(Path(sys.executable).with_name(program)), *arguments])
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert published.hub.model("someone/none_after").paths == MODEL | WEIGHTS
+
+
+@pytest.mark.slow
+def test_offline(tmp_path):
+    """As this process is."""
+    from trainer_utils import InjectedOurs, make_trainer, text_rows  # whose imports take longer than all else here
+
+    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
+    with pytest.raises(ConnectionError, match="`HF_HUB_OFFLINE` keeps this process from publishing 'model'") as error:
+        trainer.push_to_hub()
+    assert "`hf upload model " in str(error.value)
+    assert {path.name for path in (tmp_path / "model").iterdir()} == MODEL | WEIGHTS
+
+
+def test_requests(published):
+    """The client asked for nothing that this Hub doesn't serve, but for what it can do without."""
+    known = r"/api/agent-harnesses|/api/telemetry/.*|.*/additional_chat_templates|.*/resolve/.*|/api/repos/create|/api/models/.*"
+    strange = {
+        request for request in published.hub.requests if request[2] >= 400 and not re.fullmatch(known, request[1])
+    }
+    assert not strange
+    verified = {path for method, path, status in published.hub.requests if path.endswith("/info/lfs/verify")}
+    stored = [path for method, path, status in published.hub.requests if method == "PUT" and status == 200]
+    assert verified and stored
+
+
+# Other cards
+
+
+@pytest.mark.slow
+def test_private_policy_with_video(more):
+    result = more["video"]
+    assert more.hub.model("someone/video").private
+    assert result["denied"]["type"] == "RepositoryNotFoundError"
+    assert result["data"]["pipeline_tag"] == "video-text-to-text" and "video" in result["data"]["tags"]
+    assert "https://huggingface.co/papers/2402.14740" in result["text"]
+    assert_answers(result, "pixel_values_videos")
+
+
+@pytest.mark.slow
+def test_policy_of_several_media(more):
+    """Tables of completions are published where they were asked for, and nowhere else."""
+    result, hub = more["mixed"], more.hub
+    assert result["data"]["pipeline_tag"] == "any-to-any"
+    assert {"image", "audio", "video"} <= set(result["data"]["tags"])
+    assert "it takes text, images, audio and video and answers" in result["text"]
+    assert_answers(result, "pixel_values", "input_features", "pixel_values_videos")
+    logs = hub.repos["datasets", "someone/omni-logs"]
+    assert logs.private and logs.paths == {"README.md", "completions_00001.parquet"}
+    table = pq.read_table(io.BytesIO(logs.files["completions_00001.parquet"].content))
+    assert isinstance(datasets.Features.from_arrow_schema(table.schema)["audio"], datasets.Audio)
+    assert hub.model("someone/omni").paths == MODEL | WEIGHTS and not hub.model("someone/omni").private
+
+
+@pytest.mark.slow
+def test_adapter_with_a_head_for_values(more):
+    result, repo = more["ppo_lora_audio"], more.hub.model("someone/ppo-adapter")
+    along = MODEL | ADAPTER | {"critic/value_head.safetensors"}
+    assert set(result["during"]) - {".gitattributes"} == along
+    assert repo.paths == along | in_folder(MODEL | ADAPTER, "ema")
+    assert "a head on the policy's last hidden states" in result["text"]
+    assert_answers(result, "input_features")

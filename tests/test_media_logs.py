@@ -1,0 +1,700 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The table of completions with its media: what is written is what the dataset held, once for each prompt."""
+
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import PIL.Image
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import torch
+from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
+from families import RATE, image, video
+from media_logs_worker import dataset as mixed_dataset
+from media_logs_worker import mixed_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_utils import (
+    InjectedOurs,
+    InjectedTRL,
+    audio_rows,
+    image_rows,
+    images_rows,
+    make_trainer,
+    run,
+    sound,
+    text_rows,
+    video_rows,
+    with_media,
+)
+
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+)
+from trl_multimodal_rft.media import encoding
+from trl_multimodal_rft.media.columns import MediaError, MediaRef
+from trl_multimodal_rft.media.loading import load_image, load_video
+from trl_multimodal_rft.trainers import media_logs
+from trl_multimodal_rft.trainers.media_logs import as_text, encode_logged, write_parquet
+
+
+ROWS = {"audio": audio_rows, "image": image_rows, "images": images_rows, "video": video_rows}
+FAMILY = {"audio": "qwen2_audio", "image": "qwen2_5_vl", "images": "qwen2_5_vl", "video": "qwen2_5_vl"}
+LOGGED = {"log_completions": True, "num_completions_to_print": 0}
+HALF_STEP = 2.0**-16  # of 16 bits
+
+
+def train(kind, folder, trainer_class=InjectedOurs, rows=None, **options):
+    rows = ROWS[kind]() if rows is None else rows
+    trainer = make_trainer(trainer_class, FAMILY.get(kind, kind), rows, folder, **{**LOGGED, **options})
+    trainer.train()
+    return trainer
+
+
+def table(folder, step, **features):
+    """A table as users load it."""
+    path = folder / "completions" / f"completions_{step:05d}.parquet"
+    rows = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
+    for column, feature in features.items():
+        rows = rows.cast_column(column, feature)
+    return rows
+
+
+def samples(decoder) -> np.ndarray:
+    return decoder.get_all_samples().data[0].numpy()
+
+
+def pixels(frames) -> np.ndarray:
+    return frames.get_all_frames().data.permute(0, 2, 3, 1).numpy().astype(int)
+
+
+def assert_same(kind: str, logged, source) -> None:
+    """What a column gives back is what the row held: bit for bit, but for the codec of videos."""
+    if kind == "audio":
+        assert logged.metadata.sample_rate == source["sampling_rate"]
+        assert np.abs(samples(logged) - source["array"]).max() <= HALF_STEP
+    elif kind == "video":
+        frames = pixels(logged)
+        assert frames.shape == source.shape
+        # The mosaics of the tests have sharp edges between colours, which other frames don't share
+        assert np.abs(frames - source).mean() < 20 < np.abs(frames - source[::-1]).mean()
+    else:
+        assert np.array_equal(np.asarray(logged), np.asarray(source))
+
+
+def index_of(row) -> int:
+    """The row of the dataset, with whose number its prompt ends."""
+    return int(row["prompt"][-1]["content"].split()[-1])
+
+
+# Parquet
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "kind"),
+    [
+        (InjectedOurs, "audio"),
+        (InjectedOurs, "image"),
+        (InjectedOurs, "images"),
+        (InjectedOurs, "video"),
+        (MultimodalRLOOTrainer, "audio"),
+        (MultimodalRLOOTrainer, "images"),
+        (MultimodalPPOTrainer, "audio"),
+        (MultimodalPPOTrainer, "video"),
+    ],
+)
+def test_parquet_gives_the_media_back(trainer_class, kind, tmp_path):
+    sources = ROWS[kind]()
+    train(kind, tmp_path, trainer_class, sources, num_generations=4)
+    features = {"audio": Audio(), "image": Image(), "images": List(Image()), "video": Video()}
+    for step in (1, 2):
+        rows = table(tmp_path, step)
+        assert rows.column_names == ["step", "prompt", "completion", "length_and_sum", "advantage", kind]
+        assert rows.features[kind] == features[kind]
+        assert len(rows) == 8 and rows["step"][:] == [step] * 8
+        for i, row in enumerate(rows):
+            source = sources[index_of(row)][kind]
+            if i % 4 > 0:
+                assert row[kind] is None
+            elif kind == "images":
+                assert len(row[kind]) == len(source)
+                for logged, each in zip(row[kind], source, strict=True):
+                    assert_same("image", logged, each)
+            else:
+                assert_same(kind, row[kind], source)
+            assert row["prompt"][0]["content"].startswith(f"<{kind.removesuffix('s')}>")
+            assert isinstance(row["advantage"], float) and isinstance(row["length_and_sum"], float)
+
+
+def test_other_columns_are_those_of_trl(tmp_path):
+    """With the real trainer of TRL as reference, also what reward functions add, and rewards that don't apply."""
+
+    def reward(completion_ids, log_extra, **kwargs):
+        log_extra("last", [ids[-1] for ids in completion_ids])
+        return [None if len(ids) == 8 else len(ids) / 3 for ids in completion_ids]
+
+    frames = {}
+    for name, trainer_class in {"theirs": InjectedTRL, "ours": InjectedOurs}.items():
+        train("qwen2_5_vl", tmp_path / name, trainer_class, text_rows(), reward=reward)
+        paths = sorted((tmp_path / name / "completions").iterdir())
+        assert [path.name for path in paths] == ["completions_00001.parquet", "completions_00002.parquet"]
+        frames[name] = pd.concat([pd.read_parquet(path) for path in paths])
+    assert frames["theirs"]["reward"].isna().any() and frames["theirs"]["reward"].notna().any()
+    exact = frames["ours"].drop(columns="advantage"), frames["theirs"].drop(columns="advantage")
+    pd.testing.assert_frame_equal(*exact)
+    pd.testing.assert_series_equal(frames["ours"]["advantage"], frames["theirs"]["advantage"], atol=1e-5)
+
+
+def test_all_files_load_together(tmp_path):
+    """A step without images has their column, too."""
+    train(
+        "qwen2_5_omni",
+        tmp_path,
+        rows=mixed_dataset(),
+        per_device_train_batch_size=4,
+        max_steps=4,
+        shuffle_dataset=False,
+    )
+    files = str(tmp_path / "completions" / "*.parquet")
+    rows = load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    features = rows.features["audio"], rows.features["images"], rows.features["video"]
+    assert features == (Audio(), List(Image()), Video())
+    held = [{key for key in ("audio", "images", "video") if row[key] is not None} for row in rows]
+    assert held == [{"audio"}, *[set()] * 3, {"images"}, *[set()] * 3, {"video"}, *[set()] * 7]
+
+
+def test_media_in_the_messages(tmp_path):
+    pictures = [image(84, 56, seed=i)["image"] for i in range(8)]
+    sounds = [sound(0.3, seed=i) for i in range(8)]
+
+    def prompt(i):
+        blocks = [{"type": "image", "image": pictures[i]}, {"type": "audio", "audio": sounds[i]}]
+        return [{"role": "user", "content": [*blocks, {"type": "text", "text": f"Are they alike? {i}"}]}]
+
+    indices = Dataset.from_dict({"index": list(range(8))})
+    rows = indices.with_transform(lambda batch: {"prompt": [prompt(i) for i in batch["index"]]})
+    train("qwen2_5_omni", tmp_path, rows=rows, max_steps=1)
+    rows = table(tmp_path, 1)
+    assert rows.features["images"] == List(Image()) and rows.features["audios"] == List(Audio())
+    for row in (rows[0], rows[4]):
+        (picture,), (heard,) = row["images"], row["audios"]
+        assert_same("image", picture, pictures[index_of(row)])
+        assert_same("audio", heard, sounds[index_of(row)])
+        assert row["prompt"][0]["content"].startswith("<image><audio>Are")
+
+
+def test_a_reward_keeps_its_name(tmp_path):
+    def image(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    train("image", tmp_path, reward=image, max_steps=1)
+    rows = table(tmp_path, 1)
+    assert rows.features["image"] == Value("float64") and rows.features["prompt_image"] == Image()
+    assert rows[0]["prompt_image"] is not None
+
+
+def test_evaluation_logs_its_own(tmp_path):
+    objects = {"eval_dataset": ROWS["audio"](2)}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "max_steps": 2}
+    train("audio", tmp_path, objects=objects, **options)
+    rows, sources = table(tmp_path, 2), ROWS["audio"](2)
+    assert [index_of(row) for row in rows] == [0] * 4 + [1] * 4
+    for i, row in enumerate(rows):
+        assert (row["audio"] is None) == (i % 4 > 0)
+    assert_same("audio", rows[4]["audio"], sources[1]["audio"])
+
+
+# Encoding
+
+PICTURE = image(84, 56, seed=1)["image"]
+CLIP = video(6, 84, 56, seed=2)["video"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    samples = sound(0.5, seed=3)["array"]
+    for name in ("wav", "flac", "ogg", "mp3", "aiff"):
+        soundfile.write(folder / f"audio.{name}", samples, RATE)
+    for name in ("png", "jpg", "webp", "gif", "tiff"):
+        PICTURE.save(folder / f"image.{name}", **({"lossless": True} if name == "webp" else {}))
+    for name, codec in (("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4"), ("mkv", "libx264")):
+        write_video(folder / f"video.{name}", codec, CLIP)
+    return folder
+
+
+def write_video(path, codec, frames):
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=2, width=frames.shape[2], height=frames.shape[1])
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+
+
+def ref(kind, source, **options):
+    return MediaRef(kind, source, options, kind, 5)
+
+
+OWN = ["audio.wav", "audio.flac", "audio.ogg", "audio.mp3", "image.png", "image.jpg", "image.webp", "image.gif"]
+
+
+@pytest.mark.parametrize("name", [*OWN, "video.mp4", "video.webm"])
+def test_a_file_stays_as_it_is(name, files):
+    kind, suffix = name.split(".")
+    path = files / name
+    data = path.read_bytes()
+    sources = [
+        str(path),
+        path,
+        data,
+        {"path": str(path), "bytes": None},
+        {"bytes": data, "path": "x"},
+        f"file://{path}",
+    ]
+    feature = {"image": Image(), "audio": Audio(), "video": Video()}[kind]
+    sources.append(Dataset.from_dict({kind: [str(path)]}).cast_column(kind, feature)[0][kind])
+    for source in sources[: -1 if kind == "image" else None]:  # PIL images know of no file
+        logged = encode_logged(ref(kind, source), 1e9)
+        assert (logged.kind, logged.data, logged.suffix) == (kind, data, suffix)
+
+
+def test_other_files_are_encoded(files):
+    logged = encode_logged(ref("image", str(files / "image.tiff")), 1e9)
+    assert logged.suffix == "png" and np.array_equal(PIL.Image.open(io.BytesIO(logged.data)), PICTURE)
+    logged = encode_logged(ref("audio", str(files / "audio.aiff")), 1e9)
+    assert logged.suffix == "wav"
+    heard, rate = soundfile.read(io.BytesIO(logged.data))
+    expected, _ = soundfile.read(files / "audio.aiff")
+    assert rate == RATE and np.abs(heard - expected).max() == 0
+    for name in ("video.avi", "video.mkv"):
+        logged = encode_logged(ref("video", str(files / name)), 1e9)
+        assert logged.suffix == "mp4"
+        shown, metadata = load_video(logged.ref())
+        assert shown.shape == CLIP.shape and metadata["fps"] == 2
+        assert np.abs(shown.astype(int) - CLIP).mean() < 20
+
+
+@pytest.mark.parametrize("rate", [RATE, 8000, 44100])
+def test_sounds_keep_their_rate(rate):
+    integers = (sound(0.2)["array"] * 2**15).astype(np.int16)
+    stereo = np.stack([integers, np.zeros_like(integers)])
+    for source, expected in (
+        ({"array": integers, "sampling_rate": rate}, integers),
+        ((torch.tensor(integers), rate), integers),
+        ({"array": integers.astype(np.float32) / 2**15, "sampling_rate": rate}, integers),
+        ({"array": stereo, "sampling_rate": rate}, (integers / 2).round()),
+        ({"array": np.float32([3, -3]), "sampling_rate": rate}, [2**15 - 1, -(2**15)]),
+    ):
+        heard, found = soundfile.read(io.BytesIO(encode_logged(ref("audio", source), 1e9).data), dtype="int16")
+        assert found == rate and np.array_equal(heard, expected)
+
+
+def test_frames_of_odd_size_are_padded():
+    clip = np.full((3, 57, 85, 3), 200, dtype=np.uint8)
+    shown, metadata = load_video(encode_logged(ref("video", clip, fps=5), 1e9).ref())
+    assert shown.shape == (3, 58, 86, 3) and metadata["fps"] == 5
+    assert np.abs(shown.astype(int) - 200).max() <= 3
+
+
+def test_a_span_is_cut_out(files):
+    """Frames 2 to 4 of 6, at two a second."""
+    source = ref("video", str(files / "video.mp4"), video_start=1.0, video_end=2.0)
+    logged = encode_logged(source, 1e9)
+    assert logged.data != (files / "video.mp4").read_bytes()
+    shown, metadata = load_video(logged.ref())
+    whole, _ = load_video(ref("video", str(files / "video.mp4")))
+    assert shown.shape == whole[2:5].shape and metadata["fps"] == 2
+    differences = [[np.abs(a.astype(int) - b).mean() for b in whole] for a in shown]
+    assert np.argmin(differences, axis=1).tolist() == [2, 3, 4]
+
+
+def test_a_long_video_is_thinned(tmp_path):
+    clip = np.repeat(np.arange(200, dtype=np.uint8)[:, None, None, None], 16, 1).repeat(16, 2).repeat(3, 3)
+    write_video(tmp_path / "long.avi", "mpeg4", clip)
+    shown, metadata = load_video(encode_logged(ref("video", str(tmp_path / "long.avi")), 1e9).ref())
+    assert len(shown) == 64
+    assert metadata["duration"] == pytest.approx(100, rel=0.02)  # seconds
+    expected = np.linspace(0, 199, 64)
+    assert np.abs(shown.mean(axis=(1, 2, 3)) - expected).max() < 8
+
+
+def test_what_is_too_large_or_broken_is_an_error(files):
+    size = (files / "audio.flac").stat().st_size
+    assert encode_logged(ref("audio", str(files / "audio.flac")), size).suffix == "flac"
+    with pytest.raises(MediaError, match="row 5, column 'audio': .* raise `max_logged_megabytes`"):
+        encode_logged(ref("audio", str(files / "audio.flac")), size - 1)
+    with pytest.raises(MediaError, match="row 5, column 'image': .*; repair it or remove the row"):
+        encode_logged(ref("image", b"no image"), 1e9)
+
+
+def test_parquet_without_rows_that_hold_media(tmp_path):
+    frame = pd.DataFrame({"prompt": ["a", "b"]})
+    write_parquet(frame, [{}, {}], tmp_path / "new" / "t.parquet", columns=["solution", "images"])
+    assert pd.read_parquet(tmp_path / "new" / "t.parquet")["images"].isna().all()
+    schema = pq.read_schema(tmp_path / "new" / "t.parquet")
+    features = Features.from_arrow_schema(schema)
+    assert list(features) == ["prompt", "images"] and features["images"] == List(Image())
+
+
+def test_texts_of_messages():
+    assert as_text("plain") == "plain"
+    assert as_text([{"role": "user", "content": "one"}]) == "one"
+    assert as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "system: s\nuser: u"
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert as_text([{"role": "assistant", "content": None, "tool_calls": [call]}]) == str(call)
+
+
+# Boards
+
+
+def launch(mode, folder, processes=1):
+    environment = {
+        **os.environ,
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        **{f"WANDB_{name}": str(folder / "wandb") for name in ("DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR")},
+    }
+    launcher = []
+    if processes > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    worker = str(Path(__file__).parent / "media_logs_worker.py")
+    command = [sys.executable, *launcher, worker, mode, str(folder)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def boards(tmp_path_factory):
+    """The folder of a run of two steps, of four prompts each: with a sound, images, a video, and text alone."""
+    folder = tmp_path_factory.mktemp("boards")
+    launch("boards", folder)
+    return folder
+
+
+def assert_close(shown, source):
+    """A picture of a video, which its codec has changed."""
+    assert shown.shape == source.shape
+    assert np.abs(shown.astype(int) - source.astype(int)).mean() < 20
+
+
+def test_trackio(boards):
+    logs = json.loads((boards / "trackio.json").read_text())
+    tables = [entry for entry in logs if "completions" in entry]
+    assert len(tables) == 2  # not a third at the end of training
+    media = boards / "trackio" / "media"
+    sources = mixed_rows()
+    for step, entry in enumerate(tables, 1):
+        audio, images, clip = (sources[4 * (step - 1) + i][k] for i, k in enumerate(("audio", "images", "video")))
+        rows = entry["completions"]["_value"]
+        assert len(rows) == 16 and {row["step"] for row in rows} == {step}
+        assert [row["prompt"] for row in rows] == [
+            *["<audio>What is it?"] * 4,
+            *["<image>" * step + "What is it?"] * 4,
+            *["<video>What is it?"] * 4,
+            *["What is it?"] * 4,
+        ]
+        assert all(isinstance(row["completion"], str) and isinstance(row["length_and_sum"], float) for row in rows)
+        held = {(i, key) for i, row in enumerate(rows) for key in ("audio", "images", "video") if row[key] is not None}
+        assert held == {(0, "audio"), (4, "images"), (8, "video")}
+
+        assert {key for key in entry if "/" in key} == {"completions/audio/0", "completions/video/2"}
+        assert rows[0]["audio"] == "completions/audio/0"
+        assert entry["completions/audio/0"]["_type"] == "trackio.audio"
+        heard, rate = soundfile.read(media / entry["completions/audio/0"]["file_path"])
+        assert rate == audio["sampling_rate"] and np.abs(heard - audio["array"]).max() <= HALF_STEP
+        assert len(rows[4]["images"]) == step
+        for cell, picture in zip(rows[4]["images"], images, strict=True):
+            assert cell["_type"] == "trackio.image"
+            assert np.array_equal(PIL.Image.open(media / cell["file_path"]).convert("RGB"), picture)
+        for cell, frame in zip(rows[8]["video"], clip, strict=True):
+            assert_close(np.asarray(PIL.Image.open(media / cell["file_path"]).convert("RGB")), frame)
+        assert entry["completions/video/2"]["_type"] == "trackio.video"
+        shown, _ = load_video(ref("video", str(media / entry["completions/video/2"]["file_path"])))
+        assert_close(shown, clip)
+
+
+def test_tensorboard(boards):
+    events = EventAccumulator(str(boards / "tensorboard"), size_guidance={"audio": 0, "images": 0, "tensors": 0})
+    events.Reload()
+    sources = mixed_rows()
+    tags = events.Tags()
+    assert sorted(tags["audio"]) == ["completions/audio/0"]
+    assert sorted(tags["images"]) == [
+        "completions/images/1",
+        "completions/images/1.0",
+        "completions/images/1.1",
+        "completions/video/2",
+    ]
+    heard = events.Audio("completions/audio/0")
+    assert [event.step for event in heard] == [1, 2]
+    for event, row in zip(heard, (sources[0], sources[4]), strict=True):
+        samples, rate = soundfile.read(io.BytesIO(event.encoded_audio_string))
+        assert rate == event.sample_rate == row["audio"]["sampling_rate"]
+        assert np.abs(samples - row["audio"]["array"]).max() <= 1e-4
+
+    def picture(tag, step):
+        (event,) = (event for event in events.Images(tag) if event.step == step)
+        return np.asarray(PIL.Image.open(io.BytesIO(event.encoded_image_string)))
+
+    assert np.array_equal(picture("completions/images/1", 1), sources[1]["images"][0])
+    for i in range(2):
+        assert np.array_equal(picture(f"completions/images/1.{i}", 2), sources[5]["images"][i])
+    assert_close(picture("completions/video/2", 1), np.concatenate(sources[2]["video"], axis=1))
+    assert_close(picture("completions/video/2", 2), np.concatenate(sources[6]["video"], axis=1))
+
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary")]
+    assert len(texts) == 2
+    header, line, *rows = texts[1].splitlines()
+    assert header == "| step | prompt | completion | length_and_sum | advantage | images | audio | video |"
+    assert line == "| --- " * 8 + "|" and len(rows) == 16
+    assert rows[4].startswith("| 2 | &lt;image&gt;&lt;image&gt;What is it? | ")
+    assert rows[4].endswith(" | completions/images/1.0, completions/images/1.1 |  |  |")
+    assert rows[5].endswith(" |  |  |  |")
+
+
+def test_wandb(boards):
+    (run_folder,) = (boards / "wandb" / "wandb").glob("offline-run-*")
+    assert len(list(run_folder.glob("files/media/table/*.table.json"))) == 2
+    # Media of a table are files of its artifact, which wait to be uploaded
+    staged = [path.read_bytes() for path in (boards / "wandb" / "artifacts" / "staging").iterdir()]
+    by_hash = {hashlib.sha256(data).hexdigest(): data for data in staged}
+    tables = [json.loads(data) for data in staged if data.startswith(b'{"_type": "table"')]
+    tables = {found["data"][0][found["columns"].index("step")]: found for found in tables}
+    assert sorted(tables) == [1, 2]
+    sources = mixed_rows()
+    for step, found in tables.items():
+        rows = [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+        names = [f"images_{i}" for i in range(step)]
+        media = {"audio": (0, "audio-file"), "video": (8, "video-file"), **dict.fromkeys(names, (4, "image-file"))}
+        assert set(found["columns"]) == {"step", "prompt", "completion", "length_and_sum", "advantage", *media}
+        assert len(rows) == 16
+        files = {}
+        for name, (place, kind) in media.items():
+            assert [i for i, row in enumerate(rows) if row[name] is not None] == [place]
+            assert rows[place][name]["_type"] == kind
+            files[name] = by_hash[rows[place][name]["sha256"]]
+        audio, images, clip = (sources[4 * (step - 1) + i][k] for i, k in enumerate(("audio", "images", "video")))
+        heard, rate = soundfile.read(io.BytesIO(files["audio"]))
+        assert rate == audio["sampling_rate"] and np.abs(heard - audio["array"]).max() <= HALF_STEP
+        for name, picture in zip(names, images, strict=True):
+            assert np.array_equal(PIL.Image.open(io.BytesIO(files[name])), picture)
+        assert_close(load_video(ref("video", files["video"]))[0], clip)
+
+
+def test_unique_prompts_are_told_apart_by_their_media(tmp_path):
+    """In the boards; the parquet holds all rows."""
+    rows = Dataset.from_list([{"prompt": "Who speaks?"}] * 8)
+    rows = with_media(rows, "audio", [sound(0.3, seed=i) for i in range(8)])
+    options = {"report_to": ["tensorboard"], "log_unique_prompts": True, "per_device_train_batch_size": 16}
+    folder = tmp_path / "tensorboard"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder))
+        train("audio", tmp_path, rows=rows, max_steps=1, max_logged_media=3, **options)
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary"))
+    assert len(text.splitlines()) == 2 + 4
+    assert sorted(events.Tags()["audio"]) == [f"completions/audio/{i}" for i in range(3)]
+    assert len(table(tmp_path, 1)) == 16
+
+
+# Bounds
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if "This is said once." in record.getMessage()]
+
+
+def test_first_prompts_have_their_media(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train("audio", tmp_path, per_device_train_batch_size=16, max_logged_media=3)
+    for step in (1, 2):
+        assert [i for i, row in enumerate(table(tmp_path, step)) if row["audio"] is not None] == [0, 4, 8]
+    (message,) = said(caplog)
+    assert "Of 4 prompts with media in the table of completions, 3 are" in message and "`max_logged_media`" in message
+
+
+def test_all_prompts_have_their_media(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train(
+            "image", tmp_path, per_device_train_batch_size=48, max_logged_media=None, rows=image_rows(12), max_steps=1
+        )
+    assert [i for i, row in enumerate(table(tmp_path, 1)) if row["image"] is not None] == list(range(0, 48, 4))
+    assert not said(caplog)
+
+
+def test_the_default_bound():
+    assert MultimodalGRPOConfig("out", use_cpu=True, bf16=False).max_logged_media == 8
+
+
+def test_large_media_are_left_out(tmp_path, caplog):
+    """The sounds of 0.3 s have 9644 bytes, with their header; those of 0.9 s more than twice as much."""
+    with caplog.at_level(logging.WARNING):
+        train("audio", tmp_path, max_logged_megabytes=0.01, shuffle_dataset=False)
+    assert [i for i, row in enumerate(table(tmp_path, 1)) if row["audio"] is not None] == [0]
+    assert all(row["audio"] is None for row in table(tmp_path, 2))
+    (message,) = said(caplog)
+    assert "row 4, column 'audio': 0.0 MB" in message and "`max_logged_megabytes`" in message
+
+
+def test_the_bound_is_that_of_a_prompt(tmp_path):
+    """Two of its images fit, all three don't."""
+    size = max(len(encode_logged(ref("image", row["images"][0]), 1e9).data) for row in images_rows(8))
+    assert size < 20_000
+    train("images", tmp_path, max_logged_megabytes=2.5 * size / 1e6, max_steps=4, shuffle_dataset=False)
+    for step in range(1, 5):
+        for row in table(tmp_path, step).select([0, 4]):
+            count = 1 + index_of(row) % 3
+            assert len(row["images"] or []) == (count if count < 3 else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_logged_media": 0}, "`max_logged_media` must be at least 1, got 0; `log_multimodal=False`"),
+        ({"max_logged_megabytes": 0.0}, "`max_logged_megabytes` must be positive, got 0.0"),
+    ],
+)
+def test_bounds_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MultimodalGRPOConfig("out", use_cpu=True, bf16=False, **options)
+
+
+# Cost
+
+
+@pytest.fixture
+def decodes(monkeypatch):
+    """Counts how often an image is decoded, to train on it and to log it."""
+    counts = {"train": 0, "log": 0}
+
+    def counting(name):
+        def load(*args):
+            counts[name] += 1
+            return load_image(*args)
+
+        return load
+
+    monkeypatch.setattr(encoding, "load_image", counting("train"))
+    monkeypatch.setattr(media_logs, "load_image", counting("log"))
+    return counts
+
+
+def test_off_switch(tmp_path, decodes):
+    trainer = train("image", tmp_path / "text", log_multimodal=False)
+    assert "image" not in table(tmp_path / "text", 1).column_names
+    assert trainer._media_log.rows() == [{}] * 8
+    assert decodes == {"train": 4, "log": 0}
+    trainer = train("image", tmp_path / "none", log_completions=False)
+    assert trainer._media_log is None and not (tmp_path / "none" / "completions").exists()
+    assert decodes == {"train": 8, "log": 0}
+
+
+def test_only_what_is_logged_is_decoded(tmp_path, decodes):
+    """Of four batches of two prompts the last one, and of this one prompt."""
+    train("image", tmp_path, max_steps=4, logging_steps=4, max_logged_media=1)
+    assert decodes == {"train": 8, "log": 1}
+
+
+def test_the_last_log_is_no_second_table(tmp_path, decodes):
+    """Training ends with a log, which has rows that no table has yet, or not."""
+    train("image", tmp_path, max_steps=3, logging_steps=2)
+    assert [path.name for path in sorted((tmp_path / "completions").iterdir())] == [
+        "completions_00002.parquet",
+        "completions_00003.parquet",
+    ]
+    assert decodes == {"train": 6, "log": 4}
+    assert all(table(tmp_path, 3)[i]["image"] is not None for i in (0, 4))
+
+
+def test_media_of_other_batches_are_forgotten(tmp_path):
+    made = []
+
+    def fresh(i):
+        picture = image(84, 56, seed=i)["image"]
+        made.append(weakref.ref(picture))
+        return picture
+
+    rows = image_rows().remove_columns("image").add_column("index", range(8))
+    rows = rows.with_transform(lambda batch: {**batch, "image": [fresh(i) for i in batch["index"]]})
+    trainer = train("image", tmp_path, rows=rows, max_steps=6)
+    held = {id(r.source) for refs in trainer._media_log._refs.values() for r in refs}
+    assert len(held) == 2
+    # A row is fetched once for all completions of its prompt; loaders fetch one batch ahead
+    assert len(made) >= 12
+    assert sum(picture() is not None for picture in made) <= 4
+    assert len(trainer._media_log._media) == 2
+
+
+@pytest.mark.parametrize("kind", ["audio", "image", "video"])
+def test_training_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    options = {"max_steps": 3, "learning_rate": 0.05}
+    plain = run(MultimodalGRPOTrainer, FAMILY[kind], ROWS[kind](), **options)
+    logged = run(MultimodalGRPOTrainer, FAMILY[kind], ROWS[kind](), report_to=["tensorboard"], **options, **LOGGED)
+    assert any(value.abs().max() > 0 for value in plain.update.values())
+    for name, value in plain.update.items():
+        assert torch.equal(value, logged.update[name]), name
+
+
+# Several processes
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path):
+    """The second prompt's completions are on both; a log on the main process alone waits for nobody."""
+    tables = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        output = launch("processes", folder, processes)
+        assert output.count("Of 3 prompts with media in the table of completions, 2 are logged with them") == 1
+        names = sorted(path.name for path in (folder / "all" / "completions").iterdir())
+        assert names == [f"completions_{step:05d}.parquet" for step in (1, 2, 3)]
+        tables[processes] = [table(folder / "all", step) for step in (1, 2, 3)] + [table(folder / "bound", 1)]
+        counts = [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))]
+        assert counts == [3, 0][:processes]  # what is logged is on the main process alone
+    sources = mixed_rows(6)
+    for one, two in zip(tables[1], tables[2], strict=True):
+        assert one.features == two.features
+        assert one["prompt"][:] == two["prompt"][:]
+
+    def held(rows):
+        return {(i, key) for i, row in enumerate(rows) for key in ("audio", "images", "video") if row[key]}
+
+    for alone, trained, evaluated, bound in tables.values():
+        assert held(alone) == set()
+        assert held(trained) == {(4, "audio"), (8, "images")}
+        assert_same("audio", trained[4]["audio"], sources[4]["audio"])
+        for logged, source in zip(trained[8]["images"], sources[5]["images"], strict=True):
+            assert_same("image", logged, source)
+        assert held(evaluated) == {(0, "audio"), (4, "video"), (8, "images")}  # TRL draws an order of its own
+        assert_same("audio", evaluated[0]["audio"], sources[0]["audio"])
+        assert_same("video", evaluated[4]["video"], sources[2]["video"])
+        assert_same("image", evaluated[8]["images"][0], sources[1]["images"][0])
+        assert held(bound) == {(0, "audio"), (4, "images")}

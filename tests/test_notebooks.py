@@ -1,0 +1,192 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+The notebooks, executed from their folder as they stand, with other values in the cell of parameters, and without the Hub.
+
+A last cell writes what came out, to compare it here.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from datasets import Audio, Dataset
+from families import RATE, audio
+from nbclient import NotebookClient
+from safetensors.torch import load_file
+from tasks import DIRECTIONS, spoken_digits
+from trainer_utils import saved
+
+
+FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def parameters_cell(notebook):
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    return cell
+
+
+def execute(name, result, *, after=None, **parameters):
+    """Runs a notebook; returns it, and the value of the expression `result` in it. `after` has code to run after a cell."""
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    cell = parameters_cell(notebook)
+    for variable in parameters:
+        assert re.search(rf"^{variable}\b|, {variable} =", cell.source, re.MULTILINE), variable
+    cell.source += "".join(f"\n{variable} = {value!r}" for variable, value in parameters.items())
+    for text, code in (after or {}).items():
+        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source)
+        cell.source = f"{cell.source}\n\n{code}"
+    written = Path(parameters["output_dir"], "result.json")
+    code = f"import json, pathlib\n\npathlib.Path({str(written)!r}).write_text(json.dumps({result}))"
+    notebook.cells.append(nbformat.v4.new_code_cell(code))
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
+    return notebook, json.loads(written.read_text())
+
+
+def printed(notebook):
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+
+
+def shown(notebook, kind):
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum(kind in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stripped(path):
+    """Without outputs, and with links that lead somewhere."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert parameters_cell(notebook).cell_type == "code"
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+        else:
+            for link in re.findall(r"\]\(([^)#]+)", cell.source):
+                assert link.startswith("https://") or (FOLDER / link).exists(), link
+
+
+def test_grpo_audio(tmp_path):
+    notebook, result = execute(
+        "grpo_audio",
+        "{'history': trainer.state.log_history, 'answer': answer, 'wav': wav, 'after': after.metrics, 'accuracy': "
+        "before.metrics['accuracy']}",
+        output_dir=str(tmp_path),
+        max_steps=2,
+        batch_size=32,
+        train_rows=40,
+        test_rows=20,
+    )
+    assert [entry["step"] for entry in result["history"] if "eval_accuracy" in entry] == [1, 2]
+    assert all(math.isfinite(value) for entry in result["history"] for value in entry.values() if value is not None)
+    assert result["after"]["rows"] == 20 and {"accuracy/seven", "accuracy/zero"} <= result["after"].keys()
+    assert result["wav"] == spoken_digits(train_rows=40, test_rows=20)["test"][7]["audio"]["path"]
+    assert isinstance(result["answer"], str)
+    assert {"model.safetensors", "processor_config.json", "training_curves.png"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+    output = printed(notebook)
+    assert "accuracy_reward [1.0, 0.0, 0.0]" in output and "leading_answer_reward [1.0, 1.0, 0.0]" in output
+    assert "self-check: packed = padded" in output
+    assert f"held-out accuracy: {result['accuracy']:.1%} before, {result['after']['accuracy']:.1%} after" in output
+    # The curves and the bars; three recordings and the one that is asked about
+    assert shown(notebook, "image/png") == 2
+    sounds = [
+        o.data["text/html"] for c in notebook.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})
+    ]
+    assert sum("<audio" in html for html in sounds) == 4
+
+
+@pytest.mark.slow
+def test_custom_advantage_and_reward(tmp_path):
+    remember = (
+        "calls, own = [], ranks\n\n\n"
+        "def ranks(rewards, group_ids, **kwargs):\n"
+        "    calls.append([rewards.tolist(), group_ids.tolist(), own(rewards, group_ids, **kwargs).tolist(), sorted(kwargs)])\n"
+        "    return own(rewards, group_ids, **kwargs)"
+    )
+    look = (
+        "[[np.asarray(row['image']).tolist(), points_at_light([question_about(row['image'])] * 5, said)] "
+        "for row in test.select(range(20))]"
+    )
+    notebook, result = execute(
+        "custom_advantage_and_reward",
+        f"{{'calls': calls, 'seen': {look}, 'runs': {{name: t.state.log_history for name, t in trainers.items()}}, "
+        "'rows': [len(result.rows) for result in results.values()]}",
+        after={"def ranks(": remember},
+        output_dir=str(tmp_path),
+        max_steps=2,
+        batch_size=32,
+        rows=8,
+    )
+    assert len(result["calls"]) == 2  # one generation batch per update, of one of the runs
+    for rewards, groups, advantages, others in result["calls"]:
+        assert len(rewards) == 32 and {"mask", "old_logps", "rewards_per_func"} <= {*others}
+        for reward, group, advantage in zip(rewards, groups, advantages, strict=True):
+            own = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+            place = sum(r < reward for r in own) - sum(r > reward for r in own)
+            assert advantage == pytest.approx(place / 15)
+    for pixels, (*rewards, elsewhere) in result["seen"]:
+        pixels = np.array(pixels)
+        brightest = np.array(np.unravel_index(pixels.argmax(), pixels.shape)) - 13.5
+        cosines = [brightest @ heading / np.linalg.norm(brightest) for heading in DIRECTIONS.values()]
+        assert rewards == pytest.approx(cosines, abs=0.3) and elsewhere == -1
+    assert result["rows"] == [100, 100] and result["runs"].keys() == {"group_norm", "ranks"}
+    for name, history in result["runs"].items():
+        logs = [entry for entry in history if "reward" in entry]
+        assert [entry["step"] for entry in logs] == [1, 2] and all(-1 <= entry["reward"] <= 1 for entry in logs)
+        assert (tmp_path / name / "model.safetensors").exists()
+    assert shown(notebook, "image/png") >= 5
+
+
+@pytest.mark.slow
+def test_qwen2_audio_lora(tmp_path):
+    """The recipe on a tiny Qwen2-Audio, and twenty chirps in the columns of ESC-50."""
+    categories = ["dog", "chirping_birds", "vacuum_cleaner", "sea_waves", "clock_tick"]
+    rows = {
+        "audio": [{"array": audio(0.3 + 0.02 * i, i)["audio"], "sampling_rate": RATE} for i in range(20)],
+        "category": [categories[i % 5] for i in range(20)],
+        "fold": [1 + i // 4 for i in range(20)],
+    }
+    dataset = Dataset.from_dict(rows).cast_column("audio", Audio(sampling_rate=RATE))
+    dataset.to_parquet(tmp_path / "data" / "train.parquet")
+    trained = tmp_path / "trained"
+    notebook, result = execute(
+        "qwen2_audio_lora",
+        "{'history': trainer.state.log_history, 'answers': [row['completions'] for row in answers.rows], "
+        "'same': [row['completions'] for row in evaluate_trainer(trainer, test, accuracy_reward, settings).rows], "
+        "'train': list(train['prompt']), 'solutions': list(test['solution']), 'columns': train.column_names}",
+        model_id=str(saved("qwen2_audio")),
+        dataset_id=str(tmp_path / "data"),
+        output_dir=str(trained),
+        dtype="float32",
+        num_generations=4,
+        prompts_per_update=2,
+        max_completion_length=8,
+        max_steps=2,
+        eval_steps=1,
+        learning_rate=1e-2,
+    )
+    assert result["columns"] == ["prompt", "audio", "solution"] and len(result["train"]) == 16
+    assert result["solutions"] == ["chirping birds", "vacuum cleaner", "sea waves", "clock tick"]
+    for (message,) in result["train"]:
+        choices = re.fullmatch(r"What makes this sound: (.*)\? Answer .*", message["content"])[1].split(", ")
+        assert len({*choices}) == 4 and {*choices} <= {name.replace("_", " ") for name in categories}
+    logs = [entry for entry in result["history"] if "reward" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2] and all(math.isfinite(entry["loss"]) for entry in logs)
+    assert [entry["step"] for entry in result["history"] if "eval_accuracy" in entry] == [1, 2]
+    # The adapter is on the language model alone, and does what the trained model does
+    names = {*load_file(trained / "adapter_model.safetensors")}
+    assert names and all(re.search(r"language_model.*\.[qkvo]_proj\.lora_", name) for name in names)
+    assert result["answers"] == result["same"][:3]
+    assert (trained / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert (trained / "evaluation" / "step-2" / "metrics.json").exists()
+    assert "PeftModel" in (trained / "README.md").read_text()
+    assert shown(notebook, "image/png") == 1

@@ -1,0 +1,110 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Evaluation of answers during training."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback
+
+from ..trainers.multimodal import MultimodalMixin
+from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _checked, evaluate_trainer
+
+
+class GenerationEvalCallback(TrainerCallback):
+    """
+    A [`~transformers.TrainerCallback`] that lets the model answer held-out rows and logs what is right.
+
+    A trainer's own evaluation samples as in training, `num_generations` completions at the training temperature, and
+    logs mean rewards. This one decodes greedily unless told otherwise, counts each row once, and logs `eval_accuracy`,
+    `eval_accuracy_low`, `eval_accuracy_high`, `eval_pass@k` and the other metrics of [`EvaluationResult`]. The last
+    weights are always evaluated, when training ends.
+
+    Training goes on exactly as without the callback, with DDP, FSDP2 and DeepSpeed too.
+
+    Args:
+        trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
+            Trainer to which the callback will be attached.
+        eval_dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
+            Rows to answer. By default the trainer's `eval_dataset`.
+        reward_funcs (`Callable` or `list[Callable]`, *optional*):
+            Reward functions; the first tells what is correct. By default those of the trainer.
+        args ([`EvaluationConfig`], *optional*):
+            How to sample and count, see [`evaluate_trainer`].
+        freq (`int` or `"epoch"`, *optional*):
+            Number of steps between evaluations, or after each epoch. By default after each evaluation of the trainer,
+            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and early stopping.
+        output_dir (`str`, *optional*):
+            Folder for the results, each in a folder `step-<number>`, see [`EvaluationResult.save`].
+
+    Raises:
+        `ValueError`: If there is no dataset, or if the trainer samples with vLLM.
+
+    Example:
+    ```python
+    trainer = MultimodalGRPOTrainer(...)
+    trainer.add_callback(GenerationEvalCallback(trainer, eval_dataset, accuracy_reward, freq=50))
+    trainer.train()
+    ```
+    """
+
+    def __init__(
+        self,
+        trainer: MultimodalMixin,
+        eval_dataset: Dataset | Sequence[dict[str, Any]] | None = None,
+        reward_funcs: Callable | list[Callable] | None = None,
+        args: EvaluationConfig | None = None,
+        freq: int | Literal["epoch"] | None = None,
+        output_dir: str | None = None,
+    ):
+        _check_trainer(trainer)
+        if eval_dataset is None and not isinstance(trainer.eval_dataset, Dataset):
+            raise ValueError("There is no dataset to evaluate on; pass it as `eval_dataset`.")
+        if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
+            raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
+        _checked(reward_funcs or list(trainer.reward_funcs))
+        self.trainer = trainer
+        self.eval_dataset = eval_dataset
+        self.reward_funcs = reward_funcs
+        self.args = args
+        self.freq = freq
+        self.output_dir = output_dir
+        self.result: EvaluationResult | None = None  # the latest
+        self._last_step = -1
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._last_step = -1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if isinstance(self.freq, int) and state.global_step % self.freq == 0:
+            self._evaluate(state, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.freq == "epoch":
+            self._evaluate(state, control)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        # A trainer with several datasets evaluates more than once in a step
+        if self.freq is None and not (self.trainer.is_in_train and state.global_step == self._last_step):
+            logged = self._evaluate(state, control)
+            if metrics is not None:
+                metrics.update(logged)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        # The best weights may have been loaded since
+        if state.global_step != self._last_step or args.load_best_model_at_end:
+            self._evaluate(state, control)
+
+    def _evaluate(self, state, control) -> dict[str, float]:
+        self.result = evaluate_trainer(self.trainer, self.eval_dataset, self.reward_funcs, self.args)
+        self._last_step = state.global_step
+        if self.output_dir is not None:
+            self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
+        metrics = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
+        # A log of the steps so far may be due, which logging here would take for done
+        due = control.should_log
+        # TRL's `log` adds the training metrics since its last call, and would leave them out of the next
+        Trainer.log(self.trainer, dict(metrics))
+        control.should_log = due
+        return metrics

@@ -1,0 +1,691 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Answers to the rows of a dataset, and what reward functions say about them."""
+
+import asyncio
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object, is_peft_model, set_seed
+from datasets import Dataset
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerState,
+)
+from trl import is_conversational
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import (
+    get_callable_name,
+    is_async_callable,
+    shutdown_event_loop_in_daemon,
+    start_event_loop_in_daemon,
+)
+
+from ..actors import Actor
+from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
+from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids
+from ..packing.layout import split_samples
+from ..rewards.answers import _extract, _normalize
+from ..rewards.choices import named_choice
+from ..rollout import generate_completions, trim_after_eos
+from ..trainers.fetch import FetchOnce
+from ..trainers.multimodal import MultimodalMixin
+from ..trainers.reward_checks import checked_reward
+from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
+
+
+# Columns of the dataset that reward functions get under other names, as in TRL
+_NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
+
+_VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
+
+
+@dataclass
+class EvaluationConfig:
+    """
+    How answers are sampled and counted.
+
+    Args:
+        num_samples (`int`, *optional*, defaults to `1`):
+            Completions of each prompt. More than one need a temperature.
+        temperature (`float`, *optional*, defaults to `0.0`):
+            Temperature of sampling; 0 is greedy decoding.
+        top_p (`float`, *optional*, defaults to `1.0`):
+            Share of probability that tokens are sampled from.
+        top_k (`int`, *optional*, defaults to `0`):
+            Number of tokens that are sampled from; 0 is all.
+        max_completion_length (`int`, *optional*, defaults to `256`):
+            Most tokens of a completion.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Completions sampled at once on each process. A batch has the `batch_size // num_samples` prompts that fit,
+            or one, whose samples are drawn in turns where they don't.
+        pass_at (`list[int]`, *optional*, defaults to `[1]`):
+            The `k` of pass@k, at most `num_samples`.
+        majority_at (`list[int]`, *optional*):
+            The `k` of majority@k, at most `num_samples`. By default those of `pass_at` but 1.
+        correct_threshold (`float`, *optional*, defaults to `1.0`):
+            Smallest value of the first reward function at which a completion counts as correct.
+        group_by (`str`, *optional*):
+            Column by whose values accuracy is told apart too, such as `"task"` of MMAU.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Level of the confidence intervals.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of sampling. Each batch has its own seed, made of this one and of its place.
+
+    Raises:
+        `ValueError`: If a value is out of range.
+    """
+
+    num_samples: int = field(default=1, metadata={"help": "Completions of each prompt."})
+    temperature: float = field(default=0.0, metadata={"help": "Temperature of sampling; 0 is greedy decoding."})
+    top_p: float = field(default=1.0, metadata={"help": "Share of probability that tokens are sampled from."})
+    top_k: int = field(default=0, metadata={"help": "Number of tokens that are sampled from; 0 is all."})
+    max_completion_length: int = field(default=256, metadata={"help": "Most tokens of a completion."})
+    batch_size: int = field(default=8, metadata={"help": "Completions sampled at once on each process."})
+    pass_at: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "The k of pass@k, at most `num_samples`."}
+    )
+    majority_at: list[int] | None = field(
+        default=None, metadata={"help": "The k of majority@k. By default those of `pass_at` but 1."}
+    )
+    correct_threshold: float = field(
+        default=1.0,
+        metadata={"help": "Smallest value of the first reward function at which a completion counts as correct."},
+    )
+    group_by: str | None = field(
+        default=None, metadata={"help": "Column by whose values accuracy is told apart too, such as `task` of MMAU."}
+    )
+    confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
+    seed: int = field(default=0, metadata={"help": "Seed of sampling."})
+
+    def __post_init__(self):
+        for name in ("num_samples", "max_completion_length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; set it to at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` is {self.temperature}; set it to 0 for greedy decoding, or to more.")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"`num_samples` is {self.num_samples}, but greedy decoding gives the same completion every time; set "
+                "a `temperature`."
+            )
+        if self.majority_at is None:
+            self.majority_at = [k for k in self.pass_at if k > 1]
+        for name in ("pass_at", "majority_at"):
+            for k in getattr(self, name):
+                if not 1 <= k <= self.num_samples:
+                    raise ValueError(
+                        f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
+                    )
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")
+
+
+@dataclass
+class EvaluationResult:
+    """
+    What an evaluation found, the same on each process.
+
+    Args:
+        metrics (`dict[str, float | None]`):
+            `accuracy` (of all samples, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`, the
+            ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length` in
+            tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
+            samples the first reward function all gave a value; `accuracy/<value>` of each value of `group_by`; and
+            `metric/<name>`, means over batches of what reward functions gave to `log_metric`. `None` where there is
+            nothing to take a mean of, or too little for an interval.
+        rows (`list[dict]`):
+            For each row, in the order of the dataset: its `index`, its `prompt` as text, in which media are marks such
+            as `"<audio>"`; lists with an entry for each sample: `completions`, `extracted_answers`, `correct`,
+            `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions gave to
+            `log_extra`; and the dataset's other columns, if they hold text and numbers and have none of these names.
+        settings (`dict`):
+            What was evaluated, and how.
+    """
+
+    metrics: dict[str, float | None]
+    rows: list[dict[str, Any]]
+    settings: dict[str, Any]
+
+    def save(self, folder: str | Path) -> None:
+        """
+        Writes `metrics.json` (metrics, settings and versions) and `rows.parquet`. Only the main process does.
+
+        Args:
+            folder (`str` or `Path`):
+                Where to, made if need be.
+        """
+        if not PartialState().is_main_process:
+            return
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        versions = {name: version(name) for name in _VERSIONS}
+        content = {"metrics": self.metrics, "settings": self.settings, "versions": versions}
+        (folder / "metrics.json").write_text(json.dumps(content, indent=2) + "\n")
+        Dataset.from_list(self.rows).to_parquet(folder / "rows.parquet")
+
+
+@dataclass
+class _Policy:
+    """
+    What answers.
+
+    `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `sample(prompts,
+    config)` gives the ids of completions. With `in_step`, processes must call it equally often.
+    """
+
+    model: nn.Module
+    base: PreTrainedModel
+    processor: ProcessorMixin | PreTrainedTokenizerBase
+    sample: Callable[[list[EncodedPrompt], GenerationConfig], torch.Tensor]
+    template_kwargs: dict[str, Any]
+    audio_overlong: str
+    in_step: bool = False
+    trainer_state: TrainerState = field(default_factory=TrainerState)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
+
+
+def evaluate(
+    model: PreTrainedModel | nn.Module | Actor,
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    dataset: Dataset | Sequence[dict[str, Any]],
+    reward_funcs: Callable | list[Callable],
+    args: EvaluationConfig | None = None,
+    *,
+    accelerator: Accelerator | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+) -> EvaluationResult:
+    """
+    Lets a model answer the rows of a dataset and counts what is right.
+
+    Each prompt and its media are decoded, encoded and prefilled once for all its samples. Processes take turns with
+    the batches, and each row counts once, whatever the number of rows and processes. What a batch holds and its seed
+    don't depend on the processes either, so neither do the completions. Placeholder tokens can't be sampled. Of the
+    model's own generation config, the ends of sequence and suppressed tokens count, and nothing else.
+
+    The modes of the model's modules and the random states of Python, NumPy and torch are the same afterwards.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`], [`~peft.PeftModel`] or [`Actor`]):
+            Model that answers, where it is to run, and whole on each process; what [`~accelerate.Accelerator`] has
+            wrapped for DDP is fine. For models in training under FSDP or ZeRO-3 there is [`evaluate_trainer`].
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The model's processor, or its tokenizer for text.
+        dataset ([`~datasets.Dataset`] or `Sequence[dict]`):
+            Rows with the column `prompt`, media columns, and what reward functions ask for, such as `solution`.
+        reward_funcs (`Callable` or `list[Callable]`):
+            Reward functions as the trainers take them, plain or async. The first tells what is correct.
+        args ([`EvaluationConfig`], *optional*):
+            How to sample and count. By default one greedy completion per row.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            The processes and their device. By default a new one.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+
+    Returns:
+        [`EvaluationResult`]: Metrics and rows, the same on each process.
+
+    Raises:
+        `ValueError`: If there are no rows, a row has no prompt, a reward function returns something else than a number
+            or `None` per completion, or the model's weights are spread over processes.
+        [`MediaError`]: If a medium can't be decoded or placed. The message names the row in its batch.
+
+    Example:
+    ```python
+    result = evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=16))
+    print(result.metrics["accuracy"], result.metrics["accuracy_low"], result.metrics["accuracy_high"])
+    ```
+    """
+    accelerator = accelerator or Accelerator()
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and accelerator.num_processes == 1:
+        raise RuntimeError(
+            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU, so "
+            f"that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
+            "`ACCELERATE_USE_CPU=true` in the environment."
+        )
+    if isinstance(model, Actor):
+        model = model.model
+    unwrapped = accelerator.unwrap_model(model)
+    base = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+    if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
+        raise ValueError(
+            "The weights of the model are spread over processes, where `evaluate` can't tell how to sample; load it "
+            "whole on each process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
+        )
+    # Without the trainers' self-check, which finds out whether media of equal shapes may join
+    apart = "prompt" if base.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+
+    def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
+        parts = split_samples(prompts, apart)
+        with unwrap_model_for_generation(model, accelerator) as generating, torch.no_grad():
+            outputs = [
+                generate_completions(
+                    generating, base, [prompts[i] for i in part], config, config.pad_token_id, base.device
+                )
+                for part in parts
+            ]
+        longest = max(output.size(1) for output in outputs)
+        outputs = [F.pad(output, (0, longest - output.size(1)), value=config.pad_token_id) for output in outputs]
+        order = torch.tensor([i for part in parts for i in part]).argsort()
+        return torch.cat(outputs)[order.to(outputs[0].device)]
+
+    policy = _Policy(model, base, processing_class, sample, template_kwargs or {}, audio_overlong)
+    return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
+
+
+def evaluate_trainer(
+    trainer: MultimodalMixin,
+    dataset: Dataset | Sequence[dict[str, Any]] | None = None,
+    reward_funcs: Callable | list[Callable] | None = None,
+    args: EvaluationConfig | None = None,
+) -> EvaluationResult:
+    """
+    [`evaluate`] of the model of a trainer, as it is now, also in the middle of training and with weights that FSDP2 or
+    ZeRO-3 spread over processes. Nothing that training depends on is changed.
+
+    Completions are sampled as the trainer samples with transformers, with its chat template and its `audio_overlong`.
+
+    Args:
+        trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
+            Trainer.
+        dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
+            Rows to answer. By default the trainer's `eval_dataset`.
+        reward_funcs (`Callable` or `list[Callable]`, *optional*):
+            Reward functions; the first tells what is correct. By default those of the trainer.
+        args ([`EvaluationConfig`], *optional*):
+            How to sample and count. By default one greedy completion per row, of the trainer's
+            `max_completion_length`, in batches of its `per_device_eval_batch_size`.
+
+    Returns:
+        [`EvaluationResult`]: Metrics and rows, the same on each process.
+
+    Raises:
+        `ValueError`: If there is no dataset, if the trainer samples with vLLM, or as [`evaluate`] says.
+    """
+    _check_trainer(trainer)
+    dataset = trainer.eval_dataset if dataset is None else dataset
+    if dataset is None:
+        raise ValueError("There is nothing to evaluate on; pass a dataset, or give the trainer an `eval_dataset`.")
+    if args is None:
+        args = EvaluationConfig(
+            max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
+        )
+    accelerator = trainer.accelerator
+    policy = _Policy(
+        model=trainer.model,
+        base=trainer._unwrapped(trainer.model),
+        processor=trainer.processing_class,
+        sample=torch.no_grad()(trainer._sample_completions),
+        template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
+        audio_overlong=trainer.args.audio_overlong,
+        # Sharded weights are gathered, and forwards counted, on all processes alike
+        in_step=not trainer._is_whole or trainer._apart is not None,
+        trainer_state=trainer.state,
+    )
+    return _evaluate(policy, dataset, reward_funcs or list(trainer.reward_funcs), args, accelerator)
+
+
+def _check_trainer(trainer: MultimodalMixin) -> None:
+    if not isinstance(trainer, MultimodalMixin):
+        raise ValueError(
+            f"The trainer is a {type(trainer).__name__}, which doesn't sample as the trainers of this package do; "
+            "evaluate its model with `evaluate`."
+        )
+    if trainer.use_vllm:
+        raise ValueError(
+            "The trainer samples with vLLM, which evaluation doesn't; set `use_vllm=False`, or evaluate a saved model."
+        )
+
+
+@torch.no_grad()
+def _evaluate(
+    policy: _Policy,
+    dataset: Dataset | Sequence[dict[str, Any]],
+    reward_funcs: Callable | list[Callable],
+    args: EvaluationConfig,
+    accelerator: Accelerator,
+) -> EvaluationResult:
+    reward_funcs = _checked(reward_funcs)
+    if not isinstance(dataset, (Dataset, Sequence)) or len(dataset) == 0:
+        raise ValueError(
+            f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with at least "
+            "one: a split of several, or `list(stream.take(100))` of one that streams."
+        )
+    rows = FetchOnce(dataset) if isinstance(dataset, Dataset) else _Rows(dataset)
+    if args.group_by is not None and args.group_by not in rows.__getitems__([0])[0]:
+        raise ValueError(f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs.")
+    n_prompts = max(args.batch_size // args.num_samples, 1)
+    batches = [range(start, min(start + n_prompts, len(dataset))) for start in range(0, len(dataset), n_prompts)]
+    config = _generation_config(policy, args)
+    records, logged, left_out = [], [], set()
+    with (
+        _kept_random_state(),
+        _evaluation_mode(policy.model),
+        _as_generation_config(policy.base, config),
+        _event_loop(reward_funcs) as loop,
+    ):
+        for first in range(0, len(batches), accelerator.num_processes):
+            place = first + accelerator.process_index
+            if place < len(batches) or policy.in_step:
+                # Where there is none left, the first one again keeps the other processes from waiting forever
+                indices = list(batches[place] if place < len(batches) else batches[0])
+                set_seed(int(np.random.SeedSequence([args.seed, place]).generate_state(1)[0]))
+                batch = rows.__getitems__(indices)
+                answered, metrics = _answer(policy, batch, reward_funcs, config, args, loop)
+                if place < len(batches):
+                    for index, row, record in zip(indices, batch, answered, strict=True):
+                        record = {"index": index, **record}
+                        others = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
+                        left_out.update(name for name, value in others.items() if not _is_plain(value))
+                        records.append({**record, **others})
+                    logged += metrics
+    if accelerator.num_processes > 1:
+        left_out = set(gather_object(list(left_out)))
+    records = [{name: value for name, value in record.items() if name not in left_out} for record in records]
+    if accelerator.num_processes > 1:
+        records, logged = gather_object(records), gather_object(logged)
+    names = dict.fromkeys(name for record in records for name in record)
+    records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
+    names = [get_callable_name(func) for func in reward_funcs]
+    metrics = _metrics(records, names, args)
+    for name in sorted({name for name, _ in logged}):
+        metrics[f"metric/{name}"] = _mean([value for own, value in logged if own == name])
+    settings = {
+        **asdict(args),
+        "model": policy.base.config._name_or_path,
+        "reward_funcs": names,
+    }
+    return EvaluationResult(metrics, records, settings)
+
+
+class _Rows:
+    """Rows of a sequence, read as those of a dataset are."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]):
+        self._rows = rows
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self._rows[index] for index in indices]
+
+
+def _checked(reward_funcs: Callable | list[Callable]) -> list[Callable]:
+    reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if not reward_funcs:
+        raise ValueError("There is no reward function; pass at least one, which tells what is correct.")
+    for reward_func in reward_funcs:
+        if isinstance(reward_func, (str, nn.Module)):
+            raise ValueError(
+                "A reward model can't be called like a function; pass `RewardModel(model, processor)` or functions as "
+                "`reward_funcs`."
+            )
+    names = [get_callable_name(reward_func) for reward_func in reward_funcs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Reward functions must have different names, but are called {names}; rename one.")
+    return [checked_reward(reward_func) for reward_func in reward_funcs]
+
+
+def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationConfig:
+    tokenizer, own = policy.tokenizer, policy.base.generation_config
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    # A sampled placeholder would stand for media that aren't there
+    suppressed = set().union(*placeholder_token_ids(policy.base, policy.processor).values(), own.suppress_tokens or [])
+    sampling = {"do_sample": False}
+    if args.temperature > 0:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    return GenerationConfig(
+        max_new_tokens=args.max_completion_length,
+        eos_token_id=ends,
+        pad_token_id=padding,
+        bos_token_id=tokenizer.bos_token_id,
+        suppress_tokens=sorted(suppressed) or None,
+        disable_compile=True,
+        **sampling,
+    )
+
+
+def _answer(
+    policy: _Policy,
+    rows: list[dict[str, Any]],
+    reward_funcs: list[Callable],
+    config: GenerationConfig,
+    args: EvaluationConfig,
+    loop: asyncio.AbstractEventLoop | None,
+) -> tuple[list[dict[str, Any]], list[tuple[str, float]]]:
+    """The records of rows, and the metrics that reward functions logged."""
+    for index, row in enumerate(rows):
+        if "prompt" not in row:
+            raise ValueError(f"row {index} has no column 'prompt', only {sorted(row)}; rename the right one.")
+    prompts = [row["prompt"] for row in rows_to_messages(rows)]
+    encoded = [
+        encode_prompt(
+            prompt,
+            policy.processor,
+            policy.base,
+            template_kwargs=policy.template_kwargs,
+            audio_overlong=policy.audio_overlong,
+        )
+        for prompt in prompts
+    ]
+    n = args.num_samples
+    samples = [prompt for prompt in encoded for _ in range(n)]
+    ids = []
+    for start in range(0, len(samples), args.batch_size):
+        output = policy.sample(samples[start : start + args.batch_size], config)
+        ids += trim_after_eos(output, config.eos_token_id)
+    texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rewards, extras, metrics = _rewards(
+        reward_funcs,
+        prompts=[prompt for prompt in restore_media(prompts) for _ in range(n)],
+        texts=texts,
+        ids=ids,
+        rows=[row for row in rows for _ in range(n)],
+        trainer_state=policy.trainer_state,
+        loop=loop,
+    )
+    ends = {*config.eos_token_id, config.pad_token_id}
+    records = []
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        part = slice(i * n, (i + 1) * n)
+        decisive = rewards[get_callable_name(reward_funcs[0])][part]
+        own = {
+            "prompt": _as_text(strip_media(prompt)),
+            "completions": texts[part],
+            "extracted_answers": [extracted_answer(text, row.get("choices")) for text in texts[part]],
+            "correct": [None if reward is None else reward >= args.correct_threshold for reward in decisive],
+            "completion_lengths": [len(tokens) for tokens in ids[part]],
+            "truncated": [not tokens or tokens[-1] not in ends for tokens in ids[part]],
+            **{f"reward/{name}": values[part] for name, values in rewards.items()},
+            **{f"extra/{name}": values[part] for name, values in extras.items()},
+        }
+        records.append(own)
+    return records, metrics
+
+
+def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
+    """
+    The answer in a completion, by which samples are compared.
+
+    Args:
+        completion (`str`):
+            Text of the completion.
+        choices (`Sequence[str]`, *optional*):
+            Choices, where there are any.
+
+    Returns:
+        `str`: The content of the first `<answer>...</answer>`, or the whole completion if there is none; the text of
+        the choice that it names, if it does.
+    """
+    answer = _extract(completion)
+    index = named_choice(answer, choices) if choices else None
+    return answer if index is None else choices[index]
+
+
+def _rewards(reward_funcs, prompts, texts, ids, rows, trainer_state, loop):
+    """Rewards by function, and the columns and metrics that they logged. They get what TRL's trainers give them."""
+    extras: dict[str, list] = {}
+    metrics: list[tuple[str, float]] = []
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
+    conversational = is_conversational({"prompt": prompts[0]})
+    arguments = {
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        "completion_ids": ids,
+        **{name: [row.get(name) for row in rows] for name in names},
+        "trainer_state": trainer_state,
+        "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
+        "log_metric": lambda name, value: metrics.append((name, float(value))),
+    }
+    results = {}
+    waiting = {}
+    for reward_func in reward_funcs:
+        if is_async_callable(reward_func):
+            waiting[get_callable_name(reward_func)] = reward_func(**arguments)
+        else:
+            results[get_callable_name(reward_func)] = reward_func(**arguments)
+    if waiting:
+
+        async def together():
+            return await asyncio.gather(*waiting.values())
+
+        answers = asyncio.run_coroutine_threadsafe(together(), loop).result()
+        results.update(zip(waiting, answers, strict=True))
+    for column, values in extras.items():
+        if len(values) != len(texts):
+            raise ValueError(
+                f"`log_extra` got {len(values)} values of {column!r} for {len(texts)} completions; give one each."
+            )
+    order = [get_callable_name(reward_func) for reward_func in reward_funcs]
+    return {name: [None if r is None else float(r) for r in results[name]] for name in order}, extras, metrics
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (str, bool, int, float))
+
+
+def _as_text(prompt: str | list[dict[str, str]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationConfig) -> dict[str, float | None]:
+    scored = [record for record in records if None not in record["correct"]]
+    n = args.num_samples
+    right = np.array([sum(record["correct"]) for record in scored])
+    metrics: dict[str, float | None] = {}
+
+    def add(name: str, values: np.ndarray, one_each: bool) -> None:
+        """The mean of a value between 0 and 1 of each row, which is 0 or 1 where a row makes one observation."""
+        low = high = None
+        if len(values) and one_each:
+            low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
+        elif len(values) > 1:
+            low, high = (min(max(end, 0.0), 1.0) for end in mean_interval(values, args.confidence))
+        metrics.update({name: _mean(values), f"{name}_low": low, f"{name}_high": high})
+
+    add("accuracy", right / n, one_each=n == 1)
+    for k in args.pass_at:
+        add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
+    # Answers that differ in case, whitespace or punctuation only agree
+    answers = [[_normalize(answer) for answer in record["extracted_answers"]] for record in scored]
+    for k in args.majority_at:
+        votes = majority_at_k(answers, [record["correct"] for record in scored], k)
+        add(f"majority@{k}", votes, one_each=n < 2 * k)
+    if args.group_by is not None:
+        for value in sorted({str(record[args.group_by]) for record in scored}):
+            of_group = [i for i, record in enumerate(scored) if str(record[args.group_by]) == value]
+            add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
+    for name in names:
+        metrics[f"reward/{name}"] = _mean(_flat(record[f"reward/{name}"] for record in records))
+    metrics["completion_length"] = _mean(_flat(record["completion_lengths"] for record in records))
+    metrics["truncated"] = _mean(_flat(record["truncated"] for record in records))
+    return {**metrics, "rows": len(records), "scored_rows": len(scored)}
+
+
+def _flat(values: Iterable[list]) -> list:
+    return [value for part in values for value in part if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if len(values) else None
+
+
+@contextmanager
+def _kept_random_state():
+    """Puts the random states back that sampling, reward functions and decoding of media may use."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module):
+    modes = [(module, module.training) for module in model.modules()]  # parts may be in another mode
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _as_generation_config(model: PreTrainedModel, config: GenerationConfig):
+    """Where a config says nothing, `generate` would take what the checkpoint recommends."""
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextmanager
+def _event_loop(reward_funcs: list[Callable]):
+    """An event loop where a function is async, in a thread, since one may run here already, as in a notebook."""
+    if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
+        yield None
+        return
+    thread, loop, ready = start_event_loop_in_daemon(name="evaluation")
+    ready.wait()
+    try:
+        yield loop
+    finally:
+        shutdown_event_loop_in_daemon(thread, loop)

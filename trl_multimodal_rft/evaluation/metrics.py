@@ -1,0 +1,171 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What samples of a model's answers say about it, and how sure one can be. Arrays in, arrays out."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
+    """
+    Probability that at least one of `k` samples is right, estimated without bias from `n` samples of which `c` are,
+    see [Evaluating Large Language Models Trained on Code](https://huggingface.co/papers/2107.03374).
+
+    It is `1 - C(n - c, k) / C(n, k)`: the share of the sets of `k` samples that hold a right one.
+
+    Args:
+        n (`int` or array of `int`):
+            Number of samples of each row.
+        c (`int` or array of `int`):
+            Number of right ones, of a shape that broadcasts with `n`.
+        k (`int`):
+            Number of tries, between 1 and the smallest `n`.
+
+    Returns:
+        `np.ndarray`: Estimates between 0 and 1, of the broadcast shape.
+
+    Raises:
+        `ValueError`: If `k` is out of range, or `c` isn't between 0 and `n`.
+
+    Example:
+    ```python
+    >>> pass_at_k(n=[4, 4, 4], c=[0, 1, 4], k=2)
+    array([0. , 0.5, 1. ])
+    ```
+    """
+    n, c = np.broadcast_arrays(np.asarray(n), np.asarray(c))
+    if n.size and not 1 <= k <= n.min():
+        raise ValueError(
+            f"`k` is {k}, but must be between 1 and the number of samples ({n.min()}); sample more, or lower it."
+        )
+    if ((c < 0) | (c > n)).any():
+        raise ValueError("`c` must be between 0 and `n`, for it counts the right ones of `n` samples.")
+    # One factor per try that fails; none is left to draw where fewer than `k` are wrong
+    failures = [np.clip(n - c - i, 0, None) / (n - i) for i in range(k)]
+    return 1 - np.prod(failures, axis=0)
+
+
+def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Sequence[bool]], k: int) -> np.ndarray:
+    """
+    How often the answer that most of `k` samples agree on is right, see
+    [Self-Consistency](https://huggingface.co/papers/2203.11171).
+
+    Each row's samples are cut into blocks of `k` in their order, which vote apart; what is left over doesn't vote. Of
+    answers with equally many votes the one given first wins, so that the result depends on nothing but the samples.
+
+    Args:
+        answers (`Sequence[Sequence[Hashable]]`):
+            Answers of each row's samples; equal ones agree.
+        correct (`Sequence[Sequence[bool]]`):
+            Whether each is right. For a block, that of the first sample with the winning answer counts.
+        k (`int`):
+            Number of votes, between 1 and the smallest number of samples.
+
+    Returns:
+        `np.ndarray`: Share of each row's blocks that are right, shape `(rows,)`.
+
+    Raises:
+        `ValueError`: If `k` is out of range, or a row has not as many answers as values of `correct`.
+
+    Example:
+    ```python
+    >>> majority_at_k([["7", "8", "7"], ["7", "8", "9"]], [[True, False, True], [True, False, False]], k=3)
+    array([1., 1.])
+    ```
+    """
+    shares = []
+    for row, (given, right) in enumerate(zip(answers, correct, strict=True)):
+        if len(given) != len(right):
+            raise ValueError(
+                f"row {row} has {len(given)} answers and {len(right)} values of `correct`; pass one for each."
+            )
+        if not 1 <= k <= len(given):
+            raise ValueError(f"`k` is {k}, but row {row} has {len(given)} answers; sample more, or lower it.")
+        won = []
+        for start in range(0, len(given) - k + 1, k):
+            block = list(given[start : start + k])
+            (winner, _), *_ = Counter(block).most_common()  # in the order of first appearance, where equal
+            won.append(bool(right[start + block.index(winner)]))
+        shares.append(np.mean(won))
+    return np.array(shares, dtype=float)
+
+
+def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """
+    Confidence interval of a proportion, by Wilson's score (1927, https://doi.org/10.1080/01621459.1927.10502953).
+
+    It stays between 0 and 1 and has a width even where all or none succeed, where a normal interval has none.
+
+    Args:
+        successes (`int`):
+            Number of successes.
+        n (`int`):
+            Number of independent trials, at least 1.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Share of such intervals that hold the true proportion.
+
+    Returns:
+        `tuple[float, float]`: Lower and upper end.
+
+    Raises:
+        `ValueError`: If there is no trial, or not between 0 and `n` successes.
+
+    Example:
+    ```python
+    >>> wilson_interval(8, 10)
+    (0.4901624715375889, 0.9433178485456247)
+    ```
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise ValueError(
+            f"{successes} of {n} is no proportion; pass at least one trial and at most as many successes."
+        )
+    z, share = _quantile(confidence), successes / n
+    center = share + z**2 / (2 * n)
+    margin = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    scale = 1 + z**2 / n
+    # At 0 and 1 the two terms are equal, but for rounding
+    low = 0.0 if successes == 0 else (center - margin) / scale
+    high = 1.0 if successes == n else (center + margin) / scale
+    return low, high
+
+
+def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
+    """
+    Confidence interval of a mean over rows, by the standard error of the rows, see
+    [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
+
+    Questions are what is drawn at random, so a value is what a row gives, such as its pass@k, and not one of its
+    samples: those of one question resemble each other, and counting them one by one would make the interval too
+    narrow. The interval is normal, for dozens of rows and more.
+
+    Args:
+        values (`ArrayLike`):
+            One value per row.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Share of such intervals that hold the true mean.
+
+    Returns:
+        `tuple[float, float]`: Lower and upper end, `NaN` with fewer than two rows.
+
+    Example:
+    ```python
+    >>> mean_interval([0.0, 0.5, 1.0, 0.5])
+    (0.09991150845655538, 0.9000884915434447)
+    ```
+    """
+    values = np.asarray(values, dtype=float)
+    if len(values) < 2:
+        return math.nan, math.nan
+    margin = _quantile(confidence) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return float(values.mean()) - margin, float(values.mean()) + margin
+
+
+def _quantile(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` is {confidence}, but must be between 0 and 1, such as 0.95.")
+    return NormalDist().inv_cdf(0.5 + confidence / 2)

@@ -1,0 +1,143 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards of multiple choice: which of the choices an answer names."""
+
+import re
+from collections.abc import Sequence
+
+from .answers import _extract, _normalize, _text
+
+
+_WORD = re.compile(r"\w+")
+# "B", "(B)", "B.", "B:" and "B)", alone or before more. Not "A woman": a letter before a space may be a word.
+_LETTER = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:]|([A-Za-z])$)\s*(.*)", re.DOTALL)
+
+
+def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[float | None]:
+    """
+    Rewards a completion that names the right one of several choices: 1.0 when it does, else 0.0.
+
+    The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
+    What it names is told by [`named_choice`]. [`accuracy_reward`] asks for the text of the choice and nothing else.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. Of a conversational one, the last message is the answer.
+        solution (`list`):
+            Right choice of each completion, its text or its letter, with or without answer tags. `None` where the
+            reward does not apply.
+        choices (`list[list[str]]`):
+            Choices of each completion. `None` where the reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: 1.0 or 0.0 for each completion, `None` where it has no solution or no choices.
+
+    Raises:
+        `ValueError`: If there is no `solution` or no `choices`, or if a solution isn't one of the choices.
+
+    Example:
+    ```python
+    >>> choices = ["Man", "Woman", "Child"]
+    >>> completions = ["<answer>(B)</answer>", "a woman", "man or woman"]
+    >>> choice_reward(completions, solution=["Woman"] * 3, choices=[choices] * 3)
+    [1.0, 1.0, 0.0]
+    ```
+    """
+    for name, column in (("solution", solution), ("choices", choices)):
+        if column is None:
+            raise ValueError(
+                f"choice_reward compares with the dataset column `{name}`, which it was not given: add the column, or "
+                f"use accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
+            )
+    rewards = []
+    for row, (completion, reference, options) in enumerate(zip(completions, solution, choices, strict=True)):
+        if reference is None or options is None:
+            rewards.append(None)
+            continue
+        right = named_choice(_extract(str(reference)), options)
+        if right is None:
+            raise ValueError(
+                f"row {row}: the solution {reference!r} is none of the choices {list(options)}; correct either of "
+                "them."
+            )
+        rewards.append(float(named_choice(_extract(_text(completion)), options) == right))
+    return rewards
+
+
+def named_choice(answer: str, choices: Sequence[str]) -> int | None:
+    """
+    Which of the choices an answer names.
+
+    In this order: the text of a choice, apart from case, whitespace and punctuation; its letter, as in `"B"`, `"(B)"`
+    or `"B. Woman"`, unless another choice's text follows; or text that has all words of one choice and no word that
+    only others have, which is the rule of [MMAU](https://huggingface.co/papers/2410.19168).
+
+    Args:
+        answer (`str`):
+            Answer, without tags.
+        choices (`Sequence[str]`):
+            Texts of the choices, without letters.
+
+    Returns:
+        `int` or `None`: Index of the choice, `None` if the answer names none, or more than one.
+
+    Example:
+    ```python
+    >>> [named_choice(answer, ["Man", "Woman"]) for answer in ("woman", "B", "(B) Man", "It is a woman.", "A child")]
+    [1, 1, None, 1, None]
+    ```
+    """
+    index = _by_text(answer, choices)
+    if index is not None:
+        return index
+    letter = _LETTER.match(answer.strip())
+    if letter is not None:
+        index = ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
+        if index < len(choices):
+            named = named_choice(letter[4], choices) if letter[4] else None
+            return index if named in (None, index) else None
+    return _by_words(answer, choices)
+
+
+def without_letters(choices: Sequence[str]) -> list[str]:
+    """
+    Texts of choices that may come with their letters.
+
+    Args:
+        choices (`Sequence[str]`):
+            Choices such as `"(A) Man"`, `"B. Woman"`, or texts alone.
+
+    Returns:
+        `list[str]`: Without letters if all have theirs in order, else as they are.
+
+    Example:
+    ```python
+    >>> without_letters(["(A) Man", "(B) Woman"])
+    ['Man', 'Woman']
+    ```
+    """
+    letters = [_LETTER.match(choice) for choice in choices]
+    in_order = all(
+        letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)
+        for i, letter in enumerate(letters)
+    )
+    return [letter[4] for letter in letters] if in_order else list(choices)
+
+
+def _by_text(answer: str, choices: Sequence[str]) -> int | None:
+    texts = [_normalize(choice) for choice in choices]
+    return texts.index(_normalize(answer)) if _normalize(answer) in texts else None
+
+
+def _by_words(answer: str, choices: Sequence[str]) -> int | None:
+    said, words = _words(answer), [_words(choice) for choice in choices]
+    for index, own in enumerate(words):
+        others = set().union(*words) - own
+        if own and own <= said and not said & others:
+            return index
+    return None
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text.casefold()))
