@@ -253,7 +253,7 @@ def refused(folder: Path) -> dict:
 
     with environment(HF_TOKEN=None):
         result = {"none": refusal(lambda: trainer("none", push_to_hub=True))}
-        result["none_after"] = pushed_after_training("none_after")
+        result["none_after"] = pushed_after_training("none_after", hub_private_repo=True)
     result["wrong"] = refusal(lambda: trainer("wrong", push_to_hub=True, hub_token="hf_wrong"))
     result["reading"] = pushed_after_training("reading", hub_token="hf_read")
     result["foreign"] = pushed_after_training("foreign", hub_model_id="other/model")

@@ -146,6 +146,20 @@ def test_gaps():
     np.testing.assert_equal(line.get_ydata(), [math.nan, -40, 0.5, math.nan])
     assert axes.get_title(loc="right") == "0.5"
     assert axes.get_ylim()[0] > -2  # a critic that knows nothing yet doesn't squeeze the rest
+    (axes,) = figure_of(history[:2]).axes
+    bottom, top = axes.get_ylim()
+    assert bottom < -40 < top
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("step", "value"), [(0, 0.0), (1, 1.0), (1, 1e30), (100_000, -1e30), (1, math.inf), (1, math.nan)]
+)
+def test_any_value_can_be_drawn(step, value, tmp_path):
+    names = ("reward", "reward_std", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "explained_variance")
+    names += ("completions/mean_length", "completions/min_length", "completions/max_length")
+    history = [{"step": step, "entropy": 0.5}, {"step": step, **dict.fromkeys(names, value)}]
+    figure_of(history).savefig(tmp_path / "curves.png")
 
 
 def test_smoothing():

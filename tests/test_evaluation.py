@@ -580,7 +580,8 @@ def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_pat
 
     callback = None
     trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects={"eval_dataset": {"a": held_out, "b": held_out}},
+        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path,
+        objects={"eval_dataset": {"a": held_out, "b": held_out}},
         eval_strategy="steps", eval_steps=1, max_steps=2, metric_for_best_model="accuracy", greater_is_better=True,
         load_best_model_at_end=True, save_strategy="steps", save_steps=1, save_only_model=True,
     )  # fmt: skip

@@ -250,7 +250,8 @@ def test_command_of_the_error(published):
     program, *arguments = shlex.split(re.search(r"`(hf upload .*?)`", message).group(1))
     run = published.run([str(Path(sys.executable).with_name(program)), *arguments])
     assert run.returncode == 0, run.stderr[-2000:]
-    assert published.hub.model("someone/none_after").paths == MODEL | WEIGHTS
+    repo = published.hub.model("someone/none_after")
+    assert repo.paths == MODEL | WEIGHTS and repo.private
 
 
 @pytest.mark.slow

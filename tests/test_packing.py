@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, RATE
+from trainer_utils import image_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
@@ -136,6 +137,23 @@ def test_hybrid_can_not_share_its_prompt():
         for i, prompt in enumerate(prompts)
     ]
     assert (logps - torch.cat(alone)).mul(mask).abs().max() <= 1e-5
+
+
+def test_images_of_one_shape_but_several_sizes():
+    """Phi-4's processor pads them, and what its encoder makes of one depends on the sizes of those beside it."""
+    model, processor = FAMILIES["phi4_multimodal"].build()
+    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    install_prefix_attention(model.eval())
+    prompts = [encode_prompt(row["prompt"], processor, model) for row in rows_to_messages(list(image_rows(6)))]
+    shapes = [tuple(prompt.media["image_pixel_values"].shape) for prompt in prompts]
+    assert shapes[1] == shapes[2] and shapes[0] == shapes[3] == shapes[4]
+    ids = torch.randint(50, 200, (6, 4), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        together, alone = (
+            completion_scores(model, model, prompts, ids, torch.ones_like(ids), apart=apart)[0]
+            for apart in ("media", "prompt")
+        )
+    assert (together - alone).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"])

@@ -119,9 +119,7 @@ def token_budget(folder):
 # Losses beside those of TRL's default and of the algorithms below
 LOSSES = {
     "grpo_loss": {"loss_type": "grpo"},
-    "dr_grpo_loss": {"loss_type": "dr_grpo"},
     "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo_loss": {"loss_type": "sapo"},
     "vespo_loss": {"loss_type": "vespo"},
     "luspo_loss": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
 }

@@ -33,8 +33,7 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 
 
 LIMIT = 600  # seconds that a process may live, so that nothing hangs; DeepSpeed compiles before its first run
-# The last step is in the middle of an epoch and of a generation batch
-SHARED = {"max_steps": 9, **REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50}
+SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50}
 OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}}
 ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
 ZERO2 |= {"zero_optimization": {"stage": 2}}
@@ -64,7 +63,9 @@ class Mortal:
     def _init_training_state(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial):
         position = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         name = resume_from_checkpoint and Path(resume_from_checkpoint).name
-        self.resumed.write_text(json.dumps({"checkpoint": name, "step": self.state.global_step}))
+        unfinished = self.resumed.with_suffix(".new")  # it may be killed here, too
+        unfinished.write_text(json.dumps({"checkpoint": name, "step": self.state.global_step}))
+        unfinished.rename(self.resumed)
         return position
 
     def _due(self, point: str) -> bool:
@@ -123,7 +124,7 @@ def train(job: dict) -> None:
     process.
     """
     rank, output = int(os.environ.get("RANK", 0)), Path(job["output"])
-    options = {**OPTIONS[job["algorithm"]], "save_total_limit": job["save_total_limit"]}
+    options = {**OPTIONS[job["algorithm"]], **job["options"]}
     if job["processes"] > 1:
         switch = "ACCELERATE_USE_DEEPSPEED" if job["engine"] == "zero2" else "ACCELERATE_USE_CPU"
         os.environ[switch] = "true"

@@ -217,7 +217,7 @@ def mixed_parts_searched(folder):
     return mixed(folder, "qwen2_5_vl", PARTS, max_tokens_per_microbatch=60, ddp_find_unused_parameters=True)
 
 
-AUDIO = [[audios(), text()], [text(), text("What is it?")], [text(), audios(0.3)], [text(), audios(0.9)]]
+AUDIO = [[audios(), text()], [text(), text("What is it?")], [text(), audios(0.3)]]
 NOT_LANGUAGE = ["model.audio_tower", "model.multi_modal_projector"]
 
 
@@ -238,8 +238,9 @@ def mixed_adapted(folder):
 
 def mixed_critic(folder):
     """Adapters in the policy's language model alone, and a critic that is trained whole."""
-    options = {"lora": NOT_LANGUAGE, "trainer_class": MixedPPO, "num_ppo_epochs": 1, "value_learning_rate": 5.0}
-    return mixed(folder, "qwen2_audio", AUDIO[:1] + AUDIO[2:], **options)
+    steps = [[images((3, 2)), text()], [text(), clip()], [text(), images((4, 3))]]
+    options = {"lora": ["model.visual"], "trainer_class": MixedPPO, "num_ppo_epochs": 1, "value_learning_rate": 20.0}
+    return mixed(folder, "qwen2_5_vl", steps, **options)
 
 
 # Prompts that get forwards of their own, which must be the same on all processes where these hold weights in part
@@ -247,7 +248,7 @@ def mixed_critic(folder):
 
 def apart(folder, steps):
     try:
-        return mixed(folder, "gemma3n", steps)
+        return mixed(folder, "gemma3n", steps, learning_rate=1.0)
     except ValueError as error:
         return {"message": str(error)}
 

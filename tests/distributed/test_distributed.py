@@ -21,7 +21,7 @@ ALGORITHMS = [
     "current_entropies",
     "own_estimator",
 ]
-LOSSES = ["grpo_loss", "dr_grpo_loss", "cispo_loss", "sapo_loss", "vespo_loss", "luspo_loss"]
+LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
 GREEDY = ["greedy_images", "greedy_audio"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"  # in the default run
@@ -191,11 +191,11 @@ def assert_same_update(actual, expected, least=0.1, tolerance=1e-5):
     assert norm({name: actual[name] - expected[name] for name in expected}) <= tolerance * norm(expected)
 
 
-def assert_same_metrics(two, one, names, tolerance=1e-5):
+def assert_same_metrics(two, one, names):
     for name in names:
         logged = [[step[name] for step in result["steps"] if name in step] for result in (*two, *one)]
         # A loss may be the small difference of larger numbers
-        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=tolerance, abs=1e-6), name
+        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=1e-5, abs=1e-6), name
 
 
 @of(
@@ -373,7 +373,7 @@ def assert_same_ppo(two, one, engine, scenario, tolerance=1e-5):
         else:
             assert_same_update(actual, expected, least=0.02, tolerance=tolerance)
     accumulated = scenario == "ppo_shared_trunk"
-    assert_same_metrics(two, one, [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)], tolerance)
+    assert_same_metrics(two, one, [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)])
     # Each process has supervised rows of its own, together those of one process
     assert two[0]["supervised"] != two[1]["supervised"]
     together = [a + b for a, b in zip(two[0]["supervised"], two[1]["supervised"], strict=True)]
@@ -388,7 +388,7 @@ def test_trains_policy_and_critic_as_one_process(two, one, engine, scenario):
 
 @on(["zero2", "zero3"], "ppo_adam")
 def test_deepspeed_counts_no_steps_of_a_frozen_policy(two, one, engine, scenario):
-    """Adam divides by what it remembers, so that rounding shows more."""
+    """Adam divides a gradient by its own size, so that rounding counts as much where there is hardly any gradient."""
     assert_same_ppo(two, one, engine, scenario, tolerance=1e-3)
 
 

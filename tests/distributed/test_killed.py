@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A run that is killed over and over, also while it saves, ends bit for bit as the run that nobody killed."""
 
+import glob
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 TIMEOUT = 600  # seconds; a run takes some, but DeepSpeed compiles before its first
-LAST = 9  # step
+LAST = 9  # step, in the middle of an epoch and of a generation batch
 KEPT = 2  # checkpoints
 PARTIAL = "_partial_checkpoint"
 
@@ -145,7 +146,8 @@ class Processes:
 
 def train(name: str, folder: Path, output: Path, death=None, resume=None, save_total_limit=None) -> dict:
     own = {"folder": str(folder), "output": str(output), "death": death, "resume": resume}
-    return {"task": "train", "save_total_limit": save_total_limit, **own, **CASES[name]}
+    options = {"max_steps": LAST, "save_total_limit": save_total_limit}
+    return {"task": "train", "options": options, **own, **CASES[name]}
 
 
 class Restarted:
@@ -302,7 +304,7 @@ def test_killed_at_random(worker, case, tmp_path):
             pattern = f"{PARTIAL}/checkpoint-*/{file}"
 
             def appears(_, before=before, pattern=pattern):
-                return run.step() > before and any(run.output.glob(pattern))
+                return run.step() > before and bool(glob.glob(str(run.output / pattern)))
 
             goes_on = run.killed(appears, f"{file} was there", 0.005 * run.random.random())
         if not goes_on:

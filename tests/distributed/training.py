@@ -179,7 +179,10 @@ def start(**options):
 def engine_options(state):
     """Arguments of a config."""
     if ENGINE in ZERO and state.num_processes > 1:
-        zero = {"stage": ZERO[ENGINE], "stage3_gather_16bit_weights_on_model_save": True}
+        zero = {"stage": ZERO[ENGINE]}
+        if zero["stage"] == 3:
+            # No weight is too small to be split
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
         config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
         config |= {"gradient_clipping": "auto", "zero_optimization": zero}
         return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}

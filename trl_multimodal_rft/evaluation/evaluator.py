@@ -42,7 +42,7 @@ from ..actors import Actor
 from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
 from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids
 from ..packing.layout import split_samples
-from ..rewards.answers import _extract, _normalize
+from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.choices import named_choice
 from ..rollout import generate_completions, trim_after_eos
 from ..trainers.fetch import FetchOnce
@@ -541,7 +541,7 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
         `str`: The content of the first `<answer>...</answer>`, or the whole completion if there is none; the text of
         the choice that it names, if it does.
     """
-    answer = _extract(completion)
+    answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
     return answer if index is None else choices[index]
 
@@ -619,7 +619,7 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
     # Answers that differ in case, whitespace or punctuation only agree
-    answers = [[_normalize(answer) for answer in record["extracted_answers"]] for record in scored]
+    answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
     for k in args.majority_at:
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
         add(f"majority@{k}", votes, one_each=n < 2 * k)

@@ -117,7 +117,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     Example:
     ```python
     >>> wilson_interval(8, 10)
-    (0.4901624715375889, 0.9433178485456247)
+    (0.49016247153664183, 0.9433178485456247)
     ```
     """
     if n < 1 or not 0 <= successes <= n:
@@ -155,7 +155,7 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
     Example:
     ```python
     >>> mean_interval([0.0, 0.5, 1.0, 0.5])
-    (0.09991150845655538, 0.9000884915434447)
+    (0.09992402697039093, 0.9000759730296091)
     ```
     """
     values = np.asarray(values, dtype=float)

@@ -42,12 +42,12 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
     Raises:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
-    with _decoding(ref):
-        image = _unwrap(ref)
+    with decoding(ref):
+        image = encoded_source(ref)
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            image = PIL.Image.open(_stream(_fetch(ref, image)))
+            image = PIL.Image.open(_stream(fetch_file(ref, image)))
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         if image.mode[0] in "IF":
@@ -86,8 +86,8 @@ def load_audio(
         MediaError: If the sound is missing, unreadable, empty, overlong or not finite, or its rate unknown or invalid.
         ImportError: If soundfile or soxr is needed and not installed.
     """
-    with _decoding(ref):
-        samples, rate = _read_audio(ref)
+    with decoding(ref):
+        samples, rate = read_audio(ref)
         if rate is None:
             raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
         rate = float(rate)
@@ -107,7 +107,7 @@ def load_audio(
                 )
             samples = samples[: int(max_seconds * rate)]
         if rate != sampling_rate:
-            samples = _require("soxr", "audio").resample(samples, rate, sampling_rate)
+            samples = require_module("soxr", "audio").resample(samples, rate, sampling_rate)
         return np.ascontiguousarray(samples, dtype=np.float32)
 
 
@@ -138,8 +138,8 @@ def load_video(
         MediaError: If the video is missing, unreadable, has no frames, or frames of different sizes.
         ImportError: If neither torchcodec nor PyAV is usable.
     """
-    with _decoding(ref):
-        source = _unwrap(ref)
+    with decoding(ref):
+        source = encoded_source(ref)
         if isinstance(source, (np.ndarray, torch.Tensor, list)):
             images = [MediaRef("image", frame, {}, f"{ref.column}[{i}]", ref.row) for i, frame in enumerate(source)]
             frames = [np.asarray(load_image(image)) for image in images]
@@ -191,7 +191,7 @@ def load_with_qwen_vl_utils(
         MediaError: As [`load_image`] and [`load_video`], and if the options contradict each other or the medium.
         ImportError: If qwen-vl-utils is not installed.
     """
-    vision = _require("qwen_vl_utils.vision_process", "video")
+    vision = require_module("qwen_vl_utils.vision_process", "video")
     options = ref.options
 
     def sample_indices(metadata: VideoMetadata) -> list[int]:
@@ -199,7 +199,7 @@ def load_with_qwen_vl_utils(
         metadata.total_num_frames = total
         return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
 
-    with _decoding(ref):
+    with decoding(ref):
         if ref.kind == "image":
             return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
         frames, metadata = load_video(ref, sample_indices)
@@ -220,8 +220,17 @@ def load_with_qwen_vl_utils(
 
 
 @contextmanager
-def _decoding(ref: MediaRef) -> Iterator[None]:
-    # decoders raise errors of any type on corrupt data
+def decoding(ref: MediaRef) -> Iterator[None]:
+    """
+    Turns whatever a decoder raises within the context into an error that names the row and the column.
+
+    Args:
+        ref ([`MediaRef`]):
+            The medium that is decoded.
+
+    Raises:
+        MediaError: Of errors of any type, as decoders raise on corrupt data, but a library that is missing.
+    """
     try:
         yield
     except (MediaError, ImportError):
@@ -233,7 +242,22 @@ def _decoding(ref: MediaRef) -> Iterator[None]:
         ) from error
 
 
-def _require(module: str, extra: str) -> ModuleType:
+def require_module(module: str, extra: str) -> ModuleType:
+    """
+    Imports a module of an optional dependency.
+
+    Args:
+        module (`str`):
+            Name of the module.
+        extra (`str`):
+            Extra of this package that installs it.
+
+    Returns:
+        `ModuleType`: The module.
+
+    Raises:
+        ImportError: If it can't be imported. The message names the extra.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -241,8 +265,20 @@ def _require(module: str, extra: str) -> ModuleType:
         raise ImportError(f"{package} is missing or broken: `pip install trl-multimodal-rft[{extra}]`") from error
 
 
-def _unwrap(ref: MediaRef) -> Any:
-    """The source itself, or the part of a dictionary that says where the medium is."""
+def encoded_source(ref: MediaRef) -> Any:
+    """
+    Where an encoded medium is.
+
+    Args:
+        ref ([`MediaRef`]):
+            The medium.
+
+    Returns:
+        `Any`: Its source, or the part of a dictionary that holds it: bytes, a path or a URL.
+
+    Raises:
+        MediaError: If a dictionary has none of them.
+    """
     if not isinstance(ref.source, dict):
         return ref.source
     for key in ("bytes", "path", "url"):
@@ -251,8 +287,22 @@ def _unwrap(ref: MediaRef) -> Any:
     raise ref.error(f"a dictionary of {sorted(ref.source)}; give 'bytes', 'path' or 'url'")
 
 
-def _fetch(ref: MediaRef, source: str | os.PathLike | bytes) -> str | bytes:
-    """The local path or the bytes behind a path, URL or `data:` URI."""
+def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes) -> str | bytes:
+    """
+    Fetches a file.
+
+    Args:
+        ref ([`MediaRef`]):
+            The medium, for errors.
+        source (`str`, `os.PathLike` or `bytes`):
+            Path, URL, `data:` URI, or the bytes themselves.
+
+    Returns:
+        `str` or `bytes`: A local path, or the bytes.
+
+    Raises:
+        MediaError: If there is no such file.
+    """
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source)
     source = os.fspath(source)
@@ -300,8 +350,21 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
     return (array * 255).round().astype(np.uint8) if top == 1 else array.astype(np.uint8)
 
 
-def _read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
-    """Samples of shape (N,), or (C, N) or (N, C) where they are given so, float32, and their rate if known."""
+def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
+    """
+    Decodes a sound as it is, without resampling.
+
+    Args:
+        ref ([`MediaRef`]):
+            The sound, see [`load_audio`].
+
+    Returns:
+        `tuple`: Samples of shape `(N,)`, or `(C, N)` or `(N, C)` where they are given so, float32, and their rate in Hz, `None`
+        if unknown.
+
+    Raises:
+        MediaError: If the format is unknown, or there is no such file.
+    """
     source = ref.source
     if hasattr(source, "get_all_samples"):
         decoded = source.get_all_samples()
@@ -313,8 +376,8 @@ def _read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
         return _scaled(ref, array), rate
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         return _scaled(ref, source), ref.options.get("sampling_rate")
-    soundfile = _require("soundfile", "audio")
-    file = _fetch(ref, _unwrap(ref))
+    soundfile = require_module("soundfile", "audio")
+    file = fetch_file(ref, encoded_source(ref))
     try:
         samples, rate = soundfile.read(_stream(file), dtype="float32", always_2d=True)
         return samples.mean(axis=1), rate
@@ -357,9 +420,9 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
 
 def _decode_frames(ref: MediaRef, source: Any, sample_indices_fn: Callable) -> tuple[np.ndarray, VideoMetadata]:
     if not hasattr(source, "get_frames_at"):
-        file = _fetch(ref, source)
+        file = fetch_file(ref, source)
         if not is_torchcodec_usable(decode="video"):
-            _require("av", "video")
+            require_module("av", "video")
             return read_video_pyav(_stream(file), sample_indices_fn)
         source = importlib.import_module("torchcodec.decoders").VideoDecoder(file, num_ffmpeg_threads=0)
     header = source.metadata

@@ -15,6 +15,9 @@ from ..media.encoding import EncodedPrompt
 # most this share of the work is padding.
 _LENGTH_TOLERANCE = 1.25
 
+# What processors say about images beside their pixels
+_SIZES = ("image_sizes", "image_attention_mask")
+
 
 @dataclass(eq=False)
 class PrefixBlock:
@@ -147,8 +150,8 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
         prompts (`Sequence[EncodedPrompt]`):
             Each sample's prompt.
         apart (`str` or `None`):
-            `"media"` puts prompts together whose media join exactly, that is, of the same modalities and without
-            padding; a prompt without media goes with any other. `"prompt"` gives each prompt a part, `None` makes one
+            `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding, and
+            images of the same sizes; a prompt without media goes with any other. `"prompt"` gives each prompt a part, `None` makes one
             part of all.
 
     Returns:
@@ -165,7 +168,9 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
             text_only += samples
             continue
         key = tuple(sorted((name, tuple(value.shape[1:])) for name, value in prompt.media.items()))
-        parts.setdefault((prompt.modalities, key), []).extend(samples)
+        # Where the processor pads images to one shape, only these tell them apart
+        sizes = [prompt.media[name].tolist() for name in _SIZES if name in prompt.media]
+        parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(samples)
     rows = list(parts.values())
     if text_only:
         rows = [rows[0] + text_only, *rows[1:]] if rows else [text_only]

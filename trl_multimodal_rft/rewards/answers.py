@@ -62,7 +62,9 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward was given {len(completions)} completions and {len(solution)} solutions.")
     return [
-        None if reference is None else float(_equal(_extract(_text(completion)), _extract(str(reference))))
+        None
+        if reference is None
+        else float(_equal(extract_answer(completion_text(completion)), extract_answer(str(reference))))
         for completion, reference in zip(completions, solution, strict=True)
     ]
 
@@ -87,25 +89,55 @@ def format_reward(completions, **kwargs) -> list[float]:
     [1.0, 0.0]
     ```
     """
-    return [float(_FORMAT.fullmatch(_text(completion)) is not None) for completion in completions]
+    return [float(_FORMAT.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
-def _text(completion: str | list[dict[str, str]]) -> str:
+def completion_text(completion: str | list[dict[str, str]]) -> str:
+    """
+    Text of a completion.
+
+    Args:
+        completion (`str` or `list[dict[str, str]]`):
+            Completion, plain or conversational.
+
+    Returns:
+        `str`: The text, of a conversational completion that of its last message.
+    """
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def _extract(text: str) -> str:
+def extract_answer(text: str) -> str:
+    """
+    Finds the answer in a completion.
+
+    Args:
+        text (`str`):
+            Completion.
+
+    Returns:
+        `str`: Content of the first `<answer>...</answer>`, or the whole text when there is no such tag, without space around.
+    """
     match = _ANSWER.search(text)
     return (match.group(1) if match else text).strip()
 
 
-def _normalize(text: str) -> str:
+def normalize_answer(text: str) -> str:
+    """
+    Takes away what doesn't tell answers apart.
+
+    Args:
+        text (`str`):
+            Answer.
+
+    Returns:
+        `str`: In lower case, with single spaces and without punctuation, that of numbers aside.
+    """
     # An answer that is nothing but punctuation stays what it is, or it would equal an empty completion.
     return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
 
 
 def _equal(answer: str, reference: str) -> bool:
-    if _normalize(answer) == _normalize(reference):
+    if normalize_answer(answer) == normalize_answer(reference):
         return True
     return _is_expression(answer) and _is_expression(reference) and _symbolically_equal(answer, reference)
 

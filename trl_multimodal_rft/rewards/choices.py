@@ -4,7 +4,7 @@
 import re
 from collections.abc import Sequence
 
-from .answers import _extract, _normalize, _text
+from .answers import completion_text, extract_answer, normalize_answer
 
 
 _WORD = re.compile(r"\w+")
@@ -55,13 +55,13 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
         if reference is None or options is None:
             rewards.append(None)
             continue
-        right = named_choice(_extract(str(reference)), options)
+        right = named_choice(extract_answer(str(reference)), options)
         if right is None:
             raise ValueError(
                 f"row {row}: the solution {reference!r} is none of the choices {list(options)}; correct either of "
                 "them."
             )
-        rewards.append(float(named_choice(_extract(_text(completion)), options) == right))
+        rewards.append(float(named_choice(extract_answer(completion_text(completion)), options) == right))
     return rewards
 
 
@@ -126,8 +126,8 @@ def without_letters(choices: Sequence[str]) -> list[str]:
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> int | None:
-    texts = [_normalize(choice) for choice in choices]
-    return texts.index(_normalize(answer)) if _normalize(answer) in texts else None
+    texts = [normalize_answer(choice) for choice in choices]
+    return texts.index(normalize_answer(answer)) if normalize_answer(answer) in texts else None
 
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:

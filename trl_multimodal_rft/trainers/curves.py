@@ -14,7 +14,7 @@ import pandas as pd
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from ..media.loading import _require
+from ..media.loading import require_module
 
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     figure_of(trainer.state.log_history).savefig("curves.png")
     ```
     """
-    figure_module, ticker = _require("matplotlib.figure", "plots"), _require("matplotlib.ticker", "plots")
+    figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
     panels = _panels(log_history)
     if not panels:
         raise ValueError("The log has no reward, nor anything else that is drawn; train for at least `logging_steps`.")
@@ -130,7 +130,8 @@ def _draw(axes: "Axes", panel: _Panel) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     bottom, top = axes.get_ylim()
-    axes.set_ylim(max(bottom, panel.smallest), min(top, panel.largest))
+    if top > panel.smallest:
+        axes.set_ylim(max(bottom, panel.smallest), min(top, panel.largest))
     if len(panel.curves) > 1:
         axes.legend(fontsize=8, frameon=False)
     else:
@@ -255,7 +256,7 @@ class TrainingCurvesCallback(TrainerCallback):
     """
 
     def __init__(self):
-        _require("matplotlib", "plots")
+        require_module("matplotlib", "plots")
         self._next_time = -math.inf
         self._has_ended = False
 

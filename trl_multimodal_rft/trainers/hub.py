@@ -35,7 +35,7 @@ def private_files(args) -> list[str]:
     return ["completions/*", "*tfevents*"] if args.log_completions else ["completions/*"]
 
 
-def how_to_upload(repo: str, folder: str, patterns: Sequence[str]) -> str:
+def how_to_upload(repo: str, folder: str, patterns: Sequence[str], private: bool) -> str:
     """
     A command that publishes a folder as a trainer does.
 
@@ -46,12 +46,14 @@ def how_to_upload(repo: str, folder: str, patterns: Sequence[str]) -> str:
             Output folder of the trainer.
         patterns (`Sequence[str]`):
             Patterns of what stays here.
+        private (`bool`):
+            Whether a repository that it makes is private.
 
     Returns:
         `str`: The command.
     """
     excluded = [word for pattern in (*_NEVER, *patterns) for word in ("--exclude", pattern)]
-    return shlex.join(["hf", "upload", repo, folder, ".", *excluded])
+    return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 
 
 def explain(error: BaseException, repo: str) -> OSError | None:

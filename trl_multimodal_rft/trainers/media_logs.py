@@ -30,7 +30,7 @@ from transformers.video_utils import VideoMetadata
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..media.columns import MEDIA_COLUMNS, MediaError, MediaRef, iter_refs
-from ..media.loading import _decoding, _fetch, _read_audio, _require, _unwrap, load_image, load_video
+from ..media.loading import decoding, encoded_source, fetch_file, load_image, load_video, read_audio, require_module
 
 
 if is_trackio_available():
@@ -113,7 +113,7 @@ def encode_logged(ref: MediaRef, max_bytes: float) -> LoggedMedium:
         [`~media.columns.MediaError`]: If it takes more, or can't be read.
         `ImportError`: If a library that it needs is missing.
     """
-    with _decoding(ref):
+    with decoding(ref):
         file = _source_file(ref)
         suffix = _viewable_suffix(ref, file)
         if suffix is None:
@@ -130,9 +130,9 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
     if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
         source = source._hf_encoded
     if isinstance(source, dict) and source.get("array") is None:
-        source = _unwrap(ref if source is ref.source else MediaRef(ref.kind, source, {}, ref.column, ref.row))
+        source = encoded_source(ref if source is ref.source else MediaRef(ref.kind, source, {}, ref.column, ref.row))
     if isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return _fetch(ref, source)
+        return fetch_file(ref, source)
     return None
 
 
@@ -155,7 +155,7 @@ def _png(ref: MediaRef) -> tuple[bytes, str]:
 
 
 def _wav(ref: MediaRef) -> tuple[bytes, str]:
-    samples, rate = _read_audio(ref)
+    samples, rate = read_audio(ref)
     if samples.ndim > 1:
         samples = samples.mean(axis=np.argmin(samples.shape))
     buffer = io.BytesIO()
@@ -169,7 +169,7 @@ def _wav(ref: MediaRef) -> tuple[bytes, str]:
 
 
 def _mp4(ref: MediaRef) -> tuple[bytes, str]:
-    av = _require("av", "video")
+    av = require_module("av", "video")
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     frames, metadata = load_video(ref, _spread(_MOST_FRAMES, start, end))
     # H.264 halves the resolution of colours
@@ -557,7 +557,7 @@ def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], ste
     def cell(found):
         for medium, label in found:
             if medium.kind == "audio":
-                samples, rate = _read_audio(medium.ref())
+                samples, rate = read_audio(medium.ref())
                 writer.add_audio(label, samples[None], step, sample_rate=round(rate))
             elif medium.kind == "image":
                 writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, is_wandb_available
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
@@ -972,9 +971,10 @@ class MultimodalMixin:
             `ConnectionError`: If the Hub can't be reached. The saved folder stays as it is.
         """
         patterns = private_files(self.args)
+        hidden = bool(self.args.hub_private_repo if private is None else private)
+        command = how_to_upload(self._repo, self.args.output_dir, patterns, hidden)
         again = (
-            f"The model is saved in {self.args.output_dir!r}. To publish it: `trainer.push_to_hub()`, or "
-            f"`{how_to_upload(self._repo, self.args.output_dir, patterns)}`."
+            f"The model is saved in {self.args.output_dir!r}. To publish it: `trainer.push_to_hub()`, or `{command}`."
         )
         if self.hub_model_id is None:
             try:

@@ -1,0 +1,180 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Processes that hold different media train as one process does, and none waits for another in vain."""
+
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from launcher import Run
+from trainer_utils import Injected, image_rows, load, run, sound, text_rows
+from transformers import TrainerCallback
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers import multimodal
+
+
+TIMEOUT = 600  # seconds; a run takes a tenth of it, and a process that waits in vain fails after a minute
+ENCODERS = {  # by scenario, kinds whose encoders have something to train
+    "mixed_vision": {"image"},
+    "mixed_deepstack": {"image"},
+    "mixed_audio": {"audio"},
+    "mixed_omni": {"image", "audio"},
+    "mixed_padded": {"image", "audio"},
+    "mixed_accumulated": {"image"},
+    "mixed_accumulated_checkpointed": {"image"},
+    "mixed_parts": {"image"},
+    "mixed_adapted_language": set(),
+    "mixed_adapted_projector": {"audio"},
+    "mixed_adapted": {"image", "audio"},
+    "mixed_critic": {"image"},
+}
+SEARCHED = ["mixed_accumulated_searched", "mixed_parts_searched"]  # where DDP looks for unused weights
+APART = ["mixed_apart", "mixed_apart_numbers"]
+REFUSAL = "Processes hold media of different kinds, and this model takes prompts apart"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Runs the scenarios in one process, beside the test that asks first."""
+    run = Run("ddp", 1, [*ENCODERS, *SEARCHED, *APART], tmp_path_factory.mktemp("mixed") / "one")
+    yield run
+    run.stop()
+
+
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "zero2", "zero3"))]
+)
+def test_processes_with_different_media_train_as_one_process(engine, one_process, tmp_path):
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    in_parts = engine != "ddp"
+    two = Run(engine, 2, [*ENCODERS, *([] if in_parts else SEARCHED), *APART], tmp_path / "two")
+    try:
+        results, alone = two.results(TIMEOUT), one_process.results(TIMEOUT)
+    finally:
+        two.stop()
+    for name in APART:
+        if in_parts:
+            assert all(rank["message"].startswith(REFUSAL) for rank in results.pop(name)), name
+    for name, ranks in results.items():
+        assert_same_training(name, ranks, alone[name][0])
+    for name, encoders in ENCODERS.items():
+        assert_encoders_run_together(name, engine, encoders, [rank["forwards"] for rank in results[name]])
+        assert not any(beside for _, beside in alone[name][0]["forwards"]), name
+    for rank in results["mixed_parts"]:
+        assert all(step["token_budget/parts"] >= 2 for step in rank["steps"])
+    # The media were in the earlier micro-batch, in the later one, and again in the earlier one
+    held = [[own for own, _ in rank["forwards"]] for rank in results["mixed_accumulated"]]
+    assert held == [[["image"], [], [], [], [], []], [[], [], [], ["image"], ["video"], []]]
+
+
+def assert_same_training(name, ranks, alone):
+    first, second = (rank["update"] for rank in ranks)
+    expected = alone["update"]
+    assert first.keys() == second.keys() == expected.keys(), name
+    assert all(torch.equal(first[key], second[key]) for key in first), name
+    encoders = [key for key in expected if any(part in key for part in ("visual", "vision", "audio", "projector"))]
+    for keys in (encoders, [key for key in expected if key not in encoders]):
+        size = norm(expected[key] for key in keys)
+        assert size > 0.01 or (keys is encoders and name == "mixed_adapted_language"), name
+        assert norm(first[key] - expected[key] for key in keys) <= 1e-5 * size, name
+    for key in ("grad_norm", "loss", "reward", "reward_std"):
+        logged = [[step[key] for step in result["steps"]] for result in (*ranks, alone)]
+        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=1e-4, abs=1e-5), name
+    sampled = [a + b for a, b in zip(*(rank["samples"] for rank in ranks), strict=True)]
+    assert sampled == alone["samples"], name
+    for rank in ranks:
+        assert len(rank["evaluations"]) == len(alone["evaluations"]), name
+        for evaluation, other in zip(rank["evaluations"], alone["evaluations"], strict=True):
+            assert evaluation == pytest.approx(other, rel=1e-4), name
+
+
+def assert_encoders_run_together(name, engine, encoders, forwards):
+    """Encoders run on both processes, where one needs them or the engine does, and nowhere else."""
+    used = set()
+    for forward in zip(*forwards, strict=True):
+        held = set().union(*(own for own, _ in forward))
+        used |= encoder_kinds(held) & encoders
+        for own, beside in forward:
+            if engine == "ddp":
+                assert encoder_kinds(own) | set(beside) == encoders | encoder_kinds(own), name
+                assert not encoder_kinds(own) & set(beside), name
+            else:
+                # ZeRO-3 needs those that had a gradient before
+                needed = held | (used - encoder_kinds(held) if engine == "zero3" else set())
+                assert set(own) | set(beside) == needed, name
+
+
+def encoder_kinds(media):
+    return {"image" if kind == "video" else kind for kind in media}
+
+
+def norm(tensors):
+    return torch.cat([torch.zeros(1), *(tensor.flatten() for tensor in tensors)]).norm().item()
+
+
+# Companions in one process
+
+
+class Accompanied(Injected, MultimodalGRPOTrainer):
+    """Has companions of all kinds in each forward that is differentiated."""
+
+    def _companions(self, model, samples):
+        kinds = [kind for kind in multimodal.MODALITIES if kind in self._unwrapped(self.model).input_modalities]
+        return [self._companion(kind) for kind in kinds] if torch.is_grad_enabled() else []
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        parameters = dict(model.named_parameters())
+        self.steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+
+
+def gradients(trainer_class, family, rows, dtype, **options):
+    model, processor = load(family)
+    recorded = Gradients()
+    objects = {"model": model.to(dtype), "processing_class": processor, "callbacks": [recorded]}
+    options = {"shuffle_dataset": False, "self_check": False, **options}
+    run(trainer_class, family, Dataset.from_list(rows), objects=objects, **options)
+    return recorded.steps
+
+
+@pytest.mark.parametrize(
+    ("family", "n_kinds", "options"),
+    [
+        ("qwen2_5_vl", 2, {}),
+        ("qwen3_vl", 2, {"gradient_checkpointing": True}),
+        ("qwen2_audio", 1, {}),
+        ("qwen2_5_omni", 3, {}),
+        ("qwen2_5_omni", 3, {"packing": "padded"}),
+        ("qwen3_vl_moe", 2, {}),
+        ("qwen3_vl_moe", 2, {"packing": "padded"}),
+    ],
+    ids=str,
+)
+def test_companions_change_no_gradient(family, n_kinds, options):
+    """Without media in the first step, and with them in the second."""
+    rows = list(text_rows(2)) + ([] if family == "qwen2_audio" else list(image_rows(1)))
+    if "vl" not in family:
+        rows.append({"prompt": [{"role": "user", "content": "What do you hear?"}], "audio": sound(0.7)})
+    rows += list(text_rows(4 - len(rows)))
+    columns = dict.fromkeys(name for row in rows for name in row)
+    rows = [{**columns, **row} for row in rows]
+    # Wide enough that rounding doesn't show, which another length of the row changes; kernels of experts take no more
+    moe = family == "qwen3_vl_moe"
+    dtype, tolerance = (torch.float32, 1e-6) if moe else (torch.float64, 1e-7)
+    plain = gradients(type("Plain", (Injected, MultimodalGRPOTrainer), {}), family, rows, dtype, **options)
+    with mock.patch.object(multimodal, "companion_prompt", wraps=multimodal.companion_prompt) as made:
+        accompanied = gradients(Accompanied, family, rows, dtype, **options)
+    assert made.call_count == n_kinds  # though there were two steps
+    assert len(plain) == len(accompanied) == 2
+    in_encoders = accompanied[0].keys() - plain[0].keys()
+    assert {name.split(".")[1] for name in in_encoders} & {"visual", "audio_tower"}
+    assert not any(accompanied[0][name].any() for name in in_encoders)
+    for without, beside in zip(plain, accompanied, strict=True):
+        difference = norm(beside[name] - without[name] for name in without)
+        assert difference <= tolerance * norm(without.values())
