@@ -297,7 +297,7 @@ def test_policy_of_several_media(more):
     result, hub = more["mixed"], more.hub
     assert result["data"]["pipeline_tag"] == "any-to-any"
     assert {"image", "audio", "video"} <= set(result["data"]["tags"])
-    assert "it takes text, images, audio and video and answers" in result["text"]
+    assert "it takes text, images, video and audio and answers" in result["text"]
     assert_answers(result, "pixel_values", "input_features", "pixel_values_videos")
     logs = hub.repos["datasets", "someone/omni-logs"]
     assert logs.private and logs.paths == {"README.md", "completions_00001.parquet"}

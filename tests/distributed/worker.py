@@ -5,6 +5,7 @@ Every process runs the same scenarios and writes what it saw. A scenario has the
 processes.
 """
 
+import gc
 import json
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from training import ENGINE, FOLDER, SCENARIOS, start
 
 
 def main():
+    gc.freeze()  # every run collects garbage, which would go through all that is imported
     torch.set_num_threads(1)
     if ENGINE == "fsdp2":
         enable_fsdp2_on_cpu()
