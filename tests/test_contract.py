@@ -73,6 +73,9 @@ OVERRIDDEN = {
     ),
     "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
+    "transformers:Trainer._finish_current_push": "self",
+    "transformers:Trainer.init_hf_repo": "self token private",
+    "transformers:Trainer.push_to_hub": "self commit_message blocking token revision private kwargs",
 }
 OVERRIDDEN_RLOO = {
     **{path.replace(GRPO, RLOO): parameters for path, parameters in OVERRIDDEN.items()},
@@ -103,6 +106,7 @@ CALLED = {
     GRPO + "get_off_policy_mask": ("advantages per_token_logps sampling_per_token_logps mask off_policy_threshold"),
     "transformers:Trainer._remove_unused_columns": "dataset description",
     "transformers:Trainer._get_output_dir": "trial",
+    "transformers.trainer_utils:sort_checkpoints": "output_dir use_mtime",
     "trl.rewards:get_soft_overlong_punishment": "max_completion_len soft_punish_cache",
     "trl.trainer.utils:use_adapter": "model adapter_name",
     "trl.trainer.utils:print_prompt_completions_sample": (

@@ -132,7 +132,7 @@ def test_custom_advantage_and_reward(tmp_path):
         for reward, group, advantage in zip(rewards, groups, advantages, strict=True):
             own = [r for r, g in zip(rewards, groups, strict=True) if g == group]
             place = sum(r < reward for r in own) - sum(r > reward for r in own)
-            assert advantage == pytest.approx(place / 15)
+            assert advantage == pytest.approx(math.sqrt(3) * place / 15)
     for pixels, (*rewards, elsewhere) in result["seen"]:
         pixels = np.array(pixels)
         brightest = np.array(np.unravel_index(pixels.argmax(), pixels.shape)) - 13.5
