@@ -10,6 +10,8 @@ usual weights vanish: so little of what it hears or sees reaches the decoder tha
 """
 
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from tasks import DIGITS, DIRECTIONS, HANDWRITTEN_QUESTION, MOVING_QUESTION, SPOKEN_QUESTION
@@ -30,6 +32,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
     WhisperFeatureExtractor,
 )
+from transformers.integrations import deepspeed
 
 
 VISION_TOKENS = {
@@ -210,10 +213,21 @@ def _decoder(tokenizer: PreTrainedTokenizerFast, **changes) -> dict:
 def _initialize(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, processor: ProcessorMixin, seed: int
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _built_whole():
         torch.manual_seed(seed)
         model = model_class(config).float().eval()
     model.generation_config = GenerationConfig(
         eos_token_id=processor.tokenizer.eos_token_id, pad_token_id=processor.tokenizer.pad_token_id
     )
     return model, processor
+
+
+@contextmanager
+def _built_whole() -> Iterator[None]:
+    """ZeRO-3 splits weights while they are loaded; of a model that is built it would split some parts and not others."""
+    config = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config

@@ -191,11 +191,11 @@ def assert_same_update(actual, expected, least=0.1, tolerance=1e-5):
     assert norm({name: actual[name] - expected[name] for name in expected}) <= tolerance * norm(expected)
 
 
-def assert_same_metrics(two, one, names):
+def assert_same_metrics(two, one, names, tolerance=1e-5):
     for name in names:
         logged = [[step[name] for step in result["steps"] if name in step] for result in (*two, *one)]
         # A loss may be the small difference of larger numbers
-        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=1e-5, abs=1e-6), name
+        assert logged[0] == logged[1] == pytest.approx(logged[2], rel=tolerance, abs=1e-6), name
 
 
 @of(
@@ -373,7 +373,7 @@ def assert_same_ppo(two, one, engine, scenario, tolerance=1e-5):
         else:
             assert_same_update(actual, expected, least=0.02, tolerance=tolerance)
     accumulated = scenario == "ppo_shared_trunk"
-    assert_same_metrics(two, one, [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)])
+    assert_same_metrics(two, one, [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)], tolerance)
     # Each process has supervised rows of its own, together those of one process
     assert two[0]["supervised"] != two[1]["supervised"]
     together = [a + b for a, b in zip(two[0]["supervised"], two[1]["supervised"], strict=True)]

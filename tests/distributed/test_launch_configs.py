@@ -391,6 +391,17 @@ def test_deepspeed(name, multi_gpu, given, tmp_path):
 
 
 @pytest.mark.slow
+def test_demo_with_weights_in_parts(tmp_path):
+    """Its model is built, not loaded, and answers before it is split and while it is."""
+    script_options = ["--max_steps", "1", "--ddp_backend", "gloo"]
+    launcher_options = ["--num_processes", "2", *IN_FLOAT32]
+    codes, outcome = launch("deepspeed_zero3", tmp_path / "run", script_options, launcher_options, environment={})
+    assert not any(codes), f"{codes}\n{outcome.output[-8000:]}"
+    metrics = json.loads((outcome.folder / "demo_metrics.json").read_text())
+    assert metrics["updates"] == 1 and "accuracy_after" in metrics
+
+
+@pytest.mark.slow
 def test_multi_node(multi_gpu, given, tmp_path):
     """Two machines with one process each, which are both this one."""
     with socket.socket() as probe:

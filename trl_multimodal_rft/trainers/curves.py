@@ -133,7 +133,7 @@ def _draw(axes: "Axes", panel: _Panel) -> None:
     if top > panel.smallest:
         axes.set_ylim(max(bottom, panel.smallest), min(top, panel.largest))
     if len(panel.curves) > 1:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
     else:
         axes.set_title(last, loc="right", fontsize=10, color=curve.colour)
 
