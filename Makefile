@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision test test-slow benchmark lint clean
+.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision test test-slow benchmark docs lint clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -36,6 +36,9 @@ test-slow: $(VENV)/tests
 
 benchmark: $(VENV)/examples
 	$(BIN)/python benchmarks/policy_update.py
+
+docs: $(VENV)/tests
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
