@@ -72,7 +72,7 @@ def mixed_rows(folder):
     return train(folder, "qwen2_5_vl", rows, 2 * GROUP)[1]
 
 
-def apart(folder):
+def in_forwards_apart(folder):
     """
     Images and clips of different lengths, which this family takes in forwards of their own: two on the first of two
     processes, one on the second.

@@ -174,11 +174,11 @@ def mixed_padded(folder):
     return mixed(folder, "qwen2_5_omni", steps, packing="padded", beta=0.1)
 
 
-# Two micro-batches a step: the media are in the earlier one, then in the later one, then in the earlier one again.
+# Two micro-batches a step: the media are in the earlier one, then in the later one, then in one on each process.
 ACCUMULATED = [
     [images((3, 2)), text(), text(), text("What is it?")],
     [text(), text("What is it?"), text(), images((2, 2), (4, 3))],
-    [text(), text("What is it?"), clip(), text()],
+    [text(), images((3, 3)), clip(), text()],
 ]
 
 
@@ -246,7 +246,7 @@ def mixed_critic(folder):
 # Prompts that get forwards of their own, which must be the same on all processes where these hold weights in part
 
 
-def apart(folder, steps):
+def forwards_apart(folder, steps):
     try:
         return mixed(folder, "gemma3n", steps, learning_rate=1.0)
     except ValueError as error:
@@ -254,10 +254,10 @@ def apart(folder, steps):
 
 
 def mixed_apart(folder):
-    return apart(folder, [[audios(), text()], [text(), images((2, 2))], [audios(0.3), images((3, 3))]])
+    return forwards_apart(folder, [[audios(), text()], [text(), images((2, 2))], [audios(0.3), images((3, 3))]])
 
 
 def mixed_apart_numbers(folder):
     """The same kinds on the processes, but not in the same numbers of forwards."""
     step = [audios(0.3), audios(0.9), images((2, 2)), audios(0.5), images((3, 2)), text()]
-    return apart(folder, [step, step])
+    return forwards_apart(folder, [step, step])

@@ -75,8 +75,8 @@ def ppo_shared_trunk(folder):
 
 def ppo_adapter(folder):
     checkpointing = ENGINE != "zero3"  # where TRL makes it reentrant
-    objects = {"peft_config": LORA}
-    return ppo(folder, objects=objects, learning_rate=0.5, gradient_checkpointing=checkpointing)[1]
+    options = {"learning_rate": 0.5, "gradient_checkpointing": checkpointing}
+    return ppo(folder, "qwen2_audio", audio_rows(), objects={"peft_config": LORA}, **options)[1]
 
 
 def ppo_adam(folder):

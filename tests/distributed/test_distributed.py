@@ -33,7 +33,7 @@ DDP = [
     "shuffled",
     "clips",
     "mixed_rows",
-    "apart",
+    "in_forwards_apart",
     "rloo",
     "token_budget",
     *ADAPTERS,
@@ -58,7 +58,7 @@ METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coe
 # Means over micro-batches, which one process makes of other completions than two do
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean"]
 ONE_MICRO_BATCH = [
-    *["straddling_group", "straddling_groups", "mixed_rows", "apart", "rloo", *GREEDY, "greedy_apart"],
+    *["straddling_group", "straddling_groups", "mixed_rows", "in_forwards_apart", "rloo", *GREEDY, "greedy_apart"],
     *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],
 ]
 

@@ -117,8 +117,7 @@ class MultimodalMixin:
                 init_kwargs["device_map"] = None
             init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
             model = create_model_from_path(model, **init_kwargs)
-            if not is_deepspeed_zero3_enabled():  # where weights are loaded in place
-                _freeze_as_built(model)
+            freeze_as_built(model)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 get_config_model_id(model.config),
@@ -151,7 +150,6 @@ class MultimodalMixin:
         self._companion_prompts: dict[str, EncodedPrompt] = {}
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
-        self._kinds_since_sync: set[str] = set()  # media whose encoders have a gradient that isn't reduced yet
         self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
@@ -410,18 +408,11 @@ class MultimodalMixin:
                 encoders = {"image" if kind == "video" else kind for kind in needed}
                 self._encoders_used |= encoders
                 needed |= (self._encoders_used - encoders) & self._trained_encoders()
-        elif isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel):
+            # Where it looks for weights without a gradient, it also reduces those that only an earlier forward used
+            needed = set() if model.find_unused_parameters else self._trained_encoders()
             # One encoder sees images and videos
             own = {"image" if kind == "video" else kind for kind in own}
-            if model.find_unused_parameters:
-                # Only what the last forward before an optimizer step uses is reduced, with all that has accumulated
-                needed = self._kinds_since_sync = self._kinds_since_sync | own
-                if self.accelerator.sync_gradients:
-                    self._kinds_since_sync = set()
-                else:
-                    needed = set()
-            else:
-                needed = self._trained_encoders()
         else:
             return []
         return [self._companion(kind) for kind in sorted(needed - own)]
@@ -1055,8 +1046,17 @@ def _refuse_runs_apart(args) -> None:
         )
 
 
-def _freeze_as_built(model: PreTrainedModel) -> None:
-    """Loading makes every weight one to train, also tables that the architecture keeps as they are."""
+def freeze_as_built(model: PreTrainedModel) -> None:
+    """
+    Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's encoder:
+    `from_pretrained` makes every weight one to train.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model that was loaded.
+    """
+    if is_deepspeed_zero3_enabled():  # which loads weights in place
+        return
     with torch.device("meta"):
         built = type(model)(model.config)
     fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}

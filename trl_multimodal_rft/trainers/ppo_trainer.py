@@ -38,6 +38,7 @@ from ..packing.forward import completion_values
 from .ema import MovingAverage
 from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
+from .multimodal import freeze_as_built
 from .ppo_config import MultimodalPPOConfig
 from .supervised import encode_supervised
 
@@ -225,6 +226,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             critic = value_model
         elif isinstance(value_model, str):
             critic = Critic.from_pretrained(value_model, type(policy), dtype=policy.dtype)
+            freeze_as_built(critic.model)
         elif value_model is not None:
             critic = Critic.from_model(value_model, type(policy))
         elif is_deepspeed_zero3_enabled():
@@ -237,7 +239,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             )
         else:
             copied = copy.deepcopy(self.model)
-            critic = Critic(copied.unload().requires_grad_() if is_peft_model(copied) else copied)
+            if is_peft_model(copied):
+                copied = copied.unload().requires_grad_()
+                freeze_as_built(copied)
+            critic = Critic(copied)
         theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
         if type(critic.model) is not type(policy) or theirs != own:
             raise ValueError(
