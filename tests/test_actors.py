@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import is_flash_attn_2_available
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL
+from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.actors.actor import _score_logits
 from trl_multimodal_rft.actors.towers import find_tower, linear_layers
 from trl_multimodal_rft.algorithms.responses import mask_responses
@@ -1454,6 +1454,16 @@ def test_temperature_from_a_path():
     batch, expected = cases("qwen2_audio")[0]
     actor = ActorAL(str(saved("qwen2_audio")), bf16=False, temperature=TEMPERATURE)
     assert_close(actor(batch.sequences, N, batch.attention_mask, **batch.media), expected)
+
+
+def test_positions_of_the_audio_tower_stay_as_they_are():
+    """`from_pretrained` makes them weights to train."""
+    path = str(saved("qwen2_audio"))
+    loaded = transformers.Qwen2AudioForConditionalGeneration.from_pretrained(path)
+    actor, critic = ActorAL(path, bf16=False), Critic.from_pretrained(path, type(loaded))
+    for model in (actor.model, critic.model):
+        fixed = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        assert fixed == {"model.audio_tower.embed_positions.weight"}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from ..media.tensors import modality_of, split_media
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs, bare_prompt
 from .quantization import keep_differentiable
-from .towers import find_tower, linear_layers
+from .towers import find_tower, freeze_as_built, linear_layers
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for
@@ -521,7 +521,9 @@ def _load(path, model_class, use_flash_attention_2, bf16, load_in_4bit, device_m
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
         )
-    return model_class.from_pretrained(path, **options)
+    model = model_class.from_pretrained(path, **options)
+    freeze_as_built(model)
+    return model
 
 
 def _add_lora(model, rank, alpha, dropout, target_modules):

@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 
 from ..packing import install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs
+from .towers import freeze_as_built
 
 
 _HEAD = "value_head.safetensors"
@@ -190,7 +191,9 @@ class Critic(nn.Module):
         if architecture.endswith("ForSequenceClassification"):
             classifier = getattr(transformers, architecture).from_pretrained(folder, **kwargs)
             return cls.from_model(classifier, model_class)
-        critic = cls(model_class.from_pretrained(folder, **kwargs))
+        model = model_class.from_pretrained(folder, **kwargs)
+        freeze_as_built(model)
+        critic = cls(model)
         critic.head.load(folder, **source)
         return critic
 

@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which part of a model sees, which part hears, and which layers LoRA may adapt."""
+"""Which part of a model sees, which part hears, which layers LoRA may adapt, and which weights stay as they are."""
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 
 # Encoders that `get_encoder` doesn't know, by model type
@@ -83,3 +85,22 @@ def linear_layers(
             f"{target_modules}; `target_modules=None` takes all."
         )
     return names
+
+
+def freeze_as_built(model: PreTrainedModel) -> None:
+    """
+    Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's encoder:
+    `from_pretrained` makes every weight one to train.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model that was loaded.
+    """
+    if is_deepspeed_zero3_enabled():  # which loads weights in place
+        return
+    with torch.device("meta"):
+        built = type(model)(model.config)
+    fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in fixed:
+            parameter.requires_grad_(False)

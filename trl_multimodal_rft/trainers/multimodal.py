@@ -39,7 +39,7 @@ from trl.trainer.utils import (
 
 from ..actors import Actor
 from ..actors.quantization import keep_differentiable
-from ..actors.towers import find_tower
+from ..actors.towers import find_tower, freeze_as_built
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
 from ..media.companions import companion_prompt, unreached_parameters
 from ..media.encoding import (
@@ -1044,25 +1044,6 @@ def _refuse_runs_apart(args) -> None:
             f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
             f"with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )
-
-
-def freeze_as_built(model: PreTrainedModel) -> None:
-    """
-    Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's encoder:
-    `from_pretrained` makes every weight one to train.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model that was loaded.
-    """
-    if is_deepspeed_zero3_enabled():  # which loads weights in place
-        return
-    with torch.device("meta"):
-        built = type(model)(model.config)
-    fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
-    for name, parameter in model.named_parameters():
-        if name in fixed:
-            parameter.requires_grad_(False)
 
 
 def _model_of(actor: Actor, args) -> nn.Module:

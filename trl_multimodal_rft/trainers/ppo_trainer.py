@@ -30,6 +30,7 @@ from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..actors import Critic, ValueHead
+from ..actors.towers import freeze_as_built
 from ..algorithms.advantages import gae, place_rewards, whiten
 from ..algorithms.kl import approx_kl
 from ..algorithms.losses import explained_variance, value_loss
@@ -38,7 +39,6 @@ from ..packing.forward import completion_values
 from .ema import MovingAverage
 from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
-from .multimodal import freeze_as_built
 from .ppo_config import MultimodalPPOConfig
 from .supervised import encode_supervised
 
@@ -226,7 +226,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             critic = value_model
         elif isinstance(value_model, str):
             critic = Critic.from_pretrained(value_model, type(policy), dtype=policy.dtype)
-            freeze_as_built(critic.model)
         elif value_model is not None:
             critic = Critic.from_model(value_model, type(policy))
         elif is_deepspeed_zero3_enabled():
