@@ -21,6 +21,7 @@ from ..media.encoding import TOKEN_FIELDS, placeholder_token_ids
 from ..media.tensors import modality_of, split_media
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs, bare_prompt
+from .modes import evaluation_mode
 from .quantization import keep_differentiable
 from .towers import find_tower, freeze_as_built, linear_layers
 
@@ -371,9 +372,7 @@ class Actor(nn.Module):
             kwargs["suppress_tokens"] = sorted(suppressed)
         if options["do_sample"]:
             kwargs = {**kwargs, **self.sampling_options(options)}
-        training = [module for module in self.modules() if module.training]  # a frozen encoder may be in another mode
-        self.eval()
-        try:
+        with evaluation_mode(self):
             sequences = self.model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -381,9 +380,6 @@ class Actor(nn.Module):
                 use_cache=True,
                 **{**kwargs, "pad_token_id": pad_id},
             )
-        finally:
-            for module in training:
-                module.training = True
         return mask_responses(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
 
     def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import asyncio
 import json
 import math
 import os
-import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object, is_peft_model, set_seed
 from datasets import Dataset
@@ -39,14 +37,17 @@ from trl.trainer.utils import (
 )
 
 from ..actors import Actor
+from ..actors.modes import evaluation_mode
 from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
 from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids
 from ..packing.layout import split_samples
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.choices import named_choice
-from ..rollout import generate_completions, trim_after_eos
+from ..rollout import as_generation_config, generate_in_parts, trim_after_eos
 from ..trainers.fetch import FetchOnce
+from ..trainers.media_logs import as_text
 from ..trainers.multimodal import MultimodalMixin
+from ..trainers.random_state import kept_random_state
 from ..trainers.reward_checks import checked_reward
 from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
 
@@ -282,16 +283,7 @@ def evaluate(
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
         parts = split_samples(prompts, apart)
         with unwrap_model_for_generation(model, accelerator) as generating, torch.no_grad():
-            outputs = [
-                generate_completions(
-                    generating, base, [prompts[i] for i in part], config, config.pad_token_id, base.device
-                )
-                for part in parts
-            ]
-        longest = max(output.size(1) for output in outputs)
-        outputs = [F.pad(output, (0, longest - output.size(1)), value=config.pad_token_id) for output in outputs]
-        order = torch.tensor([i for part in parts for i in part]).argsort()
-        return torch.cat(outputs)[order.to(outputs[0].device)]
+            return generate_in_parts(generating, base, prompts, parts, config, config.pad_token_id, base.device)
 
     policy = _Policy(model, base, processing_class, sample, template_kwargs or {}, audio_overlong)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
@@ -383,9 +375,9 @@ def _evaluate(
     config = _generation_config(policy, args)
     records, logged, left_out = [], [], set()
     with (
-        _kept_random_state(),
-        _evaluation_mode(policy.model),
-        _as_generation_config(policy.base, config),
+        kept_random_state(),
+        evaluation_mode(policy.model),
+        as_generation_config(policy.base, config),
         _event_loop(reward_funcs) as loop,
     ):
         for first in range(0, len(batches), accelerator.num_processes):
@@ -514,7 +506,7 @@ def _answer(
         part = slice(i * n, (i + 1) * n)
         decisive = rewards[get_callable_name(reward_funcs[0])][part]
         own = {
-            "prompt": _as_text(strip_media(prompt)),
+            "prompt": as_text(strip_media(prompt)),
             "completions": texts[part],
             "extracted_answers": [extracted_answer(text, row.get("choices")) for text in texts[part]],
             "correct": [None if reward is None else reward >= args.correct_threshold for reward in decisive],
@@ -592,14 +584,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, bool, int, float))
 
 
-def _as_text(prompt: str | list[dict[str, str]]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
 def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationConfig) -> dict[str, float | None]:
     scored = [record for record in records if None not in record["correct"]]
     n = args.num_samples
@@ -640,41 +624,6 @@ def _flat(values: Iterable[list]) -> list:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None
-
-
-@contextmanager
-def _kept_random_state():
-    """Puts the random states back that sampling, reward functions and decoding of media may use."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module):
-    modes = [(module, module.training) for module in model.modules()]  # parts may be in another mode
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def _as_generation_config(model: PreTrainedModel, config: GenerationConfig):
-    """Where a config says nothing, `generate` would take what the checkpoint recommends."""
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 @contextmanager

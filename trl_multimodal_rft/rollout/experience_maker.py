@@ -4,7 +4,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ..actors import Actor, Critic
 from ..actors.inputs import bare_prompt
+from ..actors.modes import evaluation_mode
 from ..algorithms.advantages import (
     ALIASES,
     ESTIMATORS,
@@ -45,7 +46,7 @@ from ..packing.layout import split_samples
 from ..rewards.recipe import add_rewards, combine_rewards
 from ..rewards.remote import RemoteReward
 from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
-from .generation import generate_completions
+from .generation import as_generation_config, generate_in_parts
 
 
 # Names of media tensors of models in experiences, where they aren't the same
@@ -435,17 +436,10 @@ class NaiveExperienceMaker:
 
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> torch.Tensor:
         parts = split_samples(prompts, _apart(self.actor))
-        # Where the config says nothing, `generate` would take what the checkpoint recommends
-        with _in_eval_mode(self.actor), _generation_config(self.actor.base_model, config):
-            outputs = [
-                generate_completions(
-                    self.actor.model, self.actor.base_model, [prompts[i] for i in part], config, pad_id, self.device
-                )
-                for part in parts
-            ]
-        longest = max(output.size(1) for output in outputs)
-        order = torch.tensor([i for part in parts for i in part]).argsort()
-        return torch.cat([F.pad(o, (0, longest - o.size(1)), value=pad_id) for o in outputs])[order.to(self.device)]
+        with evaluation_mode(self.actor), as_generation_config(self.actor.base_model, config):
+            return generate_in_parts(
+                self.actor.model, self.actor.base_model, prompts, parts, config, pad_id, self.device
+            )
 
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
@@ -518,7 +512,7 @@ class NaiveExperienceMaker:
             sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
             further = samples.truncated[:, None]
             mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
-        with _in_eval_mode(self.critic), self._autocast():
+        with evaluation_mode(self.critic), self._autocast():
             if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
                 return completion_values(
                     self.critic,
@@ -540,7 +534,7 @@ class NaiveExperienceMaker:
     def _log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities and entropies of the actions, `(B, A)`, 0 outside the mask."""
         mask = samples.action_mask
-        with _in_eval_mode(actor), self._autocast():
+        with evaluation_mode(actor), self._autocast():
             if samples.encoded_prompts is None:
                 inputs = (samples.sequences, samples.num_actions, samples.attention_mask)
                 if actor.high_entropy_token_ratio == 0:
@@ -584,7 +578,7 @@ class NaiveExperienceMaker:
         sources = []
         media = self._media(samples) if self.reward_models else {}
         for model in self.reward_models:
-            with _in_eval_mode(model):
+            with evaluation_mode(model):
                 reward = model(samples.sequences, samples.attention_mask, **media)
             sources.append(reward.float().view(len(texts)).cpu())
         sources += [_as_rewards(_call(source, known), len(texts), source) for source in self.remote_rewards]
@@ -823,30 +817,9 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
 
 
-@contextmanager
-def _generation_config(model: nn.Module, config: GenerationConfig):
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
 def _apart(actor: Actor) -> str | None:
     """Encoders without a mask must not see padded media."""
     return "media" if actor.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
-
-
-@contextmanager
-def _in_eval_mode(module: nn.Module):
-    modes = [(each, each.training) for each in module.modules()]  # parts may be in another mode
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, training in modes:
-            each.training = training
 
 
 def _media_fields(prompts: list[EncodedPrompt], cls: type[Experience]) -> dict[str, Any]:

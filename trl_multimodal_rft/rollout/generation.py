@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sampling completions: each prompt and its media are prefilled once, whatever the number of completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -98,6 +100,81 @@ def generate_completions(
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **fields, **media}
     output = model.generate(**inputs, generation_config=generation_config)
     return output if isinstance(output, ModelOutput) else output[: len(prompts), input_ids.size(1) :]
+
+
+def generate_in_parts(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    parts: Sequence[Sequence[int]],
+    generation_config: GenerationConfig,
+    pad_token_id: int,
+    device: torch.device,
+    *,
+    surplus: int = 0,
+    **options,
+) -> torch.Tensor | ModelOutput:
+    """
+    [`generate_completions`] for parts of the samples, one after the other.
+
+    Args:
+        model (`torch.nn.Module`):
+            As in [`generate_completions`].
+        unwrapped_model ([`~transformers.PreTrainedModel`]):
+            As there.
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`.
+        parts (`Sequence[Sequence[int]]`):
+            Sample indices of each part, together all, as [`split_samples`] gives them.
+        generation_config ([`~transformers.GenerationConfig`]):
+            As there.
+        pad_token_id (`int`):
+            Id written on padding on either side.
+        device (`torch.device`):
+            As there.
+        surplus (`int`, *optional*, defaults to `0`):
+            How often to generate the last part again, for the sake of processes that have more parts.
+        options:
+            Further arguments of [`generate_completions`].
+
+    Returns:
+        `torch.Tensor`: Generated ids in the order of the samples, shape `(B, N)`; of one part, what
+        [`generate_completions`] returns.
+    """
+    outputs = []
+    for part in [*parts, *[parts[-1]] * surplus]:
+        samples = [prompts[i] for i in part]
+        outputs.append(
+            generate_completions(model, unwrapped_model, samples, generation_config, pad_token_id, device, **options)
+        )
+    if len(parts) == 1:
+        return outputs[0]
+    outputs = outputs[: len(parts)]
+    longest = max(output.size(1) for output in outputs)
+    order = torch.tensor([i for part in parts for i in part], device=outputs[0].device).argsort()
+    return torch.cat([F.pad(each, (0, longest - each.size(1)), value=pad_token_id) for each in outputs])[order]
+
+
+@contextmanager
+def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """
+    Makes a generation config the model's own within the context.
+
+    Where a config that is passed says nothing, `generate` takes what the checkpoint recommends, such as a repetition
+    penalty.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+        config ([`~transformers.GenerationConfig`]):
+            Config.
+    """
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _takes_a_cache(config: GenerationConfig) -> bool:

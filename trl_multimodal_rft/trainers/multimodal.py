@@ -38,6 +38,7 @@ from trl.trainer.utils import (
 )
 
 from ..actors import Actor
+from ..actors.modes import evaluation_mode
 from ..actors.quantization import keep_differentiable
 from ..actors.towers import find_tower, freeze_as_built
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
@@ -53,7 +54,7 @@ from ..media.encoding import (
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..rewards import RewardModel
-from ..rollout import generate_completions, trim_after_eos
+from ..rollout import generate_in_parts, trim_after_eos
 from .checkpoint import load_rollout_state, save_rollout_state
 from .fetch import FetchOnce
 from .hub import explain, explained, how_to_upload, private_files, uploads
@@ -357,7 +358,6 @@ class MultimodalMixin:
         parts = split_samples(samples, self._apart)
         kinds = [_kinds([samples[i] for i in part] + companions) for part in parts]
         surplus = self._most_over_ranks(kinds, self._apart) - len(parts)
-        outputs = []
         with (
             profiling_context(self, "transformers.generate"),
             unwrap_model_for_generation(
@@ -370,26 +370,18 @@ class MultimodalMixin:
             torch.no_grad(),
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
         ):
-            for part in parts + parts[-1:] * surplus:
-                outputs.append(
-                    generate_completions(
-                        model,
-                        self._unwrapped(model),
-                        [samples[i] for i in part],
-                        generation_config,
-                        self._tokenizer.pad_token_id,
-                        self.accelerator.device,
-                        share_prefill=self._share_prefill,
-                        companions=companions,
-                    )
-                )
-        if len(parts) == 1:
-            return outputs[0]
-        longest = max(output.size(1) for output in outputs)
-        padding = self._tokenizer.pad_token_id
-        outputs = [nn.functional.pad(o, (0, longest - o.size(1)), value=padding) for o in outputs[: len(parts)]]
-        order = torch.tensor([i for part in parts for i in part]).argsort()
-        return torch.cat(outputs)[order.to(outputs[0].device)]
+            return generate_in_parts(
+                model,
+                self._unwrapped(model),
+                samples,
+                parts,
+                generation_config,
+                self._tokenizer.pad_token_id,
+                self.accelerator.device,
+                surplus=surplus,
+                share_prefill=self._share_prefill,
+                companions=companions,
+            )
 
     def _companions(self, model, samples) -> list[EncodedPrompt]:
         """
@@ -710,16 +702,14 @@ class MultimodalMixin:
 
     def _run_self_check(self) -> None:
         model = self.model
-        was_training = model.training
         devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
             disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs),
+            evaluation_mode(model),
         ):
-            model.eval()
             self._self_check = run_self_check(self)
-            model.train(was_training)
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)
 

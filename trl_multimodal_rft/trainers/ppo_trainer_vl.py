@@ -4,15 +4,13 @@
 import copy
 import inspect
 import math
-import random
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object, is_peft_model
@@ -39,6 +37,7 @@ from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES
 from .ppo_config import MultimodalPPOConfig
 from .ppo_trainer import MultimodalPPOTrainer
+from .random_state import kept_random_state
 
 
 # Options of the config that belong to the rollouts and the loop of `MultimodalPPOTrainer`
@@ -589,7 +588,8 @@ class PPOTrainerVL:
             maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=n_samples_per_prompt, progress=False
         )
         values: dict[str, list[float]] = {"reward": [], "response_length": []}
-        with _random_numbers_apart(self.strategy.seed + accelerator.process_index, self.actor.device):
+        with kept_random_state():
+            torch.manual_seed(self.strategy.seed + accelerator.process_index)
             for index, batch in enumerate(eval_dataloader):
                 if index % accelerator.num_processes != accelerator.process_index:
                     continue
@@ -1146,19 +1146,6 @@ def _n_actions(items: list[BufferItem]) -> torch.Tensor:
 
 
 # Numbers
-
-
-@contextmanager
-def _random_numbers_apart(seed: int, device: torch.device):
-    """Within the context, random numbers are those of a seed; what is drawn after it is what would have been."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _of_all_processes(values: dict[str, list[float]]) -> dict[str, list[float]]:
