@@ -6,11 +6,8 @@ import functools
 import inspect
 import json
 import logging
-import os
 import re
-import socket
 import subprocess
-import sys
 import textwrap
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -22,6 +19,7 @@ import transformers
 from accelerate import PartialState
 from families import FAMILIES, audio, chat, decoder, image, text, tokenizer, video
 from peft import LoraConfig, PeftModel, get_peft_model
+from processes import python_command, python_environment
 from test_packing import encode_chats, relative_difference
 from torch import nn
 from trainer_utils import audio_rows, image_rows, load, make_trainer, run, saved
@@ -1875,21 +1873,9 @@ def test_zero3(tmp_path):
     pytest.importorskip("deepspeed")
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(ZERO3))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    here = os.path.dirname(__file__)
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for the collectives
-        "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)]),
-    }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1"]
     process = subprocess.run(
-        [*launcher, f"--master_port={port}", str(script), str(saved("qwen2_audio")), str(tmp_path)],
-        env=environment,
+        python_command([script, saved("qwen2_audio"), tmp_path], processes=2),
+        env=python_environment(),
         capture_output=True,
         text=True,
         timeout=900,

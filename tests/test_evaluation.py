@@ -4,11 +4,8 @@
 import itertools
 import json
 import math
-import os
 import random
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from families import FAMILIES, encode
 from peft import LoraConfig, get_peft_model
+from processes import python_command, python_environment
 from torch import nn
 from trainer_utils import (
     audio_rows,
@@ -638,21 +636,8 @@ def test_what_the_callback_refuses(tmp_path):
 
 
 def launched(script: list[str], processes: int, **environment) -> str:
-    launcher = []
-    if processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-    environment["PATH"] = os.pathsep.join(
-        [os.path.dirname(sys.executable), os.environ["PATH"]]
-    )  # ninja, for DeepSpeed
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "distributed")])
-    run = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
-    )
+    command, environment = python_command(script, processes), python_environment(**environment)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     return run.stdout
 

@@ -5,11 +5,8 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
-import socket
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_d
 from families import RATE, image, video
 from media_logs_worker import dataset as mixed_dataset
 from media_logs_worker import mixed_rows
+from processes import python_command, python_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_utils import (
     InjectedOurs,
@@ -365,24 +363,15 @@ def test_texts_of_messages():
 
 def launch(mode, folder, processes=1):
     environment = {
-        **os.environ,
         "TRACKIO_DIR": str(folder / "trackio"),
         "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
         "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
         **{f"WANDB_{name}": str(folder / "wandb") for name in ("DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR")},
     }
-    launcher = []
-    if processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
-    worker = str(Path(__file__).parent / "media_logs_worker.py")
-    command = [sys.executable, *launcher, worker, mode, str(folder)]
+    command = python_command([Path(__file__).parent / "media_logs_worker.py", mode, folder], processes)
+    environment = python_environment(**environment)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stdout + result.stderr

@@ -11,10 +11,8 @@ import inspect
 import json
 import logging
 import math
-import os
 import random
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, RATE, encode
+from processes import python_command, python_environment
 from safetensors.torch import load_file
 from test_remote_rewards import Server
 from torch import nn
@@ -1941,16 +1940,9 @@ class Processes:
     def __init__(self, engine: str, n: int, folder: Path):
         self.n, self.folder = n, folder
         worker = Path(__file__).parent / "distributed" / "ppo_reference_worker.py"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
-        environment = {
-            **os.environ,
-            # Without either, accelerate starts independent runs of one process each
-            "ACCELERATE_USE_CPU" if engine == "ddp" else "ACCELERATE_USE_DEEPSPEED": "true",
-            "OMP_NUM_THREADS": "1",
-            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-        }
-        command = [sys.executable, *launcher, str(worker), engine, str(folder)]
+        # Without either, accelerate starts independent runs of one process each
+        switch = "ACCELERATE_USE_CPU" if engine == "ddp" else "ACCELERATE_USE_DEEPSPEED"
+        command, environment = python_command([worker, engine, folder], n), python_environment(**{switch: "true"})
         outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
 

@@ -5,7 +5,6 @@ import gc
 import io
 import multiprocessing
 import os
-import socket
 from dataclasses import fields, replace
 
 import PIL.Image
@@ -15,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import free_port
 from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.advantages import whiten
@@ -969,9 +969,7 @@ def process_of_two(rank: int, port: int, results) -> None:
 def test_normalization_over_processes():
     """The first time one of them has nothing to normalize."""
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     results = context.Queue()
     processes = [context.Process(target=process_of_two, args=(rank, port, results)) for rank in range(2)]
     for process in processes:

@@ -12,7 +12,6 @@ id}` gives the exit status of one of them, `null` while it runs. It kills what i
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
+from processes import free_port
 from safetensors.torch import load_file
 from test_ppo_resume import EVERYTHING, answered_audio
 from test_resume import REPLAY, REUSED, few_live
@@ -231,9 +231,7 @@ def start(job: dict) -> list[int]:
     """Forks the processes of a job, in a process group of their own."""
     if job.get("engine") == "zero2":
         import deepspeed  # noqa: F401  once for all
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = Path(job["folder"])
     folder.mkdir(parents=True)
     assert threading.active_count() == 1  # no other thread holds a lock that it would hold for ever in the copy

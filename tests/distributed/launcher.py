@@ -2,12 +2,10 @@
 """Runs `worker.py` in one or several processes on the CPU and reads what each of them wrote."""
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
+from processes import python_command, python_environment
 from safetensors.torch import load_file
 
 
@@ -33,27 +31,12 @@ class Run:
     def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path):
         self.processes, self.scenarios, self.folder = processes, scenarios, folder
         folder.mkdir()
-        launcher = []
-        if processes > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-            launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
         # Without either, accelerate starts independent runs of one process each
         switch = "ACCELERATE_USE_DEEPSPEED" if engine.startswith("zero") and processes > 1 else "ACCELERATE_USE_CPU"
-        environment = {
-            **os.environ,
-            switch: "true",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
-        }
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(HERE / "worker.py"), engine, str(folder), *scenarios],
-                env=environment,
+                python_command([HERE / "worker.py", engine, folder, *scenarios], processes),
+                env=python_environment(**{switch: "true"}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

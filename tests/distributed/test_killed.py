@@ -8,13 +8,13 @@ import random
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python_command, python_environment
 from safetensors.torch import load_file
 
 
@@ -29,13 +29,6 @@ CASES = {
     "ppo": {"algorithm": "ppo", "engine": None, "processes": 1},
     "ddp": {"algorithm": "grpo", "engine": "ddp", "processes": 2},
     "zero2": {"algorithm": "grpo", "engine": "zero2", "processes": 2},
-}
-ENVIRONMENT = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
-    "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
 }
 
 
@@ -55,8 +48,8 @@ class Worker:
         answers, written = os.pipe()
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "killed_worker.py"), "serve", str(written)],
-                env=ENVIRONMENT,
+                python_command([HERE / "killed_worker.py", "serve", str(written)]),
+                env=python_environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -320,11 +313,10 @@ def test_launcher_ends_the_others(worker, tmp_path):
     first = tmp_path / "launched"
     first.mkdir()
     job = train("ddp", first, run.output, {"point": "half a file written", "step": 3, "rank": 1}, None, KEPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with (first / "log-0.txt").open("w") as log:
         launched = subprocess.Popen(
-            [*launcher, str(HERE / "killed_worker.py"), "train", json.dumps(job)],
-            env=ENVIRONMENT,
+            python_command([HERE / "killed_worker.py", "train", json.dumps(job)], processes=2),
+            env=python_environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -6,7 +6,6 @@ of them, by the command that users type, on the CPU.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
+from processes import free_port
 from small_models import spoken_digit_model
 from tasks import spoken_digits
 from trainer_utils import length_and_sum, load, make_trainer, text_rows
@@ -404,9 +404,7 @@ def test_demo_with_weights_in_parts(tmp_path):
 @pytest.mark.slow
 def test_multi_node(multi_gpu, given, tmp_path):
     """Two machines with one process each, which are both this one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(probe.getsockname()[1])]
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     machines = [["--machine_rank", str(rank), *address] for rank in range(2)]
     outcome = trained("multi_node", tmp_path / "run", given, machines=machines)
     assert_trained(outcome, given, 2, machines=2, type="MULTI_CPU")
