@@ -71,7 +71,7 @@ def padded_reference(model, prompts, ids, mask):
         padded_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G])
         for i in range(0, len(prompts), G)
     ]
-    logps, entropies = (torch.cat(values) for values in list(zip(*parts, strict=True))[:2])
+    logps, entropies = (torch.cat(values) for values in zip(*((p.logps, p.entropies) for p in parts), strict=True))
     return logps, entropies, backward(model, logps, entropies, mask)
 
 
@@ -103,11 +103,11 @@ def test_packed_equals_padded(name, mode):
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
 
     apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
-    packed_logps, packed_entropies, _ = completion_scores(model, model, prompts, ids, mask, apart=apart)
-    packed_grads = backward(model, packed_logps, packed_entropies, mask)
+    packed = completion_scores(model, model, prompts, ids, mask, apart=apart)
+    packed_grads = backward(model, packed.logps, packed.entropies, mask)
 
-    assert (packed_logps - logps * mask).abs().max() <= 1e-5
-    assert (packed_entropies - entropies * mask).abs().max() <= 1e-5
+    assert (packed.logps - logps * mask).abs().max() <= 1e-5
+    assert (packed.entropies - entropies * mask).abs().max() <= 1e-5
     assert relative_difference(grads, packed_grads) <= 1e-5
 
 
@@ -116,14 +116,14 @@ def test_a_wrong_layout_is_seen(name):
     """The test above can fail: plain positions or plain causal masks move the log-probabilities."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    right, _, _ = packed_scores(model, model, prompts, ids, mask)
+    right = packed_scores(model, model, prompts, ids, mask).logps
     for prompt in group_by_prompt(prompts):
         if name == "qwen2_5_vl":
             prompt.position_ids = torch.arange(len(prompt)).expand_as(prompt.position_ids)
         else:
             masks = linear_masks(model, prompt, 7)
             prompt.mask_cache["linear"] = (7, dict.fromkeys(masks))
-    wrong, _, _ = packed_scores(model, model, prompts, ids, mask)
+    wrong = packed_scores(model, model, prompts, ids, mask).logps
     assert (right - wrong).abs().max() > 1e-2
 
 
@@ -131,9 +131,9 @@ def test_hybrid_can_not_share_its_prompt():
     model, prompts = build("qwen3_5")
     assert "linear_attention" in sharing_obstacle(model)
     ids, mask = random_completions(len(prompts))
-    logps, _, _ = completion_scores(model, model, prompts, ids, mask, packed=False)
+    logps = completion_scores(model, model, prompts, ids, mask, packed=False).logps
     alone = [
-        completion_scores(model, model, [prompt], ids[i : i + 1], mask[i : i + 1], packed=False)[0]
+        completion_scores(model, model, [prompt], ids[i : i + 1], mask[i : i + 1], packed=False).logps
         for i, prompt in enumerate(prompts)
     ]
     assert (logps - torch.cat(alone)).mul(mask).abs().max() <= 1e-5
@@ -150,7 +150,7 @@ def test_images_of_one_shape_but_several_sizes():
     ids = torch.randint(50, 200, (6, 4), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together, alone = (
-            completion_scores(model, model, prompts, ids, torch.ones_like(ids), apart=apart)[0]
+            completion_scores(model, model, prompts, ids, torch.ones_like(ids), apart=apart).logps
             for apart in ("media", "prompt")
         )
     assert (together - alone).abs().max() < 1e-5
@@ -160,10 +160,10 @@ def test_images_of_one_shape_but_several_sizes():
 def test_media_change_the_scores(name):
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    before, _, _ = packed_scores(model, model, prompts, ids, mask)
+    before = packed_scores(model, model, prompts, ids, mask).logps
     for prompt in group_by_prompt(prompts):
         prompt.media = {k: v.flip(-1) if v.is_floating_point() and v.dim() > 1 else v for k, v in prompt.media.items()}
-    after, _, _ = packed_scores(model, model, prompts, ids, mask)
+    after = packed_scores(model, model, prompts, ids, mask).logps
     moved = (before - after).abs().amax(1)
     assert all((change > 1e-3) == bool(prompt.media) for change, prompt in zip(moved, prompts, strict=True))
 
@@ -173,9 +173,11 @@ def test_load_balancing_loss(name):
     model, prompts = build(name)
     prompts, n = prompts[:1] * 2, 2
     ids, mask = random_completions(n)
-    *_, packed = completion_scores(model, model, prompts[:1], ids[:1], mask[:1], output_router_logits=True)
-    *_, padded = completion_scores(
-        model, model, prompts[:1], ids[:1], mask[:1], packed=False, output_router_logits=True
+    packed, padded = (
+        completion_scores(
+            model, model, prompts[:1], ids[:1], mask[:1], packed=packed, output_router_logits=True
+        ).aux_loss
+        for packed in (True, False)
     )
     assert packed > 0
     # one completion: the rows differ by the copy of the last prompt token and the last completion token only
@@ -186,17 +188,17 @@ def test_load_balancing_loss(name):
 def test_masked_completions_get_no_place():
     model, prompts = build("qwen2_audio")
     ids, mask = random_completions(len(prompts))
-    expected, _, _ = packed_scores(model, model, prompts, ids, mask)
+    expected = packed_scores(model, model, prompts, ids, mask).logps
     mask[1] = mask[3:6] = 0
     row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
     assert row.input_ids.size(1) == packed_length(prompts, mask.sum(1).tolist())
-    logps, entropies, _ = packed_scores(model, model, prompts, ids, mask)
-    assert (logps - expected * mask).abs().max() <= 1e-5
-    assert not logps[mask == 0].any() and not entropies[mask == 0].any()
+    scores = packed_scores(model, model, prompts, ids, mask)
+    assert (scores.logps - expected * mask).abs().max() <= 1e-5
+    assert not scores.logps[mask == 0].any() and not scores.entropies[mask == 0].any()
     mask[:] = 0
-    logps, entropies, _ = packed_scores(model, model, prompts, ids, mask)
-    logps.sum().backward()
-    assert not logps.any()
+    scores = packed_scores(model, model, prompts, ids, mask)
+    scores.logps.sum().backward()
+    assert not scores.logps.any()
 
 
 def slow_varlen(query, key, value, query_starts, key_starts):
@@ -255,7 +257,7 @@ def test_flash_attention_keeps_its_name(name, monkeypatch):
     """Transformers loads flash kernels by name. Layers that no kernel can take run on sdpa, here all: there is no GPU."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    expected, _, _ = packed_scores(model, model, prompts, ids, mask)
+    expected = packed_scores(model, model, prompts, ids, mask).logps
     model, prompts = build(name)
     monkeypatch.setattr(attention, "_WRAPPED", set())
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", None)
@@ -263,7 +265,7 @@ def test_flash_attention_keeps_its_name(name, monkeypatch):
     for _ in range(2):
         install_prefix_attention(model)
         assert model.get_decoder().config._attn_implementation == "flash_attention_2"
-    logps, _, _ = packed_scores(model, model, prompts, ids, mask)
+    logps = packed_scores(model, model, prompts, ids, mask).logps
     assert (logps - expected).abs().max() <= 1e-5
 
 

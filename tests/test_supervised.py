@@ -240,7 +240,7 @@ def test_loss_and_gradient_are_those_of_a_plain_forward(kind):
 
     model, _ = load(FAMILY[kind])
     add_fused_lm_head(model, temperature=1.0)
-    logps = completion_scores(model, model, prompts, ids, mask, packed=False)[0]
+    logps = completion_scores(model, model, prompts, ids, mask, packed=False).logps
     loss = -(logps * mask).sum() / mask.sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()

@@ -289,15 +289,15 @@ class Actor(nn.Module):
         completion_ids = sequences.new_zeros(len(rows), width)
         mask = torch.arange(width, device=device) < torch.tensor(actions, device=device)[:, None]
         completion_ids[mask] = torch.cat([row[len(row) - n :] for row, n in zip(rows, actions, strict=True)])
-        logps, entropy, aux_loss = completion_scores(
+        scores = completion_scores(
             self.model, model, prompts, completion_ids, mask.long(), output_router_logits=self._has_router
         )
-        logps = logps[mask][None].float()
+        logps = scores.logps[mask][None].float()
         if not return_output:
             return logps
-        output = ModelOutput(aux_loss=aux_loss) if aux_loss is not None else ModelOutput()
+        output = ModelOutput(aux_loss=scores.aux_loss) if scores.aux_loss is not None else ModelOutput()
         if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = entropy[mask][None].detach()
+            output["action_entropy"] = scores.entropies[mask][None].detach()
         return logps, output
 
     @property

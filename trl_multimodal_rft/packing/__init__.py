@@ -3,3 +3,4 @@ from .attention import install_prefix_attention
 from .forward import completion_scores, packed_scores, padded_scores
 from .layout import PackedRow, PrefixLayout, pack
 from .masks import linear_masks, sharing_obstacle
+from .scores import Scores

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from ..media.companions import CompanionPrompt
 from ..media.encoding import EncodedPrompt, join_media
 from .layout import PackedRow, group_by_prompt, pack, split_samples
 from .masks import field_fill, linear_masks
+from .scores import Scores
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def completion_scores(
     min_forwards: int = 1,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
-) -> tuple:
+) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
 
@@ -83,18 +85,15 @@ def completion_scores(
             Head of a critic that shares the model, see [`~actors.ValueHead`].
 
     Returns:
-        `tuple`: Log-probabilities `(B, C)` and entropies `(B, C)` (`None` if the head computes none), 0 where the mask
-        is 0, the auxiliary loss or `None`, and with a `value_head` the values of the states before each token, `(B, C)`.
+        [`~packing.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the mask
+        is 0, the auxiliary loss or `None`, and with a `value_head` the values.
     """
     score = packed_scores if packed else padded_scores
 
     def part(prompts, ids, mask):
         return score(model, unwrapped_model, prompts, ids, mask, output_router_logits, value_head)
 
-    logps, entropies, aux_losses, *values = _in_parts(
-        part, prompts, completion_ids, completion_mask, apart, min_forwards
-    )
-    return logps, entropies, None if aux_losses is None else aux_losses.mean(), *values
+    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
 
 
 def completion_values(
@@ -142,13 +141,13 @@ def completion_values(
             # A state is that of the token before
             inputs = _padded_inputs(unwrapped_model, prompts, ids, mask)
             values = critic(inputs.pop("input_ids"), **inputs)[:, -ids.size(1) - 1 : -1]
-        return (torch.where(mask.bool(), values, 0.0),)
+        return Scores(values=torch.where(mask.bool(), values, 0.0))
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)[0]
+    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards).values
 
 
-def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwards) -> tuple:
-    """Scores with as many forwards as `apart` asks for; a scalar of each part is stacked."""
+def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwards) -> Scores:
+    """Scores with as many forwards as `apart` asks for."""
     if apart is None:
         return score(prompts, completion_ids, completion_mask)
     rows = split_samples(prompts, apart)
@@ -156,19 +155,16 @@ def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwar
     results = []
     for row in rows + rows[-1:] * surplus:
         results.append(score([prompts[i] for i in row], completion_ids[row], completion_mask[row]))
-    order = torch.tensor([i for row in rows for i in row], device=completion_ids.device).argsort()
-
-    def join(values):
-        if values[0] is None:
-            return None
-        if values[0].dim() == 0:
-            return torch.stack([v for v, row in zip(values, rows, strict=False) if not _all_companions(prompts, row)])
-        return torch.cat(values[: len(rows)])[order]
-
-    first, *others = [join(values) for values in zip(*results, strict=True)]
+    # Companions count in no loss
+    own = [
+        replace(result, aux_loss=None) if _all_companions(prompts, row) else result
+        for result, row in zip(results, rows, strict=False)
+    ]
+    joined = Scores.join(own, rows)
     # Surplus forwards weigh nothing, but have a backward like the others
-    first = first + 0.0 * sum(result[0].sum() for result in results[len(rows) :])
-    return (first, *others)
+    name, first = next(iter(joined.tensors().items()))
+    zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(rows) :])
+    return replace(joined, **{name: first + zero})
 
 
 def _all_companions(prompts, row) -> bool:
@@ -183,7 +179,7 @@ def packed_scores(
     completion_mask: torch.Tensor,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
-) -> tuple:
+) -> Scores:
     """
     Scores completions in one row that holds each prompt, and its media, once.
 
@@ -207,7 +203,7 @@ def packed_scores(
             As there.
 
     Returns:
-        `tuple`: As there.
+        [`~packing.scores.Scores`]: As there.
     """
     row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
     router, mask = {}, {}
@@ -226,9 +222,12 @@ def packed_scores(
     def unpack(values):
         return torch.where(completion_mask.bool(), values[0][row.score_index], 0.0)
 
-    entropy = None if outputs.entropy is None else unpack(outputs.entropy)
-    values = [] if value_head is None else [unpack(value_head(hidden[0]))]
-    return unpack(outputs.log_probs), entropy, outputs.aux_loss, *values
+    return Scores(
+        logps=unpack(outputs.log_probs),
+        entropies=None if outputs.entropy is None else unpack(outputs.entropy),
+        values=None if value_head is None else unpack(value_head(hidden[0])),
+        aux_loss=outputs.aux_loss,
+    )
 
 
 def padded_scores(
@@ -239,7 +238,7 @@ def padded_scores(
     completion_mask: torch.Tensor,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
-) -> tuple:
+) -> Scores:
     """
     Scores completions with one padded row per completion, as TRL does, for media of every kind.
 
@@ -262,7 +261,7 @@ def padded_scores(
             As there.
 
     Returns:
-        `tuple`: As there.
+        [`~packing.scores.Scores`]: As there.
     """
     n_new = completion_ids.size(1)
     inputs = _padded_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
@@ -274,11 +273,15 @@ def padded_scores(
         router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
     with inject(unwrapped_model.get_decoder(), **mask), _last_hidden_states(unwrapped_model) as hidden:
         outputs = model(**inputs, **router, labels=labels, fused_lm_head=True)
-    entropy = None if outputs.entropy is None else outputs.entropy[:, -n_new:]
-    values = []
+    values = None
     if value_head is not None:
-        values.append(torch.where(completion_mask.bool(), value_head(hidden[0])[:, -n_new - 1 : -1], 0.0))
-    return outputs.log_probs[:, -n_new:], entropy, outputs.aux_loss, *values
+        values = torch.where(completion_mask.bool(), value_head(hidden[0])[:, -n_new - 1 : -1], 0.0)
+    return Scores(
+        logps=outputs.log_probs[:, -n_new:],
+        entropies=None if outputs.entropy is None else outputs.entropy[:, -n_new:],
+        values=values,
+        aux_loss=outputs.aux_loss,
+    )
 
 
 def _uncount(tokens: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

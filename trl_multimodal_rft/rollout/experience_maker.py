@@ -542,7 +542,7 @@ class NaiveExperienceMaker:
                 logps, output = actor(*inputs, return_output=True)
                 entropy = output["action_entropy"]
             else:
-                logps, entropy, _ = completion_scores(
+                scores = completion_scores(
                     actor.model,
                     actor.base_model,
                     samples.encoded_prompts,
@@ -551,6 +551,7 @@ class NaiveExperienceMaker:
                     packed=actor.packing_samples,
                     apart=_apart(actor),
                 )
+                logps, entropy = scores.logps, scores.entropies
         # A reference may have a head that gives no entropies
         entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
         return torch.where(mask, logps.float(), 0), entropy

@@ -201,7 +201,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         need_old = own_estimator or args.kl_in_reward or (training and self._exchanges_groups)
         need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
         old_logps = output.get("old_per_token_logps")
-        entropies = next((e for logps, e in self._scores if logps is old_logps), None)
+        entropies = next((scores.entropies for scores in self._scores if scores.logps is old_logps), None)
         if (need_old and old_logps is None) or (need_entropies and entropies is None):
             logps, entropies = self._score_again(self.model, output)
             old_logps = logps if old_logps is None else old_logps
@@ -460,7 +460,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             trl_inputs.pop("old_per_token_logps", None)
         with self._overridden(**overrides):
             loss = super()._compute_loss(model, trl_inputs)
-        logps = self._scores.pop()[0]
+        logps = self._scores.pop().logps
         mask = self._loss_mask(inputs)
         old_logps = inputs.get("old_per_token_logps")
         old_logps = logps.detach() if old_logps is None else old_logps

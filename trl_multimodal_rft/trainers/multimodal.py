@@ -53,6 +53,7 @@ from ..media.encoding import (
 )
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
+from ..packing.scores import Scores
 from ..rewards import RewardModel
 from ..rollout import generate_in_parts, trim_after_eos
 from .checkpoint import load_rollout_state, save_rollout_state
@@ -143,7 +144,7 @@ class MultimodalMixin:
 
         self._samples: list[EncodedPrompt] | None = None  # the prompts of the rows at hand
         self._packed: bool | None = None  # how the rows at hand are scored
-        self._scores: list[tuple] = []  # log-probabilities and entropies of the rows at hand, in the order of scoring
+        self._scores: list[Scores] = []  # of the rows at hand, in the order of scoring
         self._train_sampler = None
         self._apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
         self._share_prefill = True
@@ -435,7 +436,7 @@ class MultimodalMixin:
     def _touch_unreached(self, model, scores) -> torch.Tensor | int:
         """A zero that depends on the weights that no forward uses, which DDP would wait for."""
         if self._unreached is None:
-            self._unreached = unreached_parameters(model, [each for each in scores if each is not None])
+            self._unreached = unreached_parameters(model, scores)
         return sum(0 * parameter.flatten()[0] for parameter in self._unreached)
 
     def _most_over_ranks(self, kinds: list[set[str]], apart: str | None) -> int:
@@ -550,23 +551,23 @@ class MultimodalMixin:
                 compute_aux_loss=compute_aux_loss,
                 **kwargs,
             )
-            self._scores.append(scores[:2])
+            self._scores.append(Scores(*scores[:2]))
             return scores
         completion_ids, completion_mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         self._choose_packing(completion_mask)
+        size = batch_size or len(completion_ids)
+        places = [range(len(completion_ids))[start : start + size] for start in range(0, len(completion_ids), size)]
         parts = []
-        for start in range(0, len(completion_ids), batch_size or len(completion_ids)):
-            part = slice(start, start + (batch_size or len(completion_ids)))
+        for place in places:
+            part = slice(place.start, place.stop)
             rows = self._samples[part], completion_ids[part], completion_mask[part]
-            parts.append(self._score(model, *rows, compute_aux_loss)[:3])
-        logps, entropies, aux_losses = zip(*parts, strict=True)
-        logps = torch.cat(logps)
-        entropies = None if entropies[0] is None else torch.cat(entropies)
-        self._scores.append((logps, entropies))
+            parts.append(self._score(model, *rows, compute_aux_loss))
+        scores = Scores.join(parts, places)
+        self._scores.append(scores)
         return (
-            logps,
-            entropies if compute_entropy else None,
-            torch.stack(aux_losses).mean() if compute_aux_loss else None,
+            scores.logps,
+            scores.entropies if compute_entropy else None,
+            scores.aux_loss if compute_aux_loss else None,
         )
 
     def _score(
@@ -578,12 +579,12 @@ class MultimodalMixin:
         compute_aux_loss: bool = False,
         beside: Callable | None = None,
         **overrides,
-    ) -> tuple:
+    ) -> Scores:
         """
-        Log-probabilities, entropies and auxiliary loss of completions, differentiable where gradients are on.
+        Scores of completions, differentiable where gradients are on.
 
-        `beside(rows, n, first, **options)` may add to each forward: given its rows, of which the first `n` are samples, and
-        whether it is the first forward, it returns a function of the model's forward that returns a list of tensors.
+        `beside(rows, first, **options)` may add to each forward: given its rows and whether it is the first forward, it
+        returns a function of the model's forward that returns further fields of their scores.
         """
         overrides = {"packed": self._packed, "apart": self._apart, **overrides}
         budget = self.args.max_tokens_per_microbatch if torch.is_grad_enabled() else None
@@ -593,7 +594,7 @@ class MultimodalMixin:
             count = torch.tensor([len(parts)], device=self.accelerator.device)
             n_parts = int(self.accelerator.gather(count).max())
 
-        def score(index: int, part: list[int]) -> tuple:
+        def score(index: int, part: list[int]) -> Scores:
             rows = [samples[i] for i in part], completion_ids[part], completion_mask[part]
             return self._score_part(model, rows, compute_aux_loss, beside, first=index == 0, **overrides)
 
@@ -611,36 +612,36 @@ class MultimodalMixin:
         metrics["token_budget/extra_time"].append(time.perf_counter() - start)
         return self._deferred.joined()
 
-    def _score_part(self, model, rows, compute_aux_loss, beside, first, **options) -> tuple:
+    def _score_part(self, model, rows, compute_aux_loss, beside, first, **options) -> Scores:
         n = len(rows[0])
         rows = self._with_companions(model, rows)
         options["min_forwards"] = self._n_forwards(rows[0], options["apart"])
         others = None
         if beside is not None:
             own = {name: options[name] for name in ("packed", "apart", "min_forwards")}
-            others = beside(rows, n, first, **own)
+            others = beside(rows, first, **own)
         head = self._unwrapped(model).get_output_embeddings()
         if isinstance(head, FSDPModule) and torch.is_grad_enabled():
             # TRL's fused head reads the weight of a module that never runs. What it gathers itself gets a gradient that
             # isn't reduced: each rank would train its rows of the head on its own samples alone.
             head.unshard()
 
-        def score(call) -> tuple:
+        def score(call) -> dict[str, torch.Tensor]:
             scores = completion_scores(
                 call, self._unwrapped(model), *rows, output_router_logits=compute_aux_loss, **options
             )
-            return scores if others is None else (*scores, *others(call))
+            return {**scores.tensors(), **({} if others is None else others(call))}
 
         with self.accelerator.autocast():
             # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
             is_ddp = isinstance(model, DistributedDataParallel)
             if others is not None or options["apart"] is not None and is_ddp:
-                logps, entropies, *scores = self._as_one_forward(model, score)
+                tensors = self._as_one_forward(model, score)
             else:
-                logps, entropies, *scores = score(model)
+                tensors = score(model)
         if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
-            logps = logps + self._touch_unreached(model, [logps, entropies, *scores])
-        return (logps[:n], None if entropies is None else entropies[:n], *scores)
+            tensors["logps"] = tensors["logps"] + self._touch_unreached(model, list(tensors.values()))
+        return Scores(**tensors).rows(slice(n))  # without companions
 
     def _as_one_forward(self, model, function: Callable):
         """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""

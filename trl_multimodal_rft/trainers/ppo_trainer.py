@@ -464,7 +464,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         """What gives values of states within a forward."""
         if self.args.shared_trunk:
             policy = self._unwrapped(self.model)
-            return lambda call: completion_scores(call, policy, *rows, value_head=self.critic, **options)[3]
+            return lambda call: completion_scores(call, policy, *rows, value_head=self.critic, **options).values
         return lambda call: completion_values(self.critic, self.critic.model, *rows, **options)
 
     # Update
@@ -487,17 +487,17 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._joint = {"inputs": inputs, "supervised": supervised}
         try:
             policy_loss = super()._compute_loss(model, inputs)
-            results = self._joint
+            scores = self._joint["scores"]
         finally:
             self._joint = None
         self._log_policy(policy_loss, inputs)
         # Times 0 rather than left out: engines wait for the gradients of all weights
         loss = policy_loss * self._trains("policy")
         if self.critic is not None:
-            loss = loss + args.vf_coef * self._trains("critic") * self._value_loss(results["values"], inputs)
+            loss = loss + args.vf_coef * self._trains("critic") * self._value_loss(scores.values, inputs)
         if supervised is not None:
             mask = supervised[2]
-            likelihood = (results["supervised_logps"] * mask).sum() / mask.sum()
+            likelihood = (scores.supervised * mask).sum() / mask.sum()
             metrics["ptx_loss"].append(self.accelerator.gather(-likelihood.detach()).mean().item())
             loss = loss - args.ptx_coef * self._trains("policy") * likelihood / self._accumulation()
         if self.is_deepspeed_enabled and self._any_process(not loss.isfinite().item()):
@@ -508,27 +508,23 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _score(self, model, *args, **overrides):
         if self._joint is None:
             return super()._score(model, *args, **overrides)
-        joint, has_critic = self._joint, self.critic is not None
-        if self.args.shared_trunk:
+        joint, shared = self._joint, self.args.shared_trunk
+        if shared:
             overrides["value_head"] = self.critic
-        if has_critic and not self.args.shared_trunk or joint["supervised"] is not None:
+        if self.critic is not None and not shared or joint["supervised"] is not None:
             overrides["beside"] = functools.partial(self._beside, joint["supervised"])
-        results = list(super()._score(model, *args, **overrides))
-        if joint["supervised"] is not None:
-            joint["supervised_logps"] = results.pop()
-        if has_critic:
-            joint["values"] = results.pop()[: len(args[1])]
-        return results
+        joint["scores"] = super()._score(model, *args, **overrides)
+        return joint["scores"]
 
-    def _beside(self, supervised, rows, n, first, **options):
-        """What gives values of the samples, and with the first ones the log-probabilities of supervised rows, in a forward."""
+    def _beside(self, supervised, rows, first, **options):
+        """What gives values of the rows, and in the first forward the log-probabilities of supervised ones."""
         has_values = self.critic is not None and not self.args.shared_trunk
         values = self._values_of(rows, **options) if has_values else None
         likelihoods = self._supervised_scores(*supervised) if first and supervised is not None else None
 
-        def both(call) -> list[torch.Tensor]:
-            results = [] if values is None else [values(call)[:n]]
-            return results if likelihoods is None else [*results, likelihoods(call)]
+        def both(call) -> dict[str, torch.Tensor]:
+            results = {} if values is None else {"values": values(call)}
+            return results if likelihoods is None else {**results, "supervised": likelihoods(call)}
 
         return both
 
@@ -582,7 +578,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         rows = self._with_companions(None, (prompts, ids, mask))
         options = {"packed": False, "apart": self._apart, "min_forwards": self._n_forwards(rows[0], self._apart)}
         policy = self._unwrapped(self.model)
-        return lambda call: completion_scores(call, policy, *rows, **options)[0][: len(prompts)]
+        return lambda call: completion_scores(call, policy, *rows, **options).logps[: len(prompts)]
 
     # Checkpoints
 

@@ -92,7 +92,7 @@ def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
     def score(prompts, packed, **options):
         samples = [p for p in prompts for _ in range(2)]
         many = [t.repeat(len(prompts), 1) for t in (ids, mask)]
-        return trainer._score(trainer.model, samples, *many, packed=packed, **options)[0]
+        return trainer._score(trainer.model, samples, *many, packed=packed, **options).logps
 
     # Every process runs every forward, whatever its prompts hold: a sharded model would hang otherwise
     alone = score([first], packed=False)

@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from ..packing.scores import Scores
+
 
 class DeferredParts:
     """
@@ -19,8 +21,7 @@ class DeferredParts:
 
     Args:
         score (`Callable`):
-            Called with the index of a part and its rows; returns tensors with one row per sample, or `None`. The part with
-            index 0 may return more.
+            Called with the index of a part and its rows; returns their [`~packing.scores.Scores`].
         parts (`list[list[int]]`):
             Rows of each part.
         n_parts (`int`):
@@ -35,32 +36,23 @@ class DeferredParts:
         self.n_own = len(parts)
         self._random = None if device.type == "cpu" else torch.get_device_module(device)
         self._states = []
-        self.outputs: list[list[torch.Tensor | None]] = []
+        self.outputs: list[Scores] = []
         for index, part in enumerate(self.parts):
             self._states.append((torch.get_rng_state(), self._random and self._random.get_rng_state()))
             with torch.no_grad():
                 scores = score(index, part)
-            self.outputs.append([None if each is None else each.detach().requires_grad_() for each in scores])
+            self.outputs.append(scores.map(lambda value: value.detach().requires_grad_()))
 
-    def joined(self) -> tuple:
+    def joined(self) -> Scores:
         """
         The scores in the order of the rows.
 
         Returns:
-            `tuple`: What one call for all rows would return.
+            [`~packing.scores.Scores`]: What one call for all rows would return.
         """
-        own = self.outputs[: self.n_own]
-        order = torch.tensor([row for part in self.parts[: self.n_own] for row in part]).argsort()
-        result = []
-        for place, first in enumerate(own[0]):
-            values = [outputs[place] for outputs in own if place < len(outputs)]
-            if first is None or len(values) < len(own):
-                result.append(first)
-            else:
-                result.append(torch.cat(values)[order.to(first.device)])
-        return tuple(result)
+        return Scores.join(self.outputs[: self.n_own], self.parts[: self.n_own])
 
-    def again(self, index: int) -> tuple:
+    def again(self, index: int) -> Scores:
         """
         Makes a part once more, with a gradient and the same random numbers.
 
@@ -69,7 +61,7 @@ class DeferredParts:
                 Which part.
 
         Returns:
-            `tuple`: Its scores.
+            [`~packing.scores.Scores`]: Its scores.
         """
         cpu, device = self._states[index]
         torch.set_rng_state(cpu)
@@ -97,18 +89,19 @@ def backward_by_parts(
     Returns:
         `torch.Tensor`: A scalar with the value of the loss, whose backward pass is that of the last part.
     """
-    leaves = [leaf for outputs in deferred.outputs for leaf in outputs if leaf is not None]
+    leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
     for index, outputs in enumerate(deferred.outputs):
         last = index == len(deferred.outputs) - 1
         with _accumulating(accelerator, model, not last):
             surrogate = loss.new_zeros(())
-            for leaf, score in zip(outputs, deferred.again(index), strict=True):
-                if leaf is not None and score.requires_grad:
+            scores = deferred.again(index).tensors()
+            for name, leaf in outputs.tensors().items():
+                if scores[name].requires_grad:
                     gradient = by_leaf[id(leaf)]
                     # Nothing depends on surplus parts, but they have a backward pass like the others
-                    surrogate = surrogate + (score * (0 if gradient is None else gradient)).sum()
+                    surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
             if not last:
                 engine = accelerator.distributed_type == DistributedType.DEEPSPEED
                 accelerator.backward(surrogate, **({"scale_wrt_gas": False} if engine else {}))

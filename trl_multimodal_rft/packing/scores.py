@@ -1,0 +1,121 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a forward gives for completions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+
+
+def _aligned():
+    """A field with one row per sample."""
+    return field(default=None, metadata={"aligned": True})
+
+
+@dataclass
+class Scores:
+    """
+    Scores of completions. Choosing and joining rows acts on all fields that have one per sample, and on no other.
+
+    Args:
+        logps (`torch.Tensor`, *optional*):
+            Log-probabilities of the tokens, `(B, C)`.
+        entropies (`torch.Tensor`, *optional*):
+            Entropies of their distributions, `(B, C)`, where the head computes them.
+        values (`torch.Tensor`, *optional*):
+            Values of the states before each token, `(B, C)`, where there is a critic.
+        aux_loss (`torch.Tensor`, *optional*):
+            Load-balancing loss of a mixture of experts, a scalar of all rows.
+        supervised (`torch.Tensor`, *optional*):
+            Log-probabilities of rows to learn from, which are other rows than the samples'.
+
+    Raises:
+        `ValueError`: If fields with one row per sample have different shapes.
+    """
+
+    logps: torch.Tensor | None = _aligned()
+    entropies: torch.Tensor | None = _aligned()
+    values: torch.Tensor | None = _aligned()
+    aux_loss: torch.Tensor | None = None
+    supervised: torch.Tensor | None = None
+
+    def __post_init__(self):
+        shapes = {name: tuple(value.shape) for name, value in self._chosen(aligned=True).items()}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(f"scores of the same samples have different shapes: {shapes}")
+
+    def _chosen(self, aligned: bool) -> dict[str, torch.Tensor]:
+        names = [each.name for each in fields(self) if ("aligned" in each.metadata) == aligned]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """
+        What there is, by the names of the fields.
+
+        Returns:
+            `dict[str, torch.Tensor]`: The tensors.
+        """
+        return {**self._chosen(aligned=True), **self._chosen(aligned=False)}
+
+    def map(self, function: Callable) -> "Scores":
+        """
+        Applies a function to each tensor.
+
+        Args:
+            function (`Callable`):
+                From a tensor to a tensor.
+
+        Returns:
+            [`Scores`]: What it returned.
+        """
+        return Scores(**{name: function(value) for name, value in self.tensors().items()})
+
+    def rows(self, index: slice | Sequence[int] | torch.Tensor) -> "Scores":
+        """
+        Scores of some of the samples.
+
+        Args:
+            index (`slice` or `Sequence[int]` or `torch.Tensor`):
+                Which ones, in which order.
+
+        Returns:
+            [`Scores`]: Theirs. What has no row per sample stays.
+        """
+        chosen = {name: value[index] for name, value in self._chosen(aligned=True).items()}
+        return Scores(**chosen, **self._chosen(aligned=False))
+
+    @classmethod
+    def join(cls, parts: Sequence["Scores"], places: Sequence[Sequence[int]]) -> "Scores":
+        """
+        Puts parts of a batch together.
+
+        Args:
+            parts (`Sequence[Scores]`):
+                Scores of the parts.
+            places (`Sequence[Sequence[int]]`):
+                Places in the batch of each part's rows.
+
+        Returns:
+            [`Scores`]: Scores of the batch in its order, with the mean of the parts' auxiliary losses and the supervised
+            rows of the part that has them.
+
+        Raises:
+            `ValueError`: If a part has other fields than the first or another number of rows than places, or if several
+                have supervised rows.
+        """
+        aligned = [part._chosen(aligned=True) for part in parts]
+        for part, own in zip(aligned, places, strict=True):
+            if part.keys() != aligned[0].keys() or any(len(value) != len(own) for value in part.values()):
+                shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in aligned]
+                raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
+        order = [row for own in places for row in own]
+        joined = cls(**{name: torch.cat([part[name] for part in aligned]) for name in aligned[0]})
+        if order != sorted(order):
+            joined = joined.rows(torch.tensor(order).argsort())
+        losses = [part.aux_loss for part in parts if part.aux_loss is not None]
+        supervised = [part.supervised for part in parts if part.supervised is not None]
+        if len(supervised) > 1:
+            raise ValueError(f"{len(supervised)} of {len(parts)} parts have supervised rows; one can")
+        joined.aux_loss = torch.stack(losses).mean() if losses else None
+        joined.supervised = supervised[0] if supervised else None
+        return joined
