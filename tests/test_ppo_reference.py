@@ -1862,7 +1862,7 @@ def test_every_family(name, tmp_path):
     status = ppo.ppo_train()
     assert status["ratio/max"] == pytest.approx(1, abs=1e-4)
     assert status["grad_norm"] > 0.01
-    if ppo.trainer._apart is not None:
+    if ppo.trainer._remedies.apart is not None:
         with pytest.raises(ValueError, match="an experience must hold one prompt; set `micro_rollout_batch_size`"):
             PPOTrainerVL(config, ActorVL(model, bf16=False), *(None,) * 8, **arguments, micro_rollout_batch_size=4)
 

@@ -39,7 +39,7 @@ def test_a_sound_model_passes(family, rows, tmp_path, capsys):
     check = run._self_check
     assert max(check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
     assert check.media > 1e-2
-    assert run._can_pack and run._share_prefill and not run._apart
+    assert run._remedies.can_pack and run._remedies.share_prefill and not run._remedies.apart
     line = r"self-check: packed = padded \S+, media moves log-probs by \S+, rows independent \S+, recomputed = sampled"
     assert re.search(line, capsys.readouterr().out)
     run.create_model_card()
@@ -60,11 +60,11 @@ def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
     causal = lambda model, prompt, n_new: {"full_attention": None, "sliding_attention": None}  # noqa: E731
     monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
     run = trainer("gemma3", image_rows(), tmp_path)
-    assert run._can_pack
+    assert run._remedies.can_pack
     run.train()
     assert run._self_check.packed > run._self_check.tolerance
     assert "packed differs from padded" in str(run._self_check)
-    assert not run._can_pack and not run._packed
+    assert not run._remedies.can_pack and not run._packed
 
 
 def test_packing_that_fails_falls_back_to_padded(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_packing_that_fails_falls_back_to_padded(tmp_path, monkeypatch):
     monkeypatch.setattr(forward, "linear_masks", no_masks)
     run = trainer("llava", image_rows(), tmp_path)
     run.train()
-    assert run._self_check.packed == float("inf") and not run._can_pack
+    assert run._self_check.packed == float("inf") and not run._remedies.can_pack
 
 
 def test_media_that_do_nothing_raise(tmp_path):
@@ -89,9 +89,9 @@ def test_media_that_do_nothing_raise(tmp_path):
 def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(multimodal, "JOIN_ONLY_EQUAL_MEDIA", set())
     run = trainer("gemma3n", audio_rows(), tmp_path)
-    assert run._apart is None
+    assert run._remedies.apart is None
     run.train()
-    assert run._apart == "media"
+    assert run._remedies.apart == "media"
     assert "(each media apart)" in str(run._self_check)
     assert run._self_check.rows < 1e-5
 
@@ -106,15 +106,15 @@ def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypa
     monkeypatch.setattr(forward, "pack", leak)  # positions of later prompts depend on the earlier ones
     run = trainer("llava", image_rows(), tmp_path)
     run.train()
-    assert run._apart == "prompt" or not run._can_pack
+    assert run._remedies.apart == "prompt" or not run._remedies.can_pack
 
 
 def test_sampling_from_a_wrong_cache_is_given_up(tmp_path, monkeypatch):
     # The last token of a bidirectional prefix is seen by all others, so it can't be left out of the prefill
     monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
     run = trainer("paligemma", image_rows(), tmp_path)
-    assert run._share_prefill
+    assert run._remedies.share_prefill
     run.train()
     assert run._self_check.sampled > run._self_check.tolerance
     assert "recomputed differs from sampled" in str(run._self_check)
-    assert not run._share_prefill
+    assert not run._remedies.share_prefill

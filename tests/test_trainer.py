@@ -635,13 +635,13 @@ def test_every_family_trains(name):
     assert norm(result.update) > 0.001
     assert check.media > 0.01
     assert check.sampled <= check.tolerance
-    assert trainer._share_prefill
+    assert trainer._remedies.share_prefill
     if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
-        assert trainer._apart
+        assert trainer._remedies.apart
     else:
         assert check.rows <= check.tolerance
     if name == "qwen3_5":
-        assert not trainer._can_pack
+        assert not trainer._remedies.can_pack
     else:
         assert check.packed <= check.tolerance
         assert result.history[0]["packing/shared_frac"] == 0.75
@@ -653,7 +653,7 @@ def test_autocast_is_no_reason_to_pad(kind):
     result = run(InjectedOurs, FAMILY[kind], ROWS[kind](), bf16=True)
     assert result.trainer.model.dtype == torch.float32
     assert all(result.trainer.scored_packed)
-    assert result.trainer._share_prefill
+    assert result.trainer._remedies.share_prefill
 
 
 # Logs, callbacks, evaluation

@@ -335,7 +335,7 @@ def evaluate_trainer(
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
         # Sharded weights are gathered, and forwards counted, on all processes alike
-        in_step=not trainer._is_whole or trainer._apart is not None,
+        in_step=not trainer._is_whole or trainer._remedies.apart is not None,
         trainer_state=trainer.state,
     )
     return _evaluate(policy, dataset, reward_funcs or list(trainer.reward_funcs), args, accelerator)

@@ -168,6 +168,50 @@ def encode_prompt(
             messages, refs[0], processor.tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholders.values())))
         )
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
+    outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
+    input_ids = outputs["input_ids"][0]
+    token_fields = {name: outputs[name][0] for name in TOKEN_FIELDS if name in outputs}
+    media = {name: value for name, value in outputs.items() if name not in ("input_ids", *TOKEN_FIELDS)}
+    _check_placeholders(input_ids, refs, media, placeholders)
+    return EncodedPrompt(
+        input_ids=input_ids,
+        token_fields=token_fields,
+        media=media if refs else {},
+        position_ids=prompt_position_ids(model, input_ids, media, token_fields),
+        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"] if keep_images else [],
+        modalities=frozenset(ref.kind for ref in refs),
+    )
+
+
+def processor_outputs(
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    decoded: dict[int, Any],
+    processor_kwargs: dict[str, Any],
+    template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    Calls a processor on one prompt, as transformers documents it.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            Plain text, or messages whose media blocks hold [`MediaRef`]s.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with a chat template (for messages).
+        decoded (`dict[int, Any]`):
+            Media as [`decode_media`] gives them.
+        processor_kwargs (`dict[str, Any]`):
+            What it says about them.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`.
+
+    Returns:
+        `dict[str, torch.Tensor]`: What the processor returns, without the attention mask and labels.
+
+    Raises:
+        [`MediaError`]: If the processing class can't take the media. The message names the row and the column.
+    """
+    refs = list(iter_refs(messages))
     if not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
     else:
@@ -195,23 +239,11 @@ def encode_prompt(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat template "
                 "writes one placeholder per medium and that the text holds none of its own"
             ) from error
-
-    input_ids = encoded["input_ids"][0]
-    token_fields = {name: encoded[name][0] for name in TOKEN_FIELDS if name in encoded}
-    media = {
+    return {
         name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
         for name, value in encoded.items()
-        if name not in ("input_ids", "attention_mask", "labels", *TOKEN_FIELDS)
+        if name not in ("attention_mask", "labels")
     }
-    _check_placeholders(input_ids, refs, media, placeholders)
-    return EncodedPrompt(
-        input_ids=input_ids,
-        token_fields=token_fields,
-        media=media if refs else {},
-        position_ids=prompt_position_ids(model, input_ids, media, token_fields),
-        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"] if keep_images else [],
-        modalities=frozenset(ref.kind for ref in refs),
-    )
 
 
 def prompt_position_ids(

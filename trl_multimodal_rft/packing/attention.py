@@ -2,6 +2,8 @@
 """Attention over a packed row: the prompt once, then all its branches, each seeing the prompt and itself."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -51,6 +53,24 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     decoder.set_attn_implementation(name)
+
+
+@contextmanager
+def original_attention(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Gives a model the attention that it had before [`install_prefix_attention`], within the context.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+    """
+    config = model.get_decoder().config
+    name = config._attn_implementation
+    config._attn_implementation = name.removeprefix(_PREFIX)
+    try:
+        yield
+    finally:
+        config._attn_implementation = name
 
 
 def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):

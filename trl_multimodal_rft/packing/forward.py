@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Per-token log-probabilities and entropies of completions: packed with a shared prefix, or padded."""
 
+import inspect
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput, selective_log_softmax_and_entropy
 
 from ..media.companions import CompanionPrompt
 from ..media.encoding import EncodedPrompt, join_media
@@ -54,6 +56,7 @@ def completion_scores(
     min_forwards: int = 1,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
+    logits_temperature: float | None = None,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -83,6 +86,10 @@ def completion_scores(
             not once per completion.
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~actors.ValueHead`].
+        logits_temperature (`float`, *optional*):
+            Temperature of log-probabilities from the model's own logits, for models that change them behind the LM head in
+            a way that TRL's fused head doesn't know. Keeps the logits of all completion tokens in memory. By default the
+            fused head computes them, at its temperature.
 
     Returns:
         [`~packing.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the mask
@@ -91,7 +98,7 @@ def completion_scores(
     score = packed_scores if packed else padded_scores
 
     def part(prompts, ids, mask):
-        return score(model, unwrapped_model, prompts, ids, mask, output_router_logits, value_head)
+        return score(model, unwrapped_model, prompts, ids, mask, output_router_logits, value_head, logits_temperature)
 
     return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
 
@@ -179,6 +186,7 @@ def packed_scores(
     completion_mask: torch.Tensor,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
+    logits_temperature: float | None = None,
 ) -> Scores:
     """
     Scores completions in one row that holds each prompt, and its media, once.
@@ -201,6 +209,8 @@ def packed_scores(
             As there.
         value_head (`nn.Module`, *optional*):
             As there.
+        logits_temperature (`float`, *optional*):
+            As there.
 
     Returns:
         [`~packing.scores.Scores`]: As there.
@@ -217,7 +227,13 @@ def packed_scores(
         inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids, **mask),
         _last_hidden_states(unwrapped_model) as hidden,
     ):
-        outputs = model(**inputs, **router, shift_labels=row.shift_labels, fused_lm_head=True)
+        if logits_temperature is None:
+            outputs = model(**inputs, **router, shift_labels=row.shift_labels, fused_lm_head=True)
+        else:
+            kept = (row.shift_labels[0] != -100).nonzero()[:, 0]
+            outputs = _own_scores(
+                model, unwrapped_model, {**inputs, **router}, kept, row.shift_labels, logits_temperature
+            )
 
     def unpack(values):
         return torch.where(completion_mask.bool(), values[0][row.score_index], 0.0)
@@ -238,6 +254,7 @@ def padded_scores(
     completion_mask: torch.Tensor,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
+    logits_temperature: float | None = None,
 ) -> Scores:
     """
     Scores completions with one padded row per completion, as TRL does, for media of every kind.
@@ -259,29 +276,70 @@ def padded_scores(
             As there.
         value_head (`nn.Module`, *optional*):
             As there.
+        logits_temperature (`float`, *optional*):
+            As there.
 
     Returns:
         [`~packing.scores.Scores`]: As there.
     """
     n_new = completion_ids.size(1)
     inputs = _padded_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    labels[:, :-n_new] = -100
+    # Each position predicts the next token; prompts aren't scored
+    predicts = slice(-n_new - 1, -1)
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[:, predicts] = completion_ids.masked_fill(completion_mask == 0, -100)
     router, mask = {}, {}
     if output_router_logits:
         uncounted = torch.tensor([[isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=labels.device)
         router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
     with inject(unwrapped_model.get_decoder(), **mask), _last_hidden_states(unwrapped_model) as hidden:
-        outputs = model(**inputs, **router, labels=labels, fused_lm_head=True)
+        if logits_temperature is None:
+            outputs = model(**inputs, **router, shift_labels=labels, fused_lm_head=True)
+        else:
+            kept = torch.arange(labels.size(1), device=labels.device)[predicts]
+            outputs = _own_scores(model, unwrapped_model, {**inputs, **router}, kept, labels, logits_temperature)
     values = None
     if value_head is not None:
-        values = torch.where(completion_mask.bool(), value_head(hidden[0])[:, -n_new - 1 : -1], 0.0)
+        values = torch.where(completion_mask.bool(), value_head(hidden[0])[:, predicts], 0.0)
     return Scores(
-        logps=outputs.log_probs[:, -n_new:],
-        entropies=None if outputs.entropy is None else outputs.entropy[:, -n_new:],
+        logps=outputs.log_probs[:, predicts],
+        entropies=None if outputs.entropy is None else outputs.entropy[:, predicts],
         values=values,
         aux_loss=outputs.aux_loss,
     )
+
+
+def _own_scores(model, unwrapped_model, inputs, kept, labels, temperature: float) -> FusedCausalLMOutput:
+    """What TRL's fused head returns with `shift_labels`, from the model's own logits at the kept positions."""
+    part = takes_logits_to_keep(unwrapped_model)
+    outputs = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))
+    logits = outputs.logits if part else outputs.logits[:, kept]
+    kept_labels = labels[:, kept]
+    logps, entropies = selective_log_softmax_and_entropy(
+        logits.float(), kept_labels.clamp(min=0), temperature=temperature
+    )
+
+    def spread(values):
+        everywhere = values.new_zeros(labels.shape)
+        return everywhere.index_copy(1, kept, torch.where(kept_labels != -100, values, 0.0))
+
+    return FusedCausalLMOutput(
+        log_probs=spread(logps), entropy=spread(entropies), aux_loss=getattr(outputs, "aux_loss", None)
+    )
+
+
+def takes_logits_to_keep(model: PreTrainedModel) -> bool:
+    """
+    Whether a model's forward can leave out logits.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        `bool`: Whether it has the argument `logits_to_keep`.
+    """
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 def _uncount(tokens: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ def generate_completions(
         output of `generate`, which may have rows of companions at the end.
     """
     unique = [*group_by_prompt(prompts), *companions]
-    share_prefill = share_prefill and _takes_a_cache(generation_config)
+    share_prefill = share_prefill and _takes_a_cache(generation_config, unwrapped_model.generation_config)
     cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
     rows = unique if cached else [*prompts, *companions]
     batch = left_pad(rows, pad_token_id)
@@ -177,10 +177,15 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> It
         model.generation_config = own
 
 
-def _takes_a_cache(config: GenerationConfig) -> bool:
-    """Whether `generate` can go on from a cache that is handed to it under these options."""
-    own_cache = config.cache_implementation is not None or config.use_cache is False
-    return not own_cache and config.prefill_chunk_size is None and (config.num_beams or 1) == 1
+def _takes_a_cache(config: GenerationConfig, own: GenerationConfig) -> bool:
+    """Whether `generate` can go on from a cache under these options, or the model's own where they say nothing."""
+
+    def option(name):
+        value = getattr(config, name)
+        return getattr(own, name) if value is None else value
+
+    own_cache = option("cache_implementation") not in (None, "hybrid") or option("use_cache") is False
+    return not own_cache and option("prefill_chunk_size") is None and (option("num_beams") or 1) == 1
 
 
 def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> int:

@@ -574,10 +574,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             self._kl_window.clear()
             self._metrics["train"]["kl_coef"].append(self.beta)
 
-    @staticmethod
-    def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
-        return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
-
     def _token_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
         """Mean over the valid tokens of all processes."""
         total = torch.stack([torch.where(mask.bool(), values.detach(), 0).sum(), mask.sum().float()])

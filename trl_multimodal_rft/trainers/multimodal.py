@@ -62,7 +62,7 @@ from .hub import explain, explained, how_to_upload, private_files, uploads
 from .media_logs import MediaLog, log_completions
 from .model_card import card_values, task_of
 from .reward_checks import checked_reward
-from .self_check import SelfCheck, run_self_check
+from .self_check import Remedies, SelfCheck, check_engine, run_self_check
 from .token_budget import DeferredParts, backward_by_parts
 
 
@@ -120,14 +120,14 @@ class MultimodalMixin:
             init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
             model = create_model_from_path(model, **init_kwargs)
             freeze_as_built(model)
+        self._processor_source: dict[str, Any] | None = None  # how to load the processor again
         if processing_class is None:
-            processing_class = AutoProcessor.from_pretrained(
-                get_config_model_id(model.config),
-                revision=(args.model_init_kwargs or {}).get("revision") if loaded_here else None,
-                truncation_side="left",
-                padding_side="left",
-                trust_remote_code=args.trust_remote_code,
-            )
+            self._processor_source = {
+                "pretrained_model_name_or_path": get_config_model_id(model.config),
+                "revision": (args.model_init_kwargs or {}).get("revision") if loaded_here else None,
+                "trust_remote_code": args.trust_remote_code,
+            }
+            processing_class = AutoProcessor.from_pretrained(**self._processor_source)
         tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
         if tokenizer.padding_side != "left":
             raise ValueError(
@@ -146,8 +146,9 @@ class MultimodalMixin:
         self._packed: bool | None = None  # how the rows at hand are scored
         self._scores: list[Scores] = []  # of the rows at hand, in the order of scoring
         self._train_sampler = None
-        self._apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
-        self._share_prefill = True
+        self._remedies = Remedies(
+            can_pack=False, apart="media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+        )
         self._self_check: SelfCheck | None = None
         self._companion_prompts: dict[str, EncodedPrompt] = {}
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
@@ -202,8 +203,8 @@ class MultimodalMixin:
         obstacle = sharing_obstacle(self._unwrapped(self.model))
         if args.packing == "prefix" and obstacle:
             logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
-        self._can_pack = args.packing == "prefix" and not obstacle
-        if self._can_pack:
+        self._remedies.can_pack = args.packing == "prefix" and not obstacle
+        if self._remedies.can_pack:
             install_prefix_attention(self._unwrapped(self.model))
             if self.ref_model is not None:
                 install_prefix_attention(self._unwrapped(self.ref_model))
@@ -292,6 +293,7 @@ class MultimodalMixin:
                 group_size = self.num_generations if self.model.training else self.num_generations_eval
                 self._media_log.add([row.get("prompt") for row in rows], group_size)
             if self._samples is not None:
+                self._check_engine(output)
                 self._choose_packing(output["completion_mask"])
                 output["encoded_prompts"] = self._samples
                 output["packed"] = [self._packed] * len(inputs)
@@ -317,11 +319,9 @@ class MultimodalMixin:
             if i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
                 samples.append(samples[-1])
                 continue
-            template_kwargs = {"chat_template": self.chat_template, **self.chat_template_kwargs}
+            template_kwargs = self._template_kwargs()
             if self.environment_factories is not None:
                 template_kwargs["tools"] = self._env_tools[self._batch_environments[i]] or None
-            else:
-                template_kwargs["tools"] = self.tools or None
             samples.append(
                 encode_prompt(
                     prompt,
@@ -335,8 +335,11 @@ class MultimodalMixin:
         self._samples = samples
         self._kinds_seen.update(*(sample.modalities for sample in samples))
         if self.args.self_check and self.model.training and self._needs_self_check():
-            self._run_self_check()
+            self._run_self_check(prompts)
         return [sample.input_ids.tolist() for sample in samples], None, {}
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         if kwargs.get("has_tool_images"):
@@ -353,14 +356,31 @@ class MultimodalMixin:
         completion_ids = trim_after_eos(self._sample_completions(samples, self.generation_config), self.eos_token_ids)
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
-    def _sample_completions(self, samples, generation_config):
+    def _sample_completions(self, samples, generation_config, share_prefill: bool | None = None):
         with torch.no_grad():  # nothing waits for gradients here
             companions = self._companions(self.model_wrapped, samples)
-        parts = split_samples(samples, self._apart)
+        apart = self._remedies.apart
+        parts = split_samples(samples, apart)
         kinds = [_kinds([samples[i] for i in part] + companions) for part in parts]
-        surplus = self._most_over_ranks(kinds, self._apart) - len(parts)
+        surplus = self._most_over_ranks(kinds, apart) - len(parts)
+        with profiling_context(self, "transformers.generate"), self._generating() as model:
+            return generate_in_parts(
+                model,
+                self._unwrapped(model),
+                samples,
+                parts,
+                generation_config,
+                self._tokenizer.pad_token_id,
+                self.accelerator.device,
+                surplus=surplus,
+                share_prefill=self._remedies.share_prefill if share_prefill is None else share_prefill,
+                companions=companions,
+            )
+
+    @contextmanager
+    def _generating(self):
+        """The model, ready to generate."""
         with (
-            profiling_context(self, "transformers.generate"),
             unwrap_model_for_generation(
                 self.model_wrapped,
                 self.accelerator,
@@ -371,18 +391,7 @@ class MultimodalMixin:
             torch.no_grad(),
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
         ):
-            return generate_in_parts(
-                model,
-                self._unwrapped(model),
-                samples,
-                parts,
-                generation_config,
-                self._tokenizer.pad_token_id,
-                self.accelerator.device,
-                surplus=surplus,
-                share_prefill=self._share_prefill,
-                companions=companions,
-            )
+            yield model
 
     def _companions(self, model, samples) -> list[EncodedPrompt]:
         """
@@ -508,7 +517,7 @@ class MultimodalMixin:
             size = self.args.per_device_train_batch_size  # prompts are shared within a micro-batch at most
             slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
             packed = sum(packed_length(self._samples[part], lengths[part]) for part in slices)
-            self._packed = self._can_pack and packed <= _WORTH_PACKING * padded
+            self._packed = self._remedies.can_pack and packed <= _WORTH_PACKING * padded
 
     @contextmanager
     def _rows_at_hand(self, inputs):
@@ -586,7 +595,8 @@ class MultimodalMixin:
         `beside(rows, first, **options)` may add to each forward: given its rows and whether it is the first forward, it
         returns a function of the model's forward that returns further fields of their scores.
         """
-        overrides = {"packed": self._packed, "apart": self._apart, **overrides}
+        remedies = self._remedies
+        overrides = {"packed": self._packed, "apart": remedies.apart, "own_logits": remedies.own_logits, **overrides}
         budget = self.args.max_tokens_per_microbatch if torch.is_grad_enabled() else None
         parts, n_parts = [list(range(len(samples)))], 1
         if budget is not None:
@@ -616,6 +626,7 @@ class MultimodalMixin:
         n = len(rows[0])
         rows = self._with_companions(model, rows)
         options["min_forwards"] = self._n_forwards(rows[0], options["apart"])
+        options["logits_temperature"] = self.temperature if options.pop("own_logits") else None
         others = None
         if beside is not None:
             own = {name: options[name] for name in ("packed", "apart", "min_forwards")}
@@ -695,13 +706,16 @@ class MultimodalMixin:
     # Checks and checkpoints
 
     def _needs_self_check(self) -> bool:
-        """On the first batch, and again on the first that has media."""
-        if self._self_check is None or self._self_check.media is not None:
-            return self._self_check is None
-        has_media = torch.tensor([any(s.media for s in self._samples)], device=self.accelerator.device)
-        return bool(self.accelerator.gather(has_media).any())
+        """On the first batch, and again on the first that has media of a kind not seen before."""
+        if self._self_check is None:
+            return True
+        unmeasured = [kind for kind in MODALITIES if kind not in self._self_check.media]
+        if not set(unmeasured) & set(self._unwrapped(self.model).input_modalities):
+            return False
+        found = torch.tensor([bool(_kinds(self._samples) & {*unmeasured})], device=self.accelerator.device)
+        return bool(self.accelerator.gather(found).any())
 
-    def _run_self_check(self) -> None:
+    def _run_self_check(self, messages: list) -> None:
         model = self.model
         devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
         with (
@@ -710,9 +724,48 @@ class MultimodalMixin:
             disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs),
             evaluation_mode(model),
         ):
-            self._self_check = run_self_check(self)
+            measured = {} if self._self_check is None else self._self_check.media
+            self._self_check = run_self_check(self, messages, self._remedies, measured)
+        self._remedies = self._self_check.remedies
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)
+
+    def _check_engine(self, output: dict[str, Any]) -> None:
+        """Compares what an engine sampled with, on its first batch."""
+        check = self._self_check
+        if check is None or check.engine is not None or not self.model.training:
+            return
+        sampled = output.get("sampling_per_token_logps")
+        if sampled is None or not self._samples_from_policy():
+            return
+        ids, mask = output["completion_ids"], output["completion_mask"]
+        recomputed = output.get("old_per_token_logps")
+        if recomputed is None:
+            with torch.no_grad():
+                recomputed = self._get_per_token_logps_and_entropies(
+                    self.model,
+                    torch.cat([output["prompt_ids"], ids], dim=1),
+                    torch.cat([output["prompt_mask"], mask], dim=1),
+                    ids.size(1),
+                    batch_size=self.args.per_device_train_batch_size,
+                )[0]
+        check_engine(check, sampled, recomputed, self._loss_mask(output), self.accelerator)
+        self.accelerator.print(check)
+
+    def _samples_from_policy(self) -> bool:
+        """Whether an engine's log-probabilities are those of the policy at its temperature, with no token cut off."""
+        args = self.args
+        penalty = args.repetition_penalty in (None, 1.0)
+        return penalty and args.top_p in (None, 1.0) and args.top_k in (None, 0, -1) and not args.min_p
+
+    @staticmethod
+    def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
+        return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+
+    def _processor_as_loaded(self):
+        """The processor as transformers loads it, for what is compared with it; a processor that was passed as it is."""
+        source = self._processor_source
+        return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """
@@ -783,9 +836,7 @@ class MultimodalMixin:
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
             "self_check": None if self._self_check is None else asdict(self._self_check),
-            "apart": self._apart,
-            "can_pack": self._can_pack,
-            "share_prefill": self._share_prefill,
+            "remedies": asdict(self._remedies),
         }
 
     def _batches(self) -> dict[str, Any]:
@@ -816,9 +867,9 @@ class MultimodalMixin:
                 f"Batches have changed from {state['batches']} to {self._batches()}, so the run goes on with new "
                 "completions."
             )
-        self._self_check = None if state["self_check"] is None else SelfCheck(**state["self_check"])
-        self._apart, self._can_pack = state["apart"], state["can_pack"]
-        self._share_prefill = state["share_prefill"]
+        self._remedies = Remedies(**state["remedies"])
+        if state["self_check"] is not None:
+            self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
 
     def _get_output_dir(self, trial):
         return super()._get_output_dir(trial) if self._partial is None else str(self._partial)

@@ -449,8 +449,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             for start in range(0, len(ids), size):
                 part = slice(start, start + size)
                 rows = self._with_companions(self.model, (self._samples[part], ids[part], extended[part]))
-                options = {"packed": self._packed, "apart": self._apart}
-                options["min_forwards"] = self._n_forwards(rows[0], self._apart)
+                options = {"packed": self._packed, "apart": self._remedies.apart}
+                options["min_forwards"] = self._n_forwards(rows[0], self._remedies.apart)
                 values = self._as_one_forward(self.model, self._values_of(rows, **options))
                 parts.append(values[: len(ids[part])])
         values = torch.cat(parts)
@@ -576,8 +576,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _supervised_scores(self, prompts, ids, mask):
         """What gives the log-probabilities of supervised completions within a forward."""
         rows = self._with_companions(None, (prompts, ids, mask))
-        options = {"packed": False, "apart": self._apart, "min_forwards": self._n_forwards(rows[0], self._apart)}
-        policy = self._unwrapped(self.model)
+        remedies, policy = self._remedies, self._unwrapped(self.model)
+        options = {"packed": False, "apart": remedies.apart}
+        options["min_forwards"] = self._n_forwards(rows[0], remedies.apart)
+        options["logits_temperature"] = self.temperature if remedies.own_logits else None
         return lambda call: completion_scores(call, policy, *rows, **options).logps[: len(prompts)]
 
     # Checkpoints

@@ -296,7 +296,7 @@ class PPOTrainerVL:
         self.trainer.remove_callback(ProgressCallback)
         if self.trainer.is_fsdp_enabled:
             raise ValueError(_WHOLE)
-        if self.trainer._apart is not None and config.num_generations % micro_rollout_batch_size != 0:
+        if self.trainer._remedies.apart is not None and config.num_generations % micro_rollout_batch_size != 0:
             raise ValueError(
                 f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one prompt; set "
                 f"`micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` ({config.num_generations}) or a "
@@ -863,7 +863,7 @@ class PPOTrainerVL:
             # Of a generation batch, as the trainer counts them
             "num_items_in_batch": torch.tensor(n_tokens * trainer.args.steps_per_generation, device=device),
             "encoded_prompts": prompts,
-            "packed": [trainer._can_pack and self.actor.packing_samples] * len(items),  # as in the rollout
+            "packed": [trainer._remedies.can_pack and self.actor.packing_samples] * len(items),  # as in the rollout
             "scorable": scorable,
         }
         for field, name in self._fields.items():

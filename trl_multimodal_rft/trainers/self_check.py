@@ -1,16 +1,32 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Measures, on the user's own model and data, what this package promises."""
+"""Measures, on the user's own model and data, what this package promises, against the model's own forward."""
 
 import copy
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.utils import ModelOutput
 
 from ..algorithms.responses import up_to_first_end
-from ..media.encoding import EncodedPrompt, placeholder_token_ids
+from ..media.columns import iter_refs
+from ..media.encoding import (
+    MODALITIES,
+    TOKEN_FIELDS,
+    EncodedPrompt,
+    decode_media,
+    placeholder_token_ids,
+    processor_outputs,
+)
+from ..media.tensors import modality_of
+from ..packing.attention import original_attention
+from ..packing.forward import takes_logits_to_keep, to_model
 from ..packing.layout import group_by_prompt
 
 
@@ -22,165 +38,554 @@ logger = get_logger(__name__)
 
 _NEW_TOKENS = 4
 
+# A medium that moves log-probabilities by less than this share of what counts as equal isn't heard or seen
+_MOVES = 1e-2
+
+
+@dataclass
+class Remedies:
+    """
+    What a trainer does where a model can't do everything exactly in the fastest way.
+
+    Args:
+        can_pack (`bool`):
+            Whether prompts are forwarded once for all their completions.
+        apart (`str` or `None`):
+            Which prompts get forwards of their own, see [`~packing.completion_scores`].
+        own_logits (`bool`, *optional*, defaults to `False`):
+            Whether log-probabilities are taken from the model's own logits instead of TRL's fused head.
+        share_prefill (`bool`, *optional*, defaults to `True`):
+            Whether prompts are prefilled once for all their completions.
+    """
+
+    can_pack: bool
+    apart: str | None
+    own_logits: bool = False
+    share_prefill: bool = True
+
 
 @dataclass
 class SelfCheck:
     """
-    What the self-check measured, as largest absolute differences of log-probabilities over all processes.
+    What the self-check measured, as largest absolute differences of log-probabilities over all processes, in nats.
+
+    The truth is the model's own forward on what its processor returns, one prompt and one completion at a time, without
+    anything of this package: its own positions, masks and logits. Where that isn't what its `generate` computes, because
+    attention is different within a prompt, the truth are the logits of `generate`.
 
     Args:
+        features (`float` or `None`):
+            Media tensors against those of the processor as it is loaded, relative to the largest value; `None` if there are
+            no media.
+        padded (`float`):
+            Padded rows against the truth.
         packed (`float` or `None`):
-            Packed against padded forward; `None` where packing is off.
-        media (`float` or `None`):
-            Effect of taking the media away; `None` if the first batch has none.
+            Packed rows against the truth; `None` where packing is off.
+        media (`dict[str, float]`):
+            By modality, how much the log-probabilities move with another medium in its place.
         rows (`float`):
             Prompts in one forward, as far as they share one, against each alone.
-        apart (`str` or `None`):
-            Which prompts get forwards of their own for that, see [`~packing.completion_scores`].
         sampled (`float` or `None`):
-            Recomputed log-probabilities against those of sampling; `None` with vLLM.
+            Log-probabilities of sampling against the truth; `None` if sampling gives none.
         tolerance (`float`):
             What counts as equal, from the dtype of the computation.
+        remedies ([`Remedies`]):
+            What the numbers hold for, after all fallbacks.
+        engine (`float` or `None`, *optional*):
+            Log-probabilities of an engine that samples the rollouts against recomputed ones, as their mean difference.
     """
 
+    features: float | None
+    padded: float
     packed: float | None
-    media: float | None
+    media: dict[str, float]
     rows: float
-    apart: str | None
     sampled: float | None
     tolerance: float
+    remedies: Remedies
+    engine: float | None = None
 
     def __str__(self) -> str:
+        remedies = self.remedies
         parts = []
+        if self.features is not None:
+            parts.append(f"features = processor's {self.features:.0e}")
+        own = " (its own logits)" if remedies.own_logits else ""
+        parts.append(f"log-probs = model's own {self.padded:.0e}{own}")
         if self.packed is not None:
-            equal = "=" if self.packed <= self.tolerance else "differs from"
-            parts.append(f"packed {equal} padded {self.packed:.0e}")
-        parts.append("no media yet" if self.media is None else f"media moves log-probs by {self.media:.2g}")
-        rows = f"rows {'in' if self.rows <= self.tolerance else ''}dependent {self.rows:.0e}"
-        parts.append(rows if self.apart is None else f"{rows} (each {self.apart} apart)")
+            parts.append(
+                f"packed {'=' if self.packed <= self.tolerance else 'differs from'} model's own {self.packed:.0e}"
+            )
+        for kind, moved in self.media.items():
+            parts.append(f"{kind} moves log-probs by {moved:.2g}")
+        if not self.media:
+            parts.append("no media yet")
+        rows = f"rows independent {self.rows:.0e}"
+        parts.append(rows if remedies.apart is None else f"{rows} (each {remedies.apart} apart)")
         if self.sampled is not None:
-            equal = "=" if self.sampled <= self.tolerance else "differs from"
-            parts.append(f"recomputed {equal} sampled {self.sampled:.0e}")
+            parts.append(
+                f"sampled = model's own {self.sampled:.0e}{'' if remedies.share_prefill else ' (prefilled apart)'}"
+            )
+        if self.engine is not None:
+            parts.append(f"engine = recomputed {self.engine:.0e}")
         return f"self-check: {', '.join(parts)}"
 
 
-def run_self_check(trainer: "MultimodalMixin") -> SelfCheck:
+@dataclass
+class _Case:
+    """A prompt of any process, as all processes check it."""
+
+    prompt: EncodedPrompt
+    plain: dict[str, torch.Tensor] | None  # what the processor returns; only of prompts that are compared with it
+    error: str | None = None
+
+
+@dataclass
+class _Traits:
+    """What tells which prompts are worth checking."""
+
+    process: int
+    index: int
+    length: int
+    shapes: str
+    fingerprints: dict[str, float] = field(default_factory=dict)  # of the media of each modality
+
+
+def run_self_check(
+    trainer: "MultimodalMixin", messages: Sequence[Any], remedies: Remedies, measured: dict[str, float]
+) -> SelfCheck:
     """
-    Runs the four checks on the prompts at hand and sets the trainer's fallbacks.
+    Measures the prompts at hand. Nothing of the trainer is changed.
+
+    All processes check the same prompts, which come from all of them, so that the forwards of a sharded model agree.
 
     Args:
         trainer (`MultimodalMixin`):
             Trainer in evaluation mode, with encoded prompts.
+        messages (`Sequence`):
+            What each prompt was encoded from.
+        remedies ([`Remedies`]):
+            What the trainer does so far.
+        measured (`dict[str, float]`):
+            Modalities whose effect is known, and their effect.
 
     Returns:
-        [`SelfCheck`]: The measurements, the same on every process.
+        [`SelfCheck`]: The measurements, the same on every process, with the remedies they ask for.
 
     Raises:
-        `RuntimeError`: If taking the media away changes nothing, that is if the model doesn't get them.
+        `RuntimeError`: If features aren't those of the processor, if a medium changes nothing, or if no remedy makes
+            log-probabilities or rows exact. The message names the model's type and what to do.
     """
-    prompts = list(group_by_prompt(trainer._samples))
-    first = next((p for p in prompts if p.media), prompts[0])
-    twin = replace(first, mask_cache={})
-    others = [p for p in prompts if p is not first] or [twin]
-    # A partner whose media have another shape than the first's is the harder case
-    second = next((p for p in others if _shapes(p) != _shapes(first)), others[0])
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-    tolerance = 2 * math.sqrt(torch.finfo(autocast or trainer._unwrapped(trainer.model).dtype).eps)
-
-    ids, mask, sampled = _scripted(trainer, first) if trainer.use_vllm else _sample(trainer, first)
-
-    def score(prompts, packed, **options):
-        samples = [p for p in prompts for _ in range(2)]
-        many = [t.repeat(len(prompts), 1) for t in (ids, mask)]
-        return trainer._score(trainer.model, samples, *many, packed=packed, **options).logps
-
-    # Every process runs every forward, whatever its prompts hold: a sharded model would hang otherwise
-    alone = score([first], packed=False)
-    sampled = None if sampled is None else _worst(trainer, _difference(alone, sampled, mask))
-    packed = None
-    if trainer._can_pack:
-        packed = _worst(trainer, _attempt(lambda: _difference(score([first], packed=True), alone, mask)))
-    # Not zero: some models drop tiles that are zero throughout, as padding
-    without = {
-        name: value * 1e-3 if value.is_floating_point() and "mask" not in name else value
-        for name, value in first.media.items()
-    }
-    effect = _difference(score([replace(first, media=without, mask_cache={})], packed=False), alone, mask)
-    media = -_worst(trainer, -effect if first.media else -math.inf)  # the least over processes that have some
-
-    separate = torch.cat([alone, score([second], packed=False), alone])
-    use_packed = packed is not None and packed <= tolerance
-
-    def joined(apart):
-        scores = score([first, second, twin], packed=use_packed, apart=apart)
-        return _difference(scores, separate, mask.repeat(3, 1))
-
-    splits = [None, "media", "prompt"]
-    for apart in splits[splits.index(trainer._apart) :]:
-        rows = _worst(trainer, _attempt(joined, apart))
-        if rows <= tolerance:
-            break
-    result = SelfCheck(packed, None if media == math.inf else media, rows, apart, sampled, tolerance)
-    _apply(trainer, result)
-    return result
+    return _Check(trainer, remedies, measured).run(messages)
 
 
-def _apply(trainer: "MultimodalMixin", result: SelfCheck) -> None:
-    if result.media == 0:
+def check_engine(
+    check: SelfCheck, sampled: torch.Tensor, recomputed: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
+) -> None:
+    """
+    Measures the log-probabilities of an engine that samples the rollouts, such as vLLM.
+
+    Args:
+        check ([`SelfCheck`]):
+            Where the measurement goes.
+        sampled (`torch.Tensor`):
+            The engine's log-probabilities, shape `(B, C)`.
+        recomputed (`torch.Tensor`):
+            The trainer's, shape `(B, C)`.
+        mask (`torch.Tensor`):
+            1 on sampled tokens, shape `(B, C)`.
+        accelerator ([`~accelerate.Accelerator`]):
+            Gathers them.
+
+    Raises:
+        `RuntimeError`: If they differ by more, in their mean, than half precision explains.
+    """
+    difference = torch.where(mask.bool(), (sampled - recomputed).abs(), 0.0)
+    total, count = accelerator.reduce(torch.stack([difference.sum(), mask.sum().float()]), reduction="sum").tolist()
+    check.engine = total / max(count, 1.0)
+    # Engines run in half precision whatever the trainer does
+    if not check.engine <= max(check.tolerance, _tolerance(torch.bfloat16)):
         raise RuntimeError(
-            f"{result}. The model answers the same without its media, so training would ignore them. Check that the chat "
-            "template writes a placeholder for each medium and that the model is the one the processor belongs to."
+            f"{check}: the engine's log-probabilities are {check.engine:.0e} from the trainer's, which more than rounding "
+            "explains, so it gets other tokens, media or weights. Set `use_vllm=False`, or `self_check=False` to go on."
         )
-    if result.packed is not None and not result.packed <= result.tolerance:
-        logger.warning(f"{result}. Completions are scored in padded rows from here on.")
-        trainer._can_pack = False
-    if result.apart != trainer._apart:
-        logger.warning(f"{result}. Prompts that disturb each other get forwards of their own from here on.")
-        trainer._apart = result.apart
-    if result.sampled is not None and not result.sampled <= result.tolerance and trainer._share_prefill:
-        logger.warning(f"{result}. Prompts are prefilled once per completion from here on.")
-        trainer._share_prefill = False
 
 
-def _sample(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two short completions of a prompt, their mask, and the log-probabilities they were sampled with."""
-    config = copy.deepcopy(trainer.generation_config)
-    config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, return_dict_in_generate=True, output_logits=True)
-    output = trainer._sample_completions([prompt, prompt], config)
-    logits = torch.stack(output.logits, dim=1)[:2].float() / trainer.temperature
-    ids = output.sequences[:2, -logits.size(1) :]
-    mask = up_to_first_end(ids, trainer.eos_token_ids).long()
-    sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    return ids, mask, sampled
+def _tolerance(dtype: torch.dtype) -> float:
+    return 2 * math.sqrt(torch.finfo(dtype).eps)
 
 
-def _scripted(trainer, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Two completions made of the prompt's last text tokens, where the engine that samples gives no logits."""
-    placeholders = set().union(
-        *placeholder_token_ids(trainer._unwrapped(trainer.model), trainer.processing_class).values()
-    )
-    text = [i for i in prompt.input_ids.tolist() if i not in placeholders][-_NEW_TOKENS:]
-    ids = torch.tensor([text, text[::-1]], device=trainer.accelerator.device)
-    return ids, torch.ones_like(ids), None
+class _Check:
+    """One run of the self-check; `remedies` are those found so far."""
+
+    def __init__(self, trainer, remedies: Remedies, measured: dict[str, float]):
+        self.trainer = trainer
+        self.model = trainer._unwrapped(trainer.model)
+        self.device = trainer.accelerator.device
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+        self.tolerance = _tolerance(autocast or self.model.dtype)
+        self.remedies = replace(remedies)
+        self.media = dict(measured)
+        self.model_type = self.model.config.model_type
+
+    def run(self, messages: Sequence[Any]) -> SelfCheck:
+        targets, donors, partners = self._choose(messages)
+        worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
+        for target in targets:
+            if target.prompt.media:
+                worst["features"].append(self._features(target))
+            ids, mask, sampled, truth = self._sample_and_recompute(target)
+            if sampled is not None:
+                worst["sampled"].append(sampled)
+            worst["padded"].append(self._padded(target.prompt, ids, mask, truth))
+            if self.remedies.can_pack:
+                worst["packed"].append(self._packed(target.prompt, ids, mask, truth))
+            for kind in sorted(target.prompt.modalities - self.media.keys()):
+                self._swap(kind, target.prompt, donors.get(kind), ids, mask)
+        rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
+        features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
+        return SelfCheck(features, padded, packed, self.media, rows, sampled, self.tolerance, self.remedies)
+
+    # What is checked
+
+    def _choose(self, messages) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
+        """
+        The longest prompt of all and of each modality, whose masks are the hardest case; other media to swap in; and partners
+        for a common forward: media of another shape, and text alone.
+        """
+        own = {prompt: messages[rows[0]] for prompt, rows in group_by_prompt(self.trainer._samples).items()}
+        process = self.trainer.accelerator.process_index
+        traits = gather_object([_traits(process, i, prompt) for i, prompt in enumerate(own)])
+        longest = sorted(traits, key=lambda each: -each.length)
+        with_kind = {kind: [each for each in longest if kind in each.fingerprints] for kind in MODALITIES}
+        targets = [found[0] for found in with_kind.values() if found]
+        targets = sorted(_unique([*targets, longest[0]]), key=lambda each: (not each.fingerprints, -each.length))
+        donors = {}
+        for kind, (first, *others) in ((kind, found) for kind, found in with_kind.items() if found):
+            donor = next((o for o in others if o.fingerprints[kind] != first.fingerprints[kind]), None)
+            if donor is not None:
+                donors[kind] = donor
+        others = [each for each in longest if each is not targets[0]]
+        with_media = [each for each in others if each.fingerprints]
+        partner = next((each for each in with_media if each.shapes != targets[0].shapes), (with_media or [None])[0])
+        text = next((each for each in others if not each.fingerprints), None)
+        partners = [each for each in (partner, text) if each is not None]
+
+        cases = {}
+        for each in _unique([*targets, *donors.values(), *partners]):
+            case = None
+            if each.process == process:
+                case = self._case(*list(own.items())[each.index], plain=each in targets)
+            cases[id(each)] = broadcast_object_list([case], from_process=each.process)[0]
+        return (
+            [cases[id(each)] for each in targets],
+            {kind: cases[id(each)].prompt for kind, each in donors.items()},
+            [cases[id(each)].prompt for each in partners],
+        )
+
+    def _case(self, prompt: EncodedPrompt, messages, plain: bool) -> _Case:
+        if not plain:
+            return _Case(prompt, None)
+        if not prompt.media:
+            # Text is tokenized by the template of its turn, which tools of its environment may be a part of
+            fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
+            return _Case(prompt, {name: value[None] for name, value in fields.items()})
+        try:
+            processor = self.trainer._processor_as_loaded()
+            refs = list(iter_refs(messages))
+            media = decode_media(refs, processor, self.trainer.args.audio_overlong)
+            return _Case(prompt, processor_outputs(messages, processor, *media, self.trainer._template_kwargs()))
+        except Exception as error:
+            return _Case(prompt, None, f"{type(error).__name__}: {error}")
+
+    # The truth
+
+    def _features(self, target: _Case) -> float:
+        if target.plain is None:
+            raise self._cannot(f"its processor, as `AutoProcessor.from_pretrained` loads it, fails ({target.error})")
+        prompt, plain = target.prompt, target.plain
+        fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
+        ours = {**prompt.media, **{name: value[None] for name, value in fields.items()}}
+        worst = 0.0 if ours.keys() == plain.keys() else math.inf
+        for name in ours.keys() & plain.keys():
+            if ours[name].shape != plain[name].shape:
+                worst = math.inf
+            elif plain[name].numel():
+                value = plain[name].double()
+                worst = max(worst, ((ours[name].double() - value).abs().max() / value.abs().max().clamp(min=1)).item())
+        worst = self._worst(worst)
+        if not worst <= self.tolerance:
+            raise self._cannot(
+                f"its media tensors differ by {worst:.0e} from those of its processor as `AutoProcessor.from_pretrained` loads "
+                "it; pass that as `processing_class`"
+            )
+        return worst
+
+    def _sample_and_recompute(self, target: _Case):
+        """
+        Two short completions of a prompt, their mask, how far the log-probabilities that they were sampled with are from the
+        truth, and the truth.
+        """
+        ids, mask, sampled = self._sample(target.prompt)
+        truth = self._truth(target, ids, mask, sampled)
+        if sampled is None:
+            return ids, mask, None, truth
+        difference = self._difference(truth, sampled, mask)
+        if not difference <= self.tolerance and self.remedies.share_prefill:
+            self._warn(
+                f"sampling from a shared prefill differs by {difference:.0e}", "prompts are prefilled one by one"
+            )
+            self.remedies.share_prefill = False
+            return self._sample_and_recompute(target)
+        if not difference <= self.tolerance:
+            raise self._cannot(
+                f"it samples with log-probabilities that are {difference:.0e} from those of its own forward"
+            )
+        return ids, mask, difference, truth
+
+    def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        trainer = self.trainer
+        if trainer.use_vllm:
+            return self._scripted(prompt)
+        config = copy.deepcopy(trainer.generation_config)
+        config.update(
+            max_new_tokens=_NEW_TOKENS, min_new_tokens=None, return_dict_in_generate=True, output_logits=True
+        )
+        output = self._attempt(
+            "sampling",
+            lambda: trainer._sample_completions([prompt, prompt], config, self.remedies.share_prefill),
+        )
+        if output is None and self.remedies.share_prefill:
+            self.remedies.share_prefill = False
+            return self._sample(prompt)
+        if output is None:
+            raise self._cannot("it can't sample completions")
+        if not isinstance(output, ModelOutput) or output.get("logits") is None:
+            # A `generate` of the user's, which returns ids alone
+            ids = output.sequences[:2] if isinstance(output, ModelOutput) else output[:2]
+            ids = ids[:, -_NEW_TOKENS:]
+            return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
+        logits = torch.stack(output.logits, dim=1)[:2].float() / trainer.temperature
+        ids = output.sequences[:2, -logits.size(1) :]
+        sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        return ids, self._mask(ids), sampled
+
+    def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Two completions made of the prompt's last text tokens, where nothing samples here."""
+        placeholders = set().union(*placeholder_token_ids(self.model, self.trainer.processing_class).values())
+        text = [i for i in prompt.input_ids.tolist() if i not in placeholders][-_NEW_TOKENS:]
+        ids = torch.tensor([text, text[::-1]], device=self.device)
+        return ids, torch.ones_like(ids), None
+
+    def _mask(self, ids: torch.Tensor) -> torch.Tensor:
+        return up_to_first_end(ids, self.trainer.eos_token_ids).long()
+
+    def _truth(self, target: _Case, ids, mask, sampled) -> torch.Tensor:
+        plain = to_model(target.plain, self.model, self.device)
+        plain["attention_mask"] = torch.ones_like(plain["input_ids"])
+        own = self._attempt(
+            "its own forward", lambda: torch.cat([self._own_forward(plain, row) for row in ids[:, None]])
+        )
+        if own is not None and sampled is not None and self._difference(own, sampled, mask) <= self.tolerance:
+            return own
+        # What sampling follows decides
+        generated = self._attempt("`generate`", lambda: self._own_generate(plain, ids), quiet=sampled is None)
+        if generated is not None:
+            return generated
+        if own is None:
+            raise self._cannot("neither its forward nor its `generate` can be measured")
+        return own
+
+    def _own_forward(self, plain: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of one completion, `(1, N)`, by the model's own forward."""
+        trainer, n_new = self.trainer, ids.size(1)
+        inputs = {**plain, "input_ids": torch.cat([plain["input_ids"], ids], dim=1)}
+        for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in plain)):
+            inputs[name] = torch.nn.functional.pad(inputs[name], (0, n_new), value=value)
+        if takes_logits_to_keep(self.model):
+            inputs["logits_to_keep"] = n_new + 1
+        with trainer.accelerator.autocast(), original_attention(self.model):
+            logits = trainer.model(**inputs, use_cache=False).logits
+        return self._logps(logits[:, -n_new - 1 : -1], ids)
+
+    def _own_generate(self, plain: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
+        """Log-probabilities of completions, `(B, N)`, by the model's `generate`, one by one; `None` if it tells none."""
+        config = copy.deepcopy(self.trainer.generation_config)
+        config.update(
+            max_new_tokens=ids.size(1),
+            min_new_tokens=None,
+            do_sample=False,
+            num_beams=1,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        results = []
+        with self.trainer._generating() as model, original_attention(self.model):
+            for row in ids[:, None]:
+                output = _generate(model, plain, config, row)
+                if not isinstance(output, ModelOutput) or output.get("logits") is None:
+                    return None
+                results.append(self._logps(torch.stack(output.logits, dim=1)[:1], row))
+        return torch.cat(results)
+
+    def _logps(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        # Fewer logits than ids where a completion has ended
+        logps = (logits.float() / self.trainer.temperature).log_softmax(-1)
+        logps = logps.gather(-1, ids[:, : logits.size(1), None])[..., 0]
+        return torch.nn.functional.pad(logps, (0, ids.size(1) - logits.size(1)))
+
+    # What is compared with it
+
+    def _score(self, prompts: list[EncodedPrompt], ids, mask, packed: bool, apart: str | None = None) -> torch.Tensor:
+        samples = [prompt for prompt in prompts for _ in range(len(ids))]
+        rows = [each.repeat(len(prompts), 1) for each in (ids, mask)]
+        options = {"packed": packed, "apart": apart, "own_logits": self.remedies.own_logits}
+        return self.trainer._score(self.trainer.model, samples, *rows, **options).logps
+
+    def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
+        prompt = replace(prompt, mask_cache={})
+        scores = self._attempt("scoring padded rows", lambda: self._score([prompt], ids, mask, packed=False))
+        difference = self._difference(scores, truth, mask)
+        if difference <= self.tolerance:
+            return difference
+        if self.remedies.own_logits:
+            raise self._cannot(
+                f"its log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one prompt"
+            )
+        self._warn(
+            f"TRL's fused head gives log-probabilities that are {difference:.0e} from the model's own",
+            "they are taken from its own logits, which needs more memory",
+        )
+        self.remedies.own_logits = True
+        return self._padded(prompt, ids, mask, truth)
+
+    def _packed(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
+        prompt = replace(prompt, mask_cache={})
+        scores = self._attempt("scoring packed rows", lambda: self._score([prompt], ids, mask, packed=True))
+        difference = self._difference(scores, truth, mask)
+        if not difference <= self.tolerance:
+            self._warn(f"packed rows differ by {difference:.0e}", "completions are scored in padded rows")
+            self.remedies.can_pack = False
+        return difference
+
+    def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask) -> None:
+        """Measures the effect of another medium of a kind."""
+        swapped = _with_other_media(prompt, kind, donor)
+        scores = [
+            self._attempt(f"scoring another {kind}", lambda p=each: self._score([p], ids, mask, packed=False))
+            for each in (replace(prompt, mask_cache={}), swapped)
+        ]
+        if scores[1] is None:
+            raise self._cannot(f"it fails with another {kind} in the place of the first")
+        moved = self.media[kind] = self._difference(*scores, mask)
+        if moved <= _MOVES * self.tolerance:
+            raise RuntimeError(
+                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), so "
+                f"training would ignore it. Check that the chat template writes a placeholder for each {kind}, that the model "
+                "is the one the processor belongs to, and that its weights are loaded."
+            )
+
+    def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
+        prompts = [replace(each, mask_cache={}) for each in (first, *partners, first)]
+        alone = {id(each): self._score([each], ids, mask, packed=False) for each in (first, *partners)}
+        separate = torch.cat([alone[id(each)] for each in (first, *partners, first)])
+        difference = math.inf
+        for packed in [True, False][not self.remedies.can_pack :]:
+            splits = [None, "media", "prompt"]
+            for apart in splits[splits.index(self.remedies.apart) :]:
+                scores = self._attempt(
+                    "scoring several prompts at once",
+                    lambda p=packed, a=apart: self._score(prompts, ids, mask, packed=p, apart=a),
+                )
+                difference = self._difference(scores, separate, mask.repeat(len(prompts), 1))
+                if difference <= self.tolerance:
+                    if apart != self.remedies.apart:
+                        self._warn("prompts in one forward disturb each other", f"each {apart} gets its own")
+                    if packed != self.remedies.can_pack:
+                        self._warn("prompts in one packed row disturb each other", "rows are padded")
+                    self.remedies.apart, self.remedies.can_pack = apart, packed
+                    return difference
+        raise self._cannot(f"prompts disturb each other by {difference:.0e} even in forwards of their own")
+
+    # Agreement
+
+    def _difference(self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor) -> float:
+        """The largest over all processes, so that all decide alike; infinite where there is nothing to compare."""
+        value = math.inf if a is None or a.shape != b.shape else ((a - b) * mask).abs().max().item()
+        return self._worst(math.inf if math.isnan(value) else value)
+
+    def _worst(self, value: float) -> float:
+        return self.trainer.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
+
+    def _attempt(self, what: str, measure, quiet: bool = False):
+        """What a model can't do is known by one sentence; `None` on all processes if one of them fails."""
+        result = None
+        try:
+            result = measure()
+        except Exception as error:
+            if not quiet:
+                logger.warning(f"self-check: {self.model_type} fails at {what} ({type(error).__name__}: {error}).")
+        return None if self._worst(float(result is None)) else result
+
+    def _warn(self, found: str, remedy: str) -> None:
+        logger.warning(f"self-check: {self.model_type}: {found}, so from here on {remedy}.")
+
+    def _cannot(self, reason: str) -> RuntimeError:
+        return RuntimeError(
+            f"self-check: {self.model_type} can't be trained exactly: {reason}. To train nevertheless, set `self_check=False`."
+        )
 
 
-def _worst(trainer, value: float) -> float:
-    """The largest over all processes, so that all decide alike."""
-    return trainer.accelerator.gather(torch.tensor([value], device=trainer.accelerator.device)).max().item()
+class _Force(LogitsProcessor):
+    """Lets `generate` write given ids."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = iter(ids.unbind(1))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -math.inf).scatter(1, next(self.ids)[:, None], 0.0)
 
 
-def _shapes(prompt: EncodedPrompt) -> dict[str, torch.Size]:
-    return {name: value.shape[1:] for name, value in prompt.media.items()}
+def _generate(model, plain: dict[str, torch.Tensor], config: GenerationConfig, ids: torch.Tensor):
+    return model.generate(**plain, generation_config=config, logits_processor=LogitsProcessorList([_Force(ids)]))
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> float:
-    return ((a - b) * mask).abs().max().item()
+def _traits(process: int, index: int, prompt: EncodedPrompt) -> _Traits:
+    shapes = {name: tuple(value.shape[1:]) for name, value in prompt.media.items()}
+    fingerprints = {
+        kind: sum(value.double().sum().item() for value in _features_of(prompt, kind).values())
+        for kind in prompt.modalities
+    }
+    return _Traits(process, index, len(prompt), repr(sorted(shapes.items())), fingerprints)
 
 
-def _attempt(measure, *args) -> float:
-    """A forward that fails is as wrong as one that differs."""
-    try:
-        return measure(*args)
-    except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:
-        logger.warning(f"self-check: {error}")
-        return math.inf
+def _unique(traits: list[_Traits]) -> list[_Traits]:
+    return list({id(each): each for each in traits}.values())
+
+
+def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
+    """The features of a modality, without masks and sizes."""
+    features = {
+        name: value
+        for name, value in prompt.media.items()
+        if value.is_floating_point() and value.dim() > 1 and "mask" not in name
+    }
+    # Some families write videos with the tensors of images
+    return {name: value for name, value in features.items() if modality_of(name) == kind} or features
+
+
+def _with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
+    """
+    A prompt with the features of another medium, in the shape of its own. Without another, its own turned around.
+
+    What is exactly 0 stays so, and nothing else becomes it: to some models it is padding, which they drop.
+    """
+    media, donated = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
+    for name, own in _features_of(prompt, kind).items():
+        other = donated.get(name)
+        if other is None or other.dim() != own.dim() or not other.numel():
+            other = 1 - own.flip(tuple(range(own.dim())))
+        for dim, size in enumerate(own.shape):
+            other = other.index_select(dim, torch.arange(size) % other.size(dim))
+        media[name] = torch.where((own == 0) | (other == 0), own, other.to(own.dtype))
+    return replace(prompt, media=media, mask_cache={})
