@@ -68,7 +68,7 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict]) -> hf.BatchFeatur
 
 def save(name: str, folder: str | Path) -> Path:
     """Saves model and processor of the family `name`, so that both can be loaded from `folder`."""
-    model, processor = FAMILIES[name].build()
+    model, processor = (FAMILIES.get(name) or SPECIAL[name]).build()
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return Path(folder)
@@ -833,11 +833,11 @@ class MelExtractor(hf.GraniteSpeechFeatureExtractor):
         )
 
 
-def granite_speech():
+def granite_speech(logits_scaling: float = 1.0):
     words = tokenizer(audio_token="<|audio|>")
     processor = hf.GraniteSpeechProcessor(MelExtractor(8), words, chat_template=template(audio="<|audio|>"))
     config = hf.GraniteSpeechConfig(
-        text_config=decoder(words, model_type="granite"),
+        text_config=decoder(words, model_type="granite", logits_scaling=logits_scaling),
         encoder_config={
             "input_dim": 16,
             "num_layers": 2,
@@ -863,6 +863,109 @@ def granite_speech():
         has_lora_adapter=False,
     )
     return instantiate(hf.GraniteSpeechForConditionalGeneration, config, processor)
+
+
+# Whose logits are scaled behind the head
+
+
+def llava_next_granite():
+    words = tokenizer(image_token="<image>")
+    tiles = [[28, 28], [28, 56], [56, 28], [56, 56]]
+    processor = hf.LlavaNextProcessor(
+        hf.LlavaNextImageProcessor(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=tiles
+        ),
+        words,
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template(image="<image>"),
+    )
+    config = hf.LlavaNextConfig(
+        vision_config=clip_vision(model_type="clip_vision_model"),
+        text_config=decoder(words, model_type="granite", logits_scaling=8.0),
+        image_token_index=words.image_token_id,
+        image_grid_pinpoints=tiles,
+        vision_feature_select_strategy="default",
+    )
+    return instantiate(hf.LlavaNextForConditionalGeneration, config, processor)
+
+
+def cohere_text(words: hf.PreTrainedTokenizerFast) -> dict:
+    layers = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    return decoder(words, model_type="cohere2", logit_scale=0.25, **layers)
+
+
+def aya_vision():
+    words = tokenizer(
+        image_token="<image>",
+        img_patch_token="<|IMG_PATCH|>",
+        start_of_img_token="<|START_OF_IMG|>",
+        end_of_img_token="<|END_OF_IMG|>",
+        tile_token="TILE",
+        tile_global_token="TILE_GLOBAL",
+    )
+    processor = hf.AyaVisionProcessor(
+        hf.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, max_patches=2),
+        words,
+        patch_size=7,
+        img_size=28,
+        downsample_factor=2,
+        chat_template=template(image="<image>"),
+    )
+    config = hf.AyaVisionConfig(
+        vision_config=clip_vision(model_type="siglip_vision_model", vision_use_head=False),
+        text_config=cohere_text(words),
+        image_token_index=words.img_patch_token_id,
+    )
+    return instantiate(hf.AyaVisionForConditionalGeneration, config, processor)
+
+
+def cohere2_vision():
+    words = tokenizer(
+        image_token="<|IMG_PATCH|>",
+        boi_token="<|START_OF_IMG|>",
+        eoi_token="<|END_OF_IMG|>",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+    )
+    processor = hf.Cohere2VisionProcessor(
+        hf.Cohere2VisionImageProcessor(size={"height": 28, "width": 28}, max_patches=2, patch_size=2),
+        words,
+        chat_template=template(image="<|IMG_PATCH|>"),
+    )
+    config = hf.Cohere2VisionConfig(
+        vision_config=clip_vision(model_type="siglip_vision_model", vision_use_head=False),
+        text_config=cohere_text(words),
+        image_token_id=words.image_token_id,
+        alignment_intermediate_size=64,
+    )
+    return instantiate(hf.Cohere2VisionForConditionalGeneration, config, processor)
+
+
+def chameleon():
+    names = {f"code_{i}_token": f"IMGIMG{'A' * 4}{chr(ord('A') + i)}Z" for i in range(8)}
+    words = tokenizer(image_token="<image>", boi_token="<racm3:break>", eoi_token="<eoss>", sep_token="<sep>", **names)
+    processor = hf.ChameleonProcessor(
+        hf.ChameleonImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        words,
+        image_seq_length=49,
+    )
+    processor.chat_template = template(image="<image>")
+    config = hf.ChameleonConfig(
+        **decoder(words),
+        vq_config={
+            "embed_dim": 16,
+            "num_embeddings": 8,
+            "latent_channels": 16,
+            "resolution": 28,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1],
+            "num_res_blocks": 1,
+            "attn_type": "vanilla",
+        },
+        vocabulary_map=words.get_vocab(),
+    )
+    return instantiate(hf.ChameleonForConditionalGeneration, config, processor)
 
 
 # Prompts
@@ -1033,5 +1136,17 @@ FAMILIES = {
             ("image", "audio"),
             "Loading the processor loses its chat template; an image has at least 290 tokens.",
         ),
+    ]
+}
+
+# Models that something is special about, for the tests of that alone
+SPECIAL = {
+    family.name: family
+    for family in [
+        Family("aya_vision", aya_vision, image_prompts, ("image",)),
+        Family("chameleon", chameleon, image_prompts, ("image",)),
+        Family("cohere2_vision", cohere2_vision, image_prompts, ("image",)),
+        Family("granite_speech_scaled", functools.partial(granite_speech, 8.0), audio_prompts, ("audio",)),
+        Family("llava_next_granite", llava_next_granite, image_prompts, ("image",)),
     ]
 }

@@ -199,7 +199,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     """What `self.<name>` and `self.args.<name>` read without setting it, on TRL's own trainer and on the config."""
     source = inspect.getsource(MultimodalMixin) + inspect.getsource(ours)
     read = set(re.findall(r"\bself\.(\w+)", source))
-    for function in (self_check.run_self_check, self_check._sample, media_logs.log_completions):
+    for function in (self_check._Check, media_logs.log_completions):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
     own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
     own |= vars(MultimodalMixin).keys() | vars(ours).keys()

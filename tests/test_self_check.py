@@ -1,35 +1,51 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Each rule of the self-check is broken once, and seen."""
+"""Each rule of the self-check is broken once, and seen; what it finds is mended and measured again, or training stops."""
 
+import functools
+import logging
+import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from trainer_utils import audio_rows, image_rows, length_and_sum, load
+from datasets import Dataset, concatenate_datasets
+from families import SPECIAL, encode
+from test_packing import encode_chats
+from trainer_utils import audio_rows, image_rows, length_and_sum, load, saved, sound, text_rows, with_media
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
 from trl_multimodal_rft.packing import forward
+from trl_multimodal_rft.packing.masks import linear_masks
 from trl_multimodal_rft.rollout import generation
 from trl_multimodal_rft.trainers import multimodal
+from trl_multimodal_rft.trainers.self_check import Remedies
 
 
-def trainer(family, rows, output_dir, break_model=None, **options):
-    model, processor = load(family)
-    if break_model is not None:
-        break_model(model)
-    args = MultimodalGRPOConfig(
-        output_dir=str(output_dir),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
+def trainer(family, rows, output_dir, break_model=None, objects=None, **options):
+    if objects is None:
+        # Granite Speech's substitute extractor and Chameleon's template can't be loaded
+        in_memory = family in ("chameleon", "granite_speech_scaled")
+        model, processor = SPECIAL[family].build() if in_memory else load(family)
+        objects = {"model": model, "processing_class": processor}
+        if break_model is not None:
+            break_model(model)
+    args = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
         **options,
+    }
+    return MultimodalGRPOTrainer(
+        reward_funcs=length_and_sum, args=MultimodalGRPOConfig(**args), train_dataset=rows, **objects
     )
-    return MultimodalGRPOTrainer(model, length_and_sum, args, rows, processing_class=processor)
 
 
 @pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
@@ -37,10 +53,14 @@ def test_a_sound_model_passes(family, rows, tmp_path, capsys):
     run = trainer(family, rows(), tmp_path)
     run.train()
     check = run._self_check
-    assert max(check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
-    assert check.media > 1e-2
-    assert run._remedies.can_pack and run._remedies.share_prefill and not run._remedies.apart
-    line = r"self-check: packed = padded \S+, media moves log-probs by \S+, rows independent \S+, recomputed = sampled"
+    assert check.features == 0
+    assert max(check.padded, check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
+    assert min(check.media.values()) > 1e-2
+    assert run._remedies == Remedies(can_pack=True, apart=None)
+    line = (
+        r"self-check: features = processor's 0e\+00, log-probs = model's own \S+, packed = model's own \S+, "
+        r"(audio|image) moves log-probs by \S+, rows independent \S+, sampled = model's own \S+"
+    )
     assert re.search(line, capsys.readouterr().out)
     run.create_model_card()
     assert re.search(line, (tmp_path / "README.md").read_text())
@@ -56,25 +76,107 @@ def test_the_check_draws_no_random_numbers(tmp_path):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
-    causal = lambda model, prompt, n_new: {"full_attention": None, "sliding_attention": None}  # noqa: E731
-    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
-    run = trainer("gemma3", image_rows(), tmp_path)
-    assert run._remedies.can_pack
+# Log-probabilities against the model's own logits
+
+
+@pytest.mark.parametrize(
+    "family", ["aya_vision", "chameleon", "cohere2_vision", "granite_speech_scaled", "llava_next_granite"]
+)
+def test_own_logits_where_the_fused_head_is_wrong(family, tmp_path, caplog):
+    rows = audio_rows() if family == "granite_speech_scaled" else image_rows()
+    run = trainer(family, rows, tmp_path, learning_rate=1e-3, temperature=0.7, beta=0.0)
+    batches = []
+    score = run._get_per_token_logps_and_entropies
+    run._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
+        batches.append(score(*args, **kwargs)) or batches[-1]
+    )
+    before = [p.detach().clone() for p in run.model.parameters()]
     run.train()
-    assert run._self_check.packed > run._self_check.tolerance
-    assert "packed differs from padded" in str(run._self_check)
-    assert not run._remedies.can_pack and not run._packed
+    check = run._self_check
+    assert "TRL's fused head gives log-probabilities that are" in caplog.text
+    assert check.remedies.own_logits and run._remedies == check.remedies
+    assert check.padded < 1e-4 and check.sampled < 1e-4 and "(its own logits)" in str(check)
+    assert check.packed < 1e-4 and check.remedies.can_pack
+    assert check.remedies.share_prefill  # which was never wrong
+    assert batches and any(not torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
-def test_packing_that_fails_falls_back_to_padded(tmp_path, monkeypatch):
-    def no_masks(model, prompt, n_new):
-        raise NotImplementedError("masks of an unknown kind")
+@pytest.mark.parametrize("family", ["aya_vision", "llava_next_granite"])
+def test_own_logits_packed_and_padded_have_the_gradient_of_the_plain_forward(family):
+    model, processor = load(family)
+    plain = [encode(processor, chat) for chat in SPECIAL[family].prompts()[:2]]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(60, 200, (4, 5), generator=generator)
+    mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] * 5])
+    weights = torch.randn(4, 5, generator=generator) * mask
 
-    monkeypatch.setattr(forward, "linear_masks", no_masks)
-    run = trainer("llava", image_rows(), tmp_path)
-    run.train()
-    assert run._self_check.packed == float("inf") and not run._remedies.can_pack
+    logps = torch.zeros(4, 5)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        inputs = {**plain[row // 2]}
+        for name, tokens in (
+            ("input_ids", ids[row : row + 1, :length]),
+            ("attention_mask", mask[row : row + 1, :length]),
+        ):
+            inputs[name] = torch.cat([inputs[name], tokens], dim=1)
+        logits = model(**inputs).logits[:, -length - 1 : -1] / 0.7
+        logps[row, :length] = logits.log_softmax(-1).gather(-1, ids[row : row + 1, :length, None])[0, :, 0]
+    (logps * weights).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    forward_model, _ = load(family)
+    multimodal.add_fused_lm_head(forward_model, temperature=1.0, outputs=("log_probs", "entropy"))
+    multimodal.install_prefix_attention(forward_model)
+    prompts = encode_chats(forward_model, processor, SPECIAL[family].prompts()[:2])
+    samples = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    for packed in (True, False):
+        forward_model.zero_grad()
+        scores = forward.completion_scores(
+            forward_model, forward_model, samples, ids, mask, packed=packed, logits_temperature=0.7
+        )
+        torch.testing.assert_close(scores.logps, logps.detach(), rtol=0, atol=1e-5)
+        (scores.logps * weights).sum().backward()
+        for name, gradient in expected.items():
+            actual = dict(forward_model.named_parameters())[name].grad
+            torch.testing.assert_close(actual, gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_positions_that_are_wrong_stop_training(tmp_path, monkeypatch):
+    def shifted(*args):
+        batch = left_pad(*args)
+        return {**batch, "position_ids": batch["position_ids"] * 3}
+
+    left_pad = forward.left_pad
+    monkeypatch.setattr(forward, "left_pad", shifted)  # of the scores; sampling has its own
+    run = trainer("qwen2_5_vl", image_rows(), tmp_path)
+    with pytest.raises(
+        RuntimeError, match="qwen2_5_vl can't be trained exactly: its log-probabilities in a batch differ"
+    ):
+        run.train()
+
+
+# Features
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_features_that_are_not_the_processors_stop_training(by_name, tmp_path, monkeypatch):
+    objects = {"model": str(saved("qwen2_audio"))} if by_name else None
+    run = trainer("qwen2_audio", audio_rows(), tmp_path, objects=objects)
+    if by_name:
+        # As if loading had passed the side of the tokenizer on to the extractor
+        run.processing_class.feature_extractor.padding_side = "left"
+    else:
+
+        def quieter(*args, **kwargs):
+            prompt = encode_prompt(*args, **kwargs)
+            return replace(prompt, media={name: value * 0.9 for name, value in prompt.media.items()})
+
+        encode_prompt = multimodal.encode_prompt
+        monkeypatch.setattr(multimodal, "encode_prompt", quieter)
+    with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
+        run.train()
+
+
+# Media
 
 
 def test_media_that_do_nothing_raise(tmp_path):
@@ -82,8 +184,58 @@ def test_media_that_do_nothing_raise(tmp_path):
         torch.nn.init.zeros_(model.model.multi_modal_projector.linear.weight)
 
     run = trainer("qwen2_audio", audio_rows(), tmp_path, deafen)
-    with pytest.raises(RuntimeError, match="media moves log-probs by 0.*answers the same without its media"):
+    with pytest.raises(RuntimeError, match="qwen2_audio answers the same with another audio .log-probs move by 0"):
         run.train()
+
+
+def test_an_ignored_audio_cannot_hide_behind_an_image(tmp_path):
+    rows = with_media(image_rows(), "audio", [sound(0.3 + 0.1 * (i % 3), seed=i) for i in range(8)])
+
+    def deafen(model):
+        encoder = model.get_encoder(modality="audio")
+        torch.nn.init.zeros_(encoder.proj.weight)
+        torch.nn.init.zeros_(encoder.proj.bias)
+
+    whole = trainer("qwen2_5_omni", rows, tmp_path)
+    whole.train()
+    assert whole._self_check.media.keys() == {"image", "audio"} and min(whole._self_check.media.values()) > 1e-2
+    run = trainer("qwen2_5_omni", rows, tmp_path, deafen)
+    with pytest.raises(RuntimeError, match="answers the same with another audio"):
+        run.train()
+
+
+def test_a_model_that_hears_only_that_there_is_a_sound_raises(tmp_path):
+    """Without the features it answers differently, but every sound is the same to it."""
+
+    def same_for_all(model):
+        torch.nn.init.zeros_(model.model.multi_modal_projector.linear.weight)
+        torch.nn.init.constant_(model.model.multi_modal_projector.linear.bias, 0.5)
+
+    run = trainer("qwen2_audio", audio_rows(), tmp_path, same_for_all)
+    with pytest.raises(RuntimeError, match="answers the same with another audio"):
+        run.train()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_sound_in_all_rows_is_no_reason_to_stop(rows, tmp_path):
+    prompts = [{"prompt": [{"role": "user", "content": f"What do you hear? {i}"}]} for i in range(rows)]
+    dataset = with_media(Dataset.from_list(prompts), "audio", [sound(0.4, seed=1)] * rows)
+    run = trainer("qwen2_audio", dataset, tmp_path, per_device_train_batch_size=4 * rows)
+    run.train()
+    assert run._self_check.media["audio"] > 1e-2
+
+
+def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path):
+    rows = concatenate_datasets([text_rows(2), image_rows(2)])
+    run = trainer("qwen2_5_vl", rows, tmp_path, max_steps=2, shuffle_dataset=False)
+    checks = []
+    check = run._run_self_check
+    run._run_self_check = lambda messages: checks.append(check(messages)) or checks[-1]
+    run.train()
+    assert len(checks) == 2 and run._self_check.media.keys() == {"image"}
+
+
+# Prompts beside each other
 
 
 def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
@@ -93,6 +245,18 @@ def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
     run.train()
     assert run._remedies.apart == "media"
     assert "(each media apart)" in str(run._self_check)
+    assert run._self_check.rows < 1e-5
+
+
+def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(tmp_path, monkeypatch):
+    """Text beside a clip changes nothing in an encoder without a mask for padding; a clip of another length does."""
+    monkeypatch.setattr(multimodal, "JOIN_ONLY_EQUAL_MEDIA", set())
+    prompts = ["What do you hear in the audio? Is there a cat?", "Is there a bird?", "What do you hear?"]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
+    rows = with_media(rows, "audio", [sound(0.9, seed=1), None, sound(0.7, seed=2)])
+    run = trainer("gemma3n", rows, tmp_path, per_device_train_batch_size=12, shuffle_dataset=False)
+    run.train()
+    assert run._remedies.apart == "media"
     assert run._self_check.rows < 1e-5
 
 
@@ -107,14 +271,135 @@ def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypa
     run = trainer("llava", image_rows(), tmp_path)
     run.train()
     assert run._remedies.apart == "prompt" or not run._remedies.can_pack
+    assert run._self_check.rows < 1e-5
 
 
-def test_sampling_from_a_wrong_cache_is_given_up(tmp_path, monkeypatch):
+def test_rows_that_no_remedy_separates_stop_training(tmp_path, monkeypatch):
+    def one_after_the_other(model, prompts, *args, **kwargs):
+        scores = completion_scores(model, prompts, *args, **kwargs)
+        n_prompts = len({id(prompt) for prompt in args[0]})
+        return replace(scores, logps=scores.logps + 0.01 * (n_prompts - 1))
+
+    completion_scores = multimodal.completion_scores
+    monkeypatch.setattr(multimodal, "completion_scores", one_after_the_other)
+    run = trainer("llava", image_rows(), tmp_path)
+    with pytest.raises(RuntimeError, match="llava can't be trained exactly: prompts disturb each other"):
+        run.train()
+
+
+# Packing
+
+
+def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
+    causal = lambda model, prompt, n_new: {"full_attention": None, "sliding_attention": None}  # noqa: E731
+    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
+    run = trainer("gemma3", image_rows(), tmp_path)
+    assert run._remedies.can_pack
+    run.train()
+    assert run._self_check.packed > run._self_check.tolerance
+    assert "packed differs from model's own" in str(run._self_check)
+    assert not run._remedies.can_pack and not run._packed
+
+
+def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
+    """A window that only the longest prompt exceeds."""
+    prompts = ["Is there a bird?", "Is there a cat? " * 12]
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt}], "image": image_rows(1)[0]["image"]} for prompt in prompts
+    ]
+    run = trainer("llava", Dataset.from_list(rows), tmp_path, shuffle_dataset=False)
+    window = 48
+
+    def sliding(model, prompt, n_new):
+        assert linear_masks(model, prompt, n_new) == {None: None}
+        steps = torch.arange(len(prompt) + n_new)
+        return {None: (steps[:, None] >= steps) & (steps[:, None] - steps < window)}
+
+    monkeypatch.setattr(forward, "linear_masks", sliding)
+    run.train()
+    lengths = sorted({len(prompt) for batch in run._buffered_inputs for prompt in batch["encoded_prompts"]})
+    assert lengths[0] + 8 < window < lengths[1]
+    assert run._self_check.packed > 1e-2 and not run._remedies.can_pack
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, TypeError, KeyError])
+def test_packing_that_fails_falls_back_to_padded(error, tmp_path, monkeypatch, caplog):
+    def no_masks(model, prompt, n_new):
+        raise error("masks of an unknown kind")
+
+    monkeypatch.setattr(forward, "linear_masks", no_masks)
+    run = trainer("llava", image_rows(), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        run.train()
+    assert run._self_check.packed == math.inf and not run._remedies.can_pack
+    assert re.search(rf"self-check: llava fails at scoring packed rows \({error.__name__}: .*masks", caplog.text)
+
+
+# Sampling
+
+
+def test_sampling_from_a_wrong_cache_is_given_up_and_measured_again(tmp_path, monkeypatch):
     # The last token of a bidirectional prefix is seen by all others, so it can't be left out of the prefill
     monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
     run = trainer("paligemma", image_rows(), tmp_path)
     assert run._remedies.share_prefill
     run.train()
-    assert run._self_check.sampled > run._self_check.tolerance
-    assert "recomputed differs from sampled" in str(run._self_check)
-    assert not run._remedies.share_prefill
+    assert not run._remedies.share_prefill and "(prefilled apart)" in str(run._self_check)
+    assert run._self_check.sampled <= run._self_check.tolerance
+
+
+def test_sampling_from_another_distribution_stops_training(tmp_path):
+    run = trainer("llava", image_rows(), tmp_path)
+    forward_once, calls = run.model.forward, []
+
+    @functools.wraps(forward_once)
+    def drifting(*args, **kwargs):
+        output = forward_once(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None and kwargs["past_key_values"].get_seq_length() > 5:
+            calls.append(1)
+            output.logits = output.logits + 0.05 * len(calls) * torch.arange(output.logits.size(-1)) / 100
+        return output
+
+    run.model.forward = drifting
+    with pytest.raises(RuntimeError, match="llava can't be trained exactly: it samples with log-probabilities"):
+        run.train()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
+    model, processor = load("qwen2_audio")
+    generate = model.generate
+
+    def ids_alone(**kwargs):
+        output = generate(**kwargs)
+        return output if isinstance(output, torch.Tensor) else output.sequences
+
+    model.generate = ids_alone
+    config, trainer_class = {
+        "grpo": (MultimodalGRPOConfig, MultimodalGRPOTrainer),
+        "rloo": (MultimodalRLOOConfig, MultimodalRLOOTrainer),
+    }[algorithm]
+    args = config(
+        str(tmp_path),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=1,
+        bf16=False,
+    )
+    run = trainer_class(model, length_and_sum, args, audio_rows(), processing_class=processor)
+    run.train()
+    check = run._self_check
+    assert check.sampled is None and check.padded < 1e-5 and check.media["audio"] > 1e-2
+    assert "sampled" not in str(check)
+
+
+def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
+    """Idefics 2 and 3 and SmolVLM checkpoints may say `use_cache: false`, with which a cache would be ignored."""
+
+    def without_cache(model):
+        model.generation_config.use_cache = False
+
+    run = trainer("idefics3", image_rows(), tmp_path, without_cache)
+    run.train()
+    assert run._self_check.sampled <= run._self_check.tolerance

@@ -633,7 +633,8 @@ def test_every_family_trains(name):
     result = run(MultimodalGRPOTrainer, name, rows, objects=objects, per_device_train_batch_size=4 * len(chats))
     check, trainer = result.trainer._self_check, result.trainer
     assert norm(result.update) > 0.001
-    assert check.media > 0.01
+    assert check.media.keys() == set(FAMILIES[name].modalities)
+    assert min(check.media.values()) > 5e-3
     assert check.sampled <= check.tolerance
     assert trainer._remedies.share_prefill
     if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:

@@ -2,6 +2,7 @@
 """What generation by vLLM is handed. The engine itself is a stand-in: it needs hardware and a build of its own."""
 
 import pytest
+import torch
 from PIL import Image
 from trainer_utils import audio_rows, image_rows, make_trainer
 from trl.trainer import grpo_trainer
@@ -12,6 +13,8 @@ from trl_multimodal_rft.media.encoding import placeholder_token_ids
 
 
 class Engine:
+    error = 0.0  # of its log-probabilities, in nats
+
     def __init__(self, generation_kwargs, **kwargs):
         self.generation_kwargs, self.requests = generation_kwargs, []
 
@@ -20,8 +23,11 @@ class Engine:
 
     def generate(self, prompts, images, num_generations, profiler):
         self.requests.append((prompts, images))
-        completions = [[60 + i % 7, 70, 80] for i in range(len(prompts))]
-        return prompts, completions, [[[-1.0]] * 3 for _ in prompts], None
+        completions = torch.tensor([[60 + i % 7, 70, 80] for i in range(len(prompts))])
+        with torch.no_grad():
+            rows = self.trainer._samples, completions, torch.ones_like(completions)
+            logps = self.trainer._score(self.trainer.model, *rows, packed=False).logps + self.error
+        return prompts, completions.tolist(), logps[..., None].tolist(), None
 
 
 @pytest.fixture
@@ -32,6 +38,7 @@ def vllm(monkeypatch):
 
 def test_images_reach_the_engine(vllm, tmp_path):
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, **vllm)
+    trainer.vllm_generation.trainer = trainer
     trainer.train()
     prompts, images = trainer.vllm_generation.requests[0]
     assert len(prompts) == len(images) == 8
@@ -39,7 +46,19 @@ def test_images_reach_the_engine(vllm, tmp_path):
     assert images[0][0] is images[3][0] and images[0][0] is not images[4][0]
     placeholders = set().union(*placeholder_token_ids(trainer.model, trainer.processing_class).values())
     assert all(trainer.vllm_generation.generation_kwargs["logit_bias"][i] == -100 for i in placeholders)
-    assert "packed = padded" in str(trainer._self_check) and trainer._self_check.sampled is None
+    check = trainer._self_check
+    assert "packed = model's own" in str(check) and check.sampled is None
+    assert check.engine < 1e-5 and "engine = recomputed" in str(check)
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_an_engine_that_samples_with_other_probabilities_stops_training(correction, vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "error", -0.5)
+    options = {**vllm, "vllm_importance_sampling_correction": correction}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, **options)
+    trainer.vllm_generation.trainer = trainer
+    with pytest.raises(RuntimeError, match="the engine's log-probabilities are 5e-01 from the trainer's"):
+        trainer.train()
 
 
 def test_audio_raises(vllm, tmp_path):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from datasets import Dataset
-from families import FAMILIES, RATE, audio, image, save, video
+from families import FAMILIES, RATE, SPECIAL, audio, image, save, video
 from transformers import AutoProcessor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -39,7 +39,7 @@ def saved(family: str) -> Path:
 
 def load(family: str):
     """Fresh `(model, processor)` whose config names a folder that TRL can load again."""
-    model_class = type(FAMILIES[family].build()[0])
+    model_class = type({**FAMILIES, **SPECIAL}[family].build()[0])
     return model_class.from_pretrained(saved(family)), AutoProcessor.from_pretrained(saved(family))
 
 

@@ -38,6 +38,10 @@ logger = get_logger(__name__)
 
 _NEW_TOKENS = 4
 
+# Prompts with media of different shapes that are forwarded together, at most. Which shapes disturb each other depends on the
+# strides of an encoder.
+_PARTNERS = 3
+
 # A medium that moves log-probabilities by less than this share of what counts as equal isn't heard or seen
 _MOVES = 1e-2
 
@@ -251,7 +255,7 @@ class _Check:
     def _choose(self, messages) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
         """
         The longest prompt of all and of each modality, whose masks are the hardest case; other media to swap in; and partners
-        for a common forward: media of another shape, and text alone.
+        for a common forward: media of other shapes, and text alone.
         """
         own = {prompt: messages[rows[0]] for prompt, rows in group_by_prompt(self.trainer._samples).items()}
         process = self.trainer.accelerator.process_index
@@ -266,10 +270,10 @@ class _Check:
             if donor is not None:
                 donors[kind] = donor
         others = [each for each in longest if each is not targets[0]]
-        with_media = [each for each in others if each.fingerprints]
-        partner = next((each for each in with_media if each.shapes != targets[0].shapes), (with_media or [None])[0])
-        text = next((each for each in others if not each.fingerprints), None)
-        partners = [each for each in (partner, text) if each is not None]
+        by_shape = {each.shapes: each for each in others if each.fingerprints}
+        different = [each for shapes, each in by_shape.items() if shapes != targets[0].shapes][:_PARTNERS]
+        text = [each for each in others if not each.fingerprints][:1]
+        partners = (different or list(by_shape.values())[:1]) + text
 
         cases = {}
         for each in _unique([*targets, *donors.values(), *partners]):
