@@ -395,7 +395,7 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
 
 
 def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
-    """Idefics 2 and 3 and SmolVLM checkpoints may say `use_cache: false`, with which a cache would be ignored."""
+    """Idefics 2 and 3 and SmolVLM checkpoints may say `use_cache: false`, with which `generate` goes on from no cache."""
 
     def without_cache(model):
         model.generation_config.use_cache = False
@@ -403,3 +403,4 @@ def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
     run = trainer("idefics3", image_rows(), tmp_path, without_cache)
     run.train()
     assert run._self_check.sampled <= run._self_check.tolerance
+    assert run._remedies.share_prefill  # nothing had to be given up
