@@ -40,15 +40,16 @@ from dataclasses import dataclass, field
 
 from accelerate import Accelerator
 from datasets import Dataset, load_dataset
-from transformers import AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
-from trl.trainer.utils import create_model_from_path
 
 from trl_multimodal_rft import rewards
+from trl_multimodal_rft.actors.pretrained import load_model as load_policy
 from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.media.processors import load_processor
 
 
 BENCHMARKS = {
@@ -116,7 +117,7 @@ def load_rows(script_args: ScriptArguments, evaluation_args: EvaluationArguments
 
 def load_model(
     model_args: ModelConfig, accelerator: Accelerator, trust_remote_code: bool
-) -> tuple[PreTrainedModel, AutoProcessor]:
+) -> tuple[PreTrainedModel, ProcessorMixin]:
     """The model, with its adapter if there is one, and its processor."""
     name = model_args.model_name_or_path
     if name is None:
@@ -135,18 +136,18 @@ def load_model(
     if accelerator.num_processes > 1:
         init_kwargs["device_map"] = {"": accelerator.device}
     if find_adapter_config_file(name, **source) is None:
-        model, holder = create_model_from_path(name, **source, **init_kwargs), name
+        model, holder = load_policy(name, **source, **init_kwargs), name
     else:
         from peft import PeftConfig, PeftModel
 
         config = PeftConfig.from_pretrained(name, **source)
         base = config.base_model_name_or_path
-        model = create_model_from_path(base, revision=config.revision or "main", **init_kwargs)
+        model = load_policy(base, revision=config.revision or "main", **init_kwargs)
         model = PeftModel.from_pretrained(model, name, **source)
         # An adapter may have been saved with or without the processor
         saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
         holder, source = (name, source) if saved else (base, {"revision": config.revision or "main"})
-    return model, AutoProcessor.from_pretrained(holder, trust_remote_code=trust_remote_code, **source)
+    return model, load_processor(holder, trust_remote_code=trust_remote_code, **source)
 
 
 def load_reward_funcs(names: list[str]) -> list[Callable]:

@@ -22,6 +22,7 @@ from ..media.tensors import modality_of, split_media
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs, bare_prompt
 from .modes import evaluation_mode
+from .pretrained import trained_part
 from .quantization import keep_differentiable
 from .towers import find_tower, freeze_as_built, linear_layers
 
@@ -500,6 +501,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _load(path, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map) -> PreTrainedModel:
+    if model_class is None:
+        model_class = trained_part(path)
     if model_class is None:
         config = AutoConfig.from_pretrained(path)
         model_class = getattr(

@@ -12,12 +12,11 @@ from transformers.utils import cached_file
 
 from ..packing import install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs
+from .pretrained import SOURCE
 from .towers import freeze_as_built
 
 
 _HEAD = "value_head.safetensors"
-# Arguments of `from_pretrained` that say where files are
-_SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class ValueHead(nn.Linear):
@@ -180,7 +179,7 @@ class Critic(nn.Module):
         Raises:
             `ValueError`: If the model isn't of the policy's family.
         """
-        source = {name: kwargs[name] for name in _SOURCE if name in kwargs}
+        source = {name: kwargs[name] for name in SOURCE if name in kwargs}
         config, _ = PreTrainedConfig.get_config_dict(folder, **source)
         # Models such as the thinker of an omni model are a part of what is saved
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]

@@ -40,6 +40,7 @@ from ..actors import Actor
 from ..actors.modes import evaluation_mode
 from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
 from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids
+from ..media.processors import check_processor
 from ..packing.layout import split_samples
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.choices import named_choice
@@ -251,7 +252,8 @@ def evaluate(
 
     Raises:
         `ValueError`: If there are no rows, a row has no prompt, a reward function returns something else than a number
-            or `None` per completion, or the model's weights are spread over processes.
+            or `None` per completion, the model's weights are spread over processes, or the processor pads audio on the
+            wrong side.
         [`MediaError`]: If a medium can't be decoded or placed. The message names the row in its batch.
 
     Example:
@@ -260,6 +262,7 @@ def evaluate(
     print(result.metrics["accuracy"], result.metrics["accuracy_low"], result.metrics["accuracy_high"])
     ```
     """
+    check_processor(processing_class)
     accelerator = accelerator or Accelerator()
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and accelerator.num_processes == 1:

@@ -22,6 +22,7 @@ from ..media.encoding import (
     replace_refs,
     same_prompt,
 )
+from ..media.processors import check_processor
 
 
 class _Row(NamedTuple):
@@ -58,7 +59,8 @@ class RewardModel:
     Raises:
         [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't take that kind of
             medium, or if its chat template writes no placeholder for it. The message names the row.
-        `ValueError`: When called, if the model doesn't return one score per row.
+        `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score per
+            row.
 
     Example:
     ```python
@@ -77,6 +79,7 @@ class RewardModel:
         template_kwargs: dict[str, Any] | None = None,
         audio_overlong: Literal["raise", "truncate"] = "raise",
     ):
+        check_processor(processor)
         self.model = model
         self.processor = processor
         self.batch_size = batch_size

@@ -40,6 +40,7 @@ from ..media.encoding import (
     join_media,
     placeholder_token_ids,
 )
+from ..media.processors import check_processor
 from ..packing import completion_scores
 from ..packing.forward import completion_values
 from ..packing.layout import split_samples
@@ -163,7 +164,7 @@ class NaiveExperienceMaker:
         initial_model ([`Actor`], *optional*):
             Reference. The policy itself, if it has an adapter, stands for the model without.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The policy's tokenizer, padding on the left.
+            The policy's tokenizer.
         prompt_max_len (`int`):
             Most tokens of a prompt. Longer text loses its beginning; longer prompts with media are an error.
         kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
@@ -186,7 +187,7 @@ class NaiveExperienceMaker:
 
     Raises:
         `ValueError`: If there is no source of reward, no critic for `"gae"`, a critic for another estimator, or if the
-            tokenizer pads on the right or can't pad.
+            tokenizer can't pad or the processor pads audio on the wrong side.
     """
 
     def __init__(
@@ -236,11 +237,7 @@ class NaiveExperienceMaker:
             raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {have} as `critic`.")
         if not (self.reward_models or self.remote_rewards or reward_fn):
             raise ValueError("There is no source of reward; pass `reward_model`, `remote_rm_url` or `reward_fn`.")
-        if tokenizer.padding_side != "left":
-            raise ValueError(
-                f"The tokenizer pads on the {tokenizer.padding_side}, which would put padding between prompts and "
-                'responses; load it with `padding_side="left"`.'
-            )
+        check_processor(processor)
         if tokenizer.pad_token_id is None:
             raise ValueError("The tokenizer has no token for padding; set its `pad_token`.")
 
@@ -282,7 +279,7 @@ class NaiveExperienceMaker:
         ids = [tokens[-max_length:] for tokens in ids]
         if not padding:
             return {"input_ids": ids, "attention_mask": [[1] * len(tokens) for tokens in ids]}
-        batch = self.tokenizer.pad({"input_ids": ids}, padding=True, return_tensors="pt")
+        batch = self.tokenizer.pad({"input_ids": ids}, padding=True, padding_side="left", return_tensors="pt")
         return {name: value.to(device) for name, value in batch.items()}
 
     @property

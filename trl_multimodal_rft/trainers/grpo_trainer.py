@@ -77,7 +77,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The model's processor, padding on the left. If `None`, it is loaded from the model's name.
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
         reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
             Processing classes of reward models, as for [`~trl.GRPOTrainer`]. A reward model gets media through its processor
             (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media raise.
@@ -99,7 +99,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             Reference of the KL divergence, where it isn't what the policy's name loads, or the policy has none.
 
     Raises:
-        `ValueError`: If the processing class pads on the right, or if groups are to be exchanged that can't be.
+        `ValueError`: If the processing class pads audio on the wrong side, or if groups are to be exchanged that can't be.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]

@@ -27,9 +27,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_
 from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, disable_gradient_checkpointing
+from trl.trainer import grpo_trainer, rloo_trainer
 from trl.trainer.utils import (
     add_fused_lm_head,
-    create_model_from_path,
     disable_dropout_in_model,
     get_comet_experiment_url,
     get_config_model_id,
@@ -39,6 +39,7 @@ from trl.trainer.utils import (
 
 from ..actors import Actor
 from ..actors.modes import evaluation_mode
+from ..actors.pretrained import load_model
 from ..actors.quantization import keep_differentiable
 from ..actors.towers import find_tower, freeze_as_built
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
@@ -51,6 +52,7 @@ from ..media.encoding import (
     placeholder_token_ids,
     same_prompt,
 )
+from ..media.processors import check_processor, load_processor
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..packing.scores import Scores
@@ -118,7 +120,7 @@ class MultimodalMixin:
             if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
                 init_kwargs["device_map"] = None
             init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-            model = create_model_from_path(model, **init_kwargs)
+            model = load_model(model, **init_kwargs)
             freeze_as_built(model)
         self._processor_source: dict[str, Any] | None = None  # how to load the processor again
         if processing_class is None:
@@ -127,13 +129,8 @@ class MultimodalMixin:
                 "revision": (args.model_init_kwargs or {}).get("revision") if loaded_here else None,
                 "trust_remote_code": args.trust_remote_code,
             }
-            processing_class = AutoProcessor.from_pretrained(**self._processor_source)
-        tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-        if tokenizer.padding_side != "left":
-            raise ValueError(
-                f"`processing_class` pads on the {tokenizer.padding_side}, which would put padding between prompts and "
-                'completions. Load it with `padding_side="left"`.'
-            )
+            processing_class = load_processor(*self._processor_source.values())
+        check_processor(processing_class)
         if reward_funcs is not None:
             reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             reward_funcs = [f if isinstance(f, (str, nn.Module)) else checked_reward(f) for f in reward_funcs]
@@ -166,6 +163,7 @@ class MultimodalMixin:
             _image_token_id(model.config, placeholders),
             _no_warning_about_init_kwargs(loaded_here),
             _no_reference(args, ref_model),
+            _reference_as_policy(),
         ):
             super().__init__(
                 model=model,
@@ -237,7 +235,7 @@ class MultimodalMixin:
             k in unwrapped.input_modalities for k in MODALITIES
         )
         if processor is None and takes_media:
-            processor = AutoProcessor.from_pretrained(
+            processor = load_processor(
                 get_config_model_id(unwrapped.config),
                 revision=(args.model_init_kwargs or {}).get("revision") if loaded_here else None,
                 trust_remote_code=args.trust_remote_code,
@@ -1144,6 +1142,20 @@ def _no_reference(args, ref_model: PreTrainedModel | None):
         yield
     finally:
         args.beta = coefficient
+
+
+@contextmanager
+def _reference_as_policy():
+    """TRL loads the reference by the policy's name, under which a model may be of which the policy is a part."""
+    modules = (grpo_trainer, rloo_trainer)
+    theirs = [module.create_model_from_path for module in modules]
+    for module in modules:
+        module.create_model_from_path = load_model
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, theirs, strict=True):
+            module.create_model_from_path = function
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The model's processor, padding on the left. If `None`, it is loaded from the model's name.
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
         reward_processing_classes (`list`, *optional*):
             Processing classes of reward models, as for [`MultimodalGRPOTrainer`].
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):

@@ -154,7 +154,7 @@ class PPOTrainerVL:
         max_norm (`float`, *optional*, defaults to `1.0`):
             Gradient norm of policy and critic together to clip to.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The policy's tokenizer, padding on the left; that of the processor by default.
+            The policy's tokenizer; that of the processor by default.
         processor ([`~transformers.ProcessorMixin`], *optional*):
             The policy's processor. Without it prompts are text.
         prompt_max_len (`int`, *optional*, defaults to `128`):

@@ -39,7 +39,7 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The model's processor, padding on the left. If `None`, it is loaded from the model's name.
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
         reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
             Processing classes of reward models, as for [`~trl.RLOOTrainer`]. A reward model gets media through its processor
             (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media raise.
@@ -53,7 +53,7 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             PEFT configuration used to wrap the model.
 
     Raises:
-        `ValueError`: If the processing class pads on the right.
+        `ValueError`: If the processing class pads audio on the wrong side.
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]

@@ -1,0 +1,51 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Models by their names."""
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from trl.trainer.utils import create_model_from_path
+
+
+# Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is what is
+# sampled and trained, and its class finds its own weights and config in what is released.
+_TRAINED_PART = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+
+# Arguments of `from_pretrained` that say where files are
+SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
+    """
+    The class that loads what is trained of a model, where that isn't all of it.
+
+    Args:
+        name (`str`):
+            Name or folder of a model.
+        kwargs:
+            Arguments of `from_pretrained`, of which those count that say where files are.
+
+    Returns:
+        `type`, *optional*: The class. `None` where the model's config names it.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
+    part = _TRAINED_PART.get(config.get("model_type"))
+    return None if part is None else getattr(transformers, part)
+
+
+def load_model(name: str, **kwargs) -> PreTrainedModel:
+    """
+    Loads what is trained of a model, as TRL loads a policy.
+
+    Args:
+        name (`str`):
+            Name or folder of a model.
+        kwargs:
+            Arguments of `from_pretrained`.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model.
+    """
+    return create_model_from_path(name, **{"architecture": trained_part(name, **kwargs), **kwargs})
