@@ -12,9 +12,11 @@ from families import FAMILIES
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
     GROUP,
+    SHORT_AND_LONG,
     InjectingRLOO,
     InjectingTrainer,
     RecordingTrainer,
+    RemembersParts,
     audio_rows,
     image_rows,
     train,
@@ -89,31 +91,28 @@ def rloo(folder):
     return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, InjectingRLOO, **options)[1]
 
 
-class PartsTrainer(InjectingTrainer):
-    """Remembers of each micro-batch into how many parts it was split, and how many were run."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.parts = []
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        self.parts.append([1, 1] if self._deferred is None else [self._deferred.n_own, len(self._deferred.parts)])
-        return loss
+class PartsTrainer(RemembersParts, InjectingTrainer):
+    pass
 
 
-def token_budget(folder):
+class PartsRLOO(RemembersParts, InjectingRLOO):
+    pass
+
+
+def token_budget(folder, trainer_class=PartsTrainer):
     """
     Two groups in each of two micro-batches, which one process forwards whole. Of two processes the second has the longer
     prompts, and can't forward two at once.
     """
-    short, long = image_rows()[3], image_rows()[2]
-    long = {**long, "prompt": [{"role": "user", "content": "What is in the image? " * 4}]}
     options = {**REUSED, "gradient_checkpointing": True}
     if PartialState().num_processes > 1:
         options["max_tokens_per_microbatch"] = 110
-    trainer, result = train(folder, "qwen2_5_vl", 4 * [short] + 4 * [long], 4 * GROUP, PartsTrainer, **options)
+    trainer, result = train(folder, "qwen2_5_vl", SHORT_AND_LONG, 4 * GROUP, trainer_class, **options)
     return {**result, "parts": trainer.parts}
+
+
+def rloo_token_budget(folder):
+    return token_budget(folder, PartsRLOO)
 
 
 # Losses beside those of TRL's default and of the algorithms below

@@ -217,6 +217,12 @@ def mixed_parts_searched(folder):
     return mixed(folder, "qwen2_5_vl", PARTS, max_tokens_per_microbatch=60, ddp_find_unused_parameters=True)
 
 
+def mixed_parts_shared(folder):
+    """Companions have values, too, where a critic is a head on the policy."""
+    options = {"shared_trunk": True, "num_ppo_epochs": 1, "value_learning_rate": 1.0}
+    return mixed(folder, "qwen2_5_vl", PARTS, trainer_class=MixedPPO, max_tokens_per_microbatch=60, **options)
+
+
 AUDIO = [[audios(), text()], [text(), text("What is it?")], [text(), audios(0.3)]]
 NOT_LANGUAGE = ["model.audio_tower", "model.multi_modal_projector"]
 

@@ -6,7 +6,18 @@ from accelerate import PartialState
 from datasets import Dataset
 from families import FAMILIES
 from peft import LoraConfig
-from training import ENGINE, GROUP, InjectingTrainer, audio_rows, averages, image_rows, train, weights
+from training import (
+    ENGINE,
+    GROUP,
+    SHORT_AND_LONG,
+    InjectingTrainer,
+    RemembersParts,
+    audio_rows,
+    averages,
+    image_rows,
+    train,
+    weights,
+)
 from transformers import AutoProcessor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -32,7 +43,7 @@ PPO = {
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
-class InjectingPPO(InjectingTrainer, MultimodalPPOTrainer):
+class InjectingPPO(RemembersParts, InjectingTrainer, MultimodalPPOTrainer):
     """Remembers the supervised completions of each micro-batch."""
 
     def __init__(self, *args, **kwargs):
@@ -46,20 +57,21 @@ class InjectingPPO(InjectingTrainer, MultimodalPPOTrainer):
         return batch
 
 
-def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, objects=None, **options):
+def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2, objects=None, **options):
     """
-    One group and half of another on each of two processes, and two supervised rows for each global micro-batch.
+    One group and half of another on each of two processes, and `n_supervised` rows for each global micro-batch.
 
-    Beside what [`train`] returns, the result holds the ids of the `supervised` completions.
+    Beside what [`train`] returns, the result holds the ids of the `supervised` completions, and of each micro-batch the
+    `parts`.
     """
     rows = image_rows() if rows is None else rows
     options = {**PPO, **options}
     # Completions of equal length, so that the mean of two processes is that over all tokens
     answered = [{**each, "completion": f"number {i}"} for i, each in enumerate(rows[:7])]
     objects = {**(objects or {}), "ptx_dataset": Dataset.from_list(answered)}
-    options["per_device_ptx_batch_size"] = 2 // PartialState().num_processes
+    options["per_device_ptx_batch_size"] = n_supervised // PartialState().num_processes
     trainer, result = train(folder, family, rows, batch, InjectingPPO, objects=objects, **options)
-    return trainer, {**result, "supervised": trainer.supervised}
+    return trainer, {**result, "supervised": trainer.supervised, "parts": trainer.parts}
 
 
 def ppo_images(folder):
@@ -83,6 +95,12 @@ def ppo_adam(folder):
     """While the policy is frozen, Adam must not count steps of it."""
     options = {"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1}
     return ppo(folder, freezing_actor_steps=2, **options)[1]
+
+
+def ppo_parts(folder):
+    """Of two processes the second forwards its prompts one by one, and the first its both, with ten supervised rows."""
+    options = {"max_tokens_per_microbatch": 110} if PartialState().num_processes > 1 else {}
+    return ppo(folder, rows=SHORT_AND_LONG[2:6], batch=4 * GROUP, n_supervised=20, **options)[1]
 
 
 def ppo_mixed(folder):

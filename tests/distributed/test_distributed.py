@@ -23,6 +23,7 @@ ALGORITHMS = [
 ]
 LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
+TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"  # in the default run
 DDP = [
@@ -35,7 +36,7 @@ DDP = [
     "mixed_rows",
     "in_forwards_apart",
     "rloo",
-    "token_budget",
+    *TOKEN_BUDGET,
     *ADAPTERS,
     *LOSSES,
     *ALGORITHMS,
@@ -47,7 +48,7 @@ ENGINE_MATTERS = [
     "straddling_groups",
     "clips",
     "rloo",
-    "token_budget",
+    *TOKEN_BUDGET,
     *ADAPTERS,
     "reinforce",
     "reinforce_baseline",
@@ -62,7 +63,7 @@ ONE_MICRO_BATCH = [
     *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],
 ]
 
-PPO = ["ppo_images", "ppo_shared_trunk", "ppo_adapter"]
+PPO = ["ppo_images", "ppo_shared_trunk", "ppo_adapter", "ppo_parts"]
 PPO_METRICS = [
     *[
         "loss",
@@ -225,9 +226,10 @@ def test_processes_have_different_numbers_of_tokens(two):
     assert all(a != b for a, b in zip(two[0]["tokens"], two[1]["tokens"], strict=True))
 
 
-@on(["ddp", *PARTS], "token_budget")
-def test_processes_run_as_many_parts_as_the_one_that_needs_most(two):
-    assert [rank["parts"] for rank in two] == [[[1, 2]] * 8, [[2, 2]] * 8]
+@on(["ddp", *PARTS], *TOKEN_BUDGET, "ppo_parts")
+def test_processes_run_as_many_parts_as_the_one_that_needs_most(two, scenario):
+    n = 4 if scenario == "ppo_parts" else 8  # micro-batches
+    assert [rank["parts"] for rank in two] == [[[1, 2]] * n, [[2, 2]] * n]
 
 
 @on(["ddp", *PARTS], "clips")

@@ -24,6 +24,7 @@ ENCODERS = {  # by scenario, kinds whose encoders have something to train
     "mixed_accumulated": {"image"},
     "mixed_accumulated_checkpointed": {"image"},
     "mixed_parts": {"image"},
+    "mixed_parts_shared": {"image"},
     "mixed_adapted_language": set(),
     "mixed_adapted_projector": {"audio"},
     "mixed_adapted": {"image", "audio"},
@@ -62,7 +63,7 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
     for name, encoders in ENCODERS.items():
         assert_encoders_run_together(name, engine, encoders, [rank["forwards"] for rank in results[name]])
         assert not any(beside for _, beside in alone[name][0]["forwards"]), name
-    for rank in results["mixed_parts"]:
+    for rank in results["mixed_parts"] + results["mixed_parts_shared"]:
         assert all(step["token_budget/parts"] >= 2 for step in rank["steps"])
     # The media were in the earlier micro-batch, in the later one, and in one on each process
     held = [[own for own, _ in rank["forwards"]] for rank in results["mixed_accumulated"]]

@@ -64,6 +64,19 @@ class InjectingRLOO(MultimodalRLOOTrainer):
         return injected(self, prompt_ids)
 
 
+class RemembersParts:
+    """Remembers of each micro-batch into how many parts it was split, and how many were run."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts = []
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self.parts.append([1, 1] if self._deferred is None else [self._deferred.n_own, len(self._deferred.parts)])
+        return loss
+
+
 def injected(trainer, prompt_ids):
     completions = []
     for i in range(len(prompt_ids)):
@@ -229,6 +242,10 @@ def image_rows():
         row("What is in the image? " * (1 + i % 2), image=image(*size, seed=i)["image"])
         for i, size in enumerate(sizes)
     ]
+
+
+# Four prompts of which two fit into the budget of a forward together, and four of which one does
+SHORT_AND_LONG = 4 * [image_rows()[3]] + 4 * [row("What is in the image? " * 4, image=image_rows()[2]["image"])]
 
 
 def audio_rows(seconds=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):

@@ -534,7 +534,11 @@ class MultimodalMixin:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         parts, self._deferred = self._deferred, None
-        return loss if parts is None else backward_by_parts(self.accelerator, model, loss, parts)
+        if parts is None:
+            return loss
+        # `training_step` divides what it gets here
+        divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
+        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -596,7 +600,7 @@ class MultimodalMixin:
         remedies = self._remedies
         overrides = {"packed": self._packed, "apart": remedies.apart, "own_logits": remedies.own_logits, **overrides}
         budget = self.args.max_tokens_per_microbatch if torch.is_grad_enabled() else None
-        parts, n_parts = [list(range(len(samples)))], 1
+        parts, n_parts = [], 1
         if budget is not None:
             parts = split_by_tokens(samples, completion_mask.sum(1).tolist(), budget, overrides["packed"])
             count = torch.tensor([len(parts)], device=self.accelerator.device)
@@ -607,7 +611,7 @@ class MultimodalMixin:
             return self._score_part(model, rows, compute_aux_loss, beside, first=index == 0, **overrides)
 
         if n_parts == 1:
-            return score(0, parts[0])
+            return score(0, list(range(len(samples))))  # a part has an order of its own
         if compute_aux_loss:
             raise ValueError(
                 "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is one of the "

@@ -71,7 +71,7 @@ class DeferredParts:
 
 
 def backward_by_parts(
-    accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts
+    accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int = 1
 ) -> torch.Tensor:
     """
     Runs the backward pass of all parts but the last.
@@ -85,6 +85,8 @@ def backward_by_parts(
             Loss, a scalar, from the joined scores.
         deferred ([`DeferredParts`]):
             The parts.
+        divisor (`int`, *optional*, defaults to `1`):
+            What the caller divides the result by before its backward pass, such as the number of accumulation steps.
 
     Returns:
         `torch.Tensor`: A scalar with the value of the loss, whose backward pass is that of the last part.
@@ -104,7 +106,7 @@ def backward_by_parts(
                     surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
             if not last:
                 engine = accelerator.distributed_type == DistributedType.DEEPSPEED
-                accelerator.backward(surrogate, **({"scale_wrt_gas": False} if engine else {}))
+                accelerator.backward(surrogate / divisor, **({"scale_wrt_gas": False} if engine else {}))
     return surrogate - surrogate.detach() + loss.detach()
 
 
