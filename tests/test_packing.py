@@ -286,7 +286,7 @@ def layouts(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("entries", [0, layout._MASK_ENTRIES])
+@pytest.mark.parametrize("entries", [0, layout.MASK_ENTRIES])
 @pytest.mark.parametrize("tril", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "lengths"),
@@ -297,7 +297,7 @@ def layouts(monkeypatch):
 )
 def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
     """Prompts together and apart, of lengths that are no multiples of anything, seen as None or as a causal mask."""
-    monkeypatch.setattr(layout, "_MASK_ENTRIES", entries)
+    monkeypatch.setattr(layout, "MASK_ENTRIES", entries)
     prompts = [prompt for prompt in text_prompts(sizes) for _ in range(2)]
     mask = lengths_to_mask([n for length in lengths for n in (length, max(length - 4, 0))])
     whole = torch.ones(160, 160, dtype=torch.bool).tril() if tril else None
@@ -335,7 +335,7 @@ def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
     model, prompts = build(name, attention)
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
-    monkeypatch.setattr(layout, "_MASK_ENTRIES", 0)
+    monkeypatch.setattr(layout, "MASK_ENTRIES", 0)
     packed_logps, packed_entropies, _ = packed_scores(model, model, prompts, ids, mask)
     packed_grads = backward(model, packed_logps, packed_entropies, mask)
     assert (packed_logps - logps * mask).abs().max() <= 1e-5

@@ -17,10 +17,10 @@ _LENGTH_TOLERANCE = 1.25
 
 # Prompts of unequal length in one call need a mask for each branch. Beyond so many entries of them (1 MiB in float32), a
 # prompt gets a call of its own, where all its branches share one; by then the work outweighs a call.
-_MASK_ENTRIES = 2**18
+MASK_ENTRIES = 2**18
 
 # Kernels want rows of masks, and where they start, at multiples of this
-_ALIGNED = 16
+MASK_ALIGNMENT = 16
 
 # What processors say about images beside their pixels
 _SIZES = ("image_sizes", "image_attention_mask")
@@ -155,11 +155,11 @@ class PrefixLayout:
             key, shapes = (*key, shape(block)), [shape(block)]
             [(most, rows)] = shapes
         if key not in self._masks:
-            spare = max((before - most) % _ALIGNED for before, _ in shapes)
+            spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
             self._masks[key] = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
         before, queries = shape(block)
         # Down and to the right along the diagonal, to an aligned column
-        down = (before - most) % _ALIGNED
+        down = (before - most) % MASK_ALIGNMENT
         right = most - before + down
         return self._masks[key][:, None, down : down + queries, right : right + before + queries]
 
@@ -193,7 +193,7 @@ class PrefixLayout:
 
     def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Masks that hide everything, in rows that kernels take as they are."""
-        shape = (n, rows, -(-columns // _ALIGNED) * _ALIGNED)
+        shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
         masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
         return masks[:, :, :columns]
 
@@ -491,7 +491,7 @@ def _share_a_call(units, masks) -> bool:
     if shortest == longest and not any(mask is not None for linear in masks for mask in linear.values()):
         return True  # one mask for all branches
     lengths = [length for _, _, branches in units for _, length in branches]
-    return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= _MASK_ENTRIES
+    return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
 
 
 def _block(units, masks) -> PrefixBlock:
