@@ -66,7 +66,13 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
 )
 from trl_multimodal_rft.actors.towers import find_tower, linear_layers
-from trl_multimodal_rft.packing.layout import group_by_prompt, packed_length, split_by_tokens
+from trl_multimodal_rft.packing.layout import (
+    MASK_ALIGNMENT,
+    MASK_ENTRIES,
+    group_by_prompt,
+    packed_length,
+    split_by_tokens,
+)
 from trl_multimodal_rft.rollout import generate_completions
 
 
@@ -618,12 +624,13 @@ def decoder_attention(setup: Setup) -> Attended:
             pairs=sum(len(p) ** 2 for p in groups) + sum(map(int.__mul__, setup.lengths, seen)),
         )
     seen = width - 1 + longest
-    rows = 1 if len({len(prompt) for prompt in groups}) == 1 else n
+    # One mask for all, in aligned rows, but of short prompts of unequal length one for each completion
+    alone = len({len(prompt) for prompt in groups}) == 1 or n * longest * seen > MASK_ENTRIES
     return Attended(
         queries=len(groups) * width + n * longest,
         keys=len(groups) * width,
         wide_keys=n * seen,
-        shared_masks=rows * longest * seen,
+        shared_masks=(1 if alone else n) * longest * -(-seen // MASK_ALIGNMENT) * MASK_ALIGNMENT,
         copied=True,
         pairs=len(groups) * width**2 + n * longest * seen,
     )
@@ -856,7 +863,7 @@ def _trunk(body: Anatomy, setup: Setup) -> tuple[int, int]:
     in_layer = 0
     for stack, count, attended in passes:
         layer = layer_bytes(stack, count, attended, numbers)
-        held += attended.shared_masks * (1 + numbers.compute)
+        held += attended.shared_masks * numbers.compute
         if stack.rotary:
             held += 2 * count * stack.head_dim * numbers.stream  # cosines and sines
         if setup.checkpointing and body.adapted:

@@ -11,11 +11,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft.media import encode_prompt, rows_to_messages
-from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
+from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt
 from trl_multimodal_rft.packing import (
     attention,
     completion_scores,
+    forward,
     install_prefix_attention,
+    layout,
     pack,
     packed_scores,
     padded_scores,
@@ -232,9 +234,7 @@ def test_varlen_indices():
 
     outputs = []
     for block in row.layout.blocks:
-        prompt_mask, branch_mask = (
-            block.masks["full_attention"] if "full_attention" in block.masks else block.masks[None]
-        )
+        prompt_mask, branch_mask = row.layout.masks(block, next(iter(block.linear[0])), query.dtype)
         for queries, seen, allowed in (
             (block.prompt_index, block.prompt_index, prompt_mask),
             (block.branch_index, block.key_index, branch_mask),
@@ -250,6 +250,139 @@ def test_varlen_indices():
             outputs.append(out.transpose(1, 2).flatten(0, 1))
     blocks = torch.cat(outputs)[row.layout.restore_index]
     assert (varlen - blocks).abs().max() <= 1e-5
+
+
+def text_prompts(sizes):
+    return [EncodedPrompt(torch.arange(n), {}, {}, torch.arange(n)[None]) for n in sizes]
+
+
+def lengths_to_mask(lengths):
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+def held_masks(layout):
+    """Bytes of what a layout holds beside indices, each storage once."""
+    storages, seen, todo = {}, set(), [layout]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor) and value.dtype not in (torch.int64, torch.int32):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo += value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+            todo += value if isinstance(value, (list, tuple)) else []
+    return sum(storages.values())
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """The layouts of all rows that are packed from here on."""
+    seen, original = [], forward.pack
+
+    def spy(*args, **kwargs):
+        row = original(*args, **kwargs)
+        seen.append(row.layout)
+        return row
+
+    monkeypatch.setattr(forward, "pack", spy)
+    return seen
+
+
+@pytest.mark.parametrize("entries", [0, layout.MASK_ENTRIES])
+@pytest.mark.parametrize("tril", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "lengths"),
+    [
+        ([40, 41, 41, 48, 57, 1, 3, 120], [5, 17, 9, 16, 1, 8, 20, 33]),
+        ([3, 120], [90, 2]),  # which share no mask: it would be larger than one for each
+    ],
+)
+def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
+    """Prompts together and apart, of lengths that are no multiples of anything, seen as None or as a causal mask."""
+    monkeypatch.setattr(layout, "MASK_ENTRIES", entries)
+    prompts = [prompt for prompt in text_prompts(sizes) for _ in range(2)]
+    mask = lengths_to_mask([n for length in lengths for n in (length, max(length - 4, 0))])
+    whole = torch.ones(160, 160, dtype=torch.bool).tril() if tril else None
+    row = pack(prompts, torch.ones_like(mask), mask, [{None: whole}] * len(sizes))
+    segments = {start: (prompt, shared) for start, _, prompt, shared in row.layout.segments}
+    n_branches = 0
+    for block in row.layout.blocks:
+        for is_causal in (True, False):
+            of_prompts, of_branches = row.layout.masks(block, None, torch.float32, is_causal)
+            assert (of_prompts is None) == (is_causal and not tril)
+            for masks, queries, keys in (
+                (of_prompts, block.prompt_index, block.prompt_index),
+                (of_branches, block.branch_index, block.key_index),
+            ):
+                if masks is None:
+                    continue
+                # What kernels want
+                assert masks.stride(-1) == 1
+                assert not any(n % 16 for n in (masks.storage_offset(), *masks.stride()[:-1]))
+                for own, query, key in zip(masks.expand(len(queries), 1, -1, -1), queries.tolist(), keys, strict=True):
+                    start = query[0]
+                    prompt, shared = segments[start]
+                    for token, seen in zip(sorted(set(query)), own[0], strict=False):
+                        expected = [*range(prompt, prompt + shared), *range(start, token + 1)]
+                        assert key[seen == 0].tolist() == expected
+                    assert (own == 0).any(-1).all()  # padding, too, sees something
+            n_branches += len(block.branch_index)
+    assert n_branches == 2 * int((mask.sum(1) > 0).sum())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "paligemma"])
+def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
+    """As prompts are whose masks would be large together."""
+    model, prompts = build(name, attention)
+    ids, mask = random_completions(len(prompts))
+    logps, entropies, grads = padded_reference(model, prompts, ids, mask)
+    monkeypatch.setattr(layout, "MASK_ENTRIES", 0)
+    packed_logps, packed_entropies, _ = packed_scores(model, model, prompts, ids, mask)
+    packed_grads = backward(model, packed_logps, packed_entropies, mask)
+    assert (packed_logps - logps * mask).abs().max() <= 1e-5
+    assert (packed_entropies - entropies * mask).abs().max() <= 1e-5
+    assert relative_difference(grads, packed_grads) <= 1e-5
+
+
+def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
+    model, prompts = build("qwen2_5_vl")
+    ids, mask = random_completions(len(prompts))
+    expected, _, _ = packed_scores(model, model, prompts, ids, mask)
+    assert held_masks(layouts[0]) > 0
+    monkeypatch.setattr(
+        attention, "_takes_varlen", lambda base, query, kind, layout, **_: kind in layout.causal_layers
+    )
+    monkeypatch.setattr(
+        attention, "varlen_attn", lambda q, k, v, starts, ends, *_, **__: slow_varlen(q, k, v, starts, ends)
+    )
+    logps, _, _ = packed_scores(model, model, prompts, ids, mask)
+    assert (logps - expected).abs().max() <= 1e-5
+    assert held_masks(layouts[1]) == 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
+    """And for all layers, also in the backward pass. Where attention is plain causal, one for all prompts."""
+    model, _ = build(name)
+    processor = FAMILIES[name].build()[1]
+    if checkpointing:
+        enable_checkpointing(model)
+    chats = [[{"role": "user", "content": [{"type": "text", "text": "up " * n}]}] for n in (100, 108, 116)]
+    prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(4)]
+    sizes = [len(prompt) for prompt in group_by_prompt(prompts)]
+    ids, mask = random_completions(len(prompts), 240)
+    longest = int(mask.sum(1).max())
+    logps, _, _ = packed_scores(model, model, prompts, ids, mask)
+    held = held_masks(layouts[0])
+    if name == "qwen2_5_vl":
+        limit = 4 * longest * (max(sizes) + longest)
+    else:  # in sliding and in full layers, beside the model's own masks, which are boolean
+        limit = sum(2 * (4 * (n * n + longest * (n + longest)) + (n + 240) ** 2) for n in sizes)
+    assert 0 < held < 1.1 * limit
+    logps.sum().backward()
+    assert len(layouts) == 1 and held_masks(layouts[0]) == held
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layout import PrefixBlock, PrefixLayout
+from .layout import PrefixLayout
 
 
 _PREFIX = "prefix_shared_"
@@ -75,7 +75,7 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):
     """Query, key and value are `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)` as every backend does."""
-    layers = layout.blocks[0].masks
+    layers = layout.blocks[0].linear[0]
     kind = None if None in layers else module.config.layer_types[module.layer_idx]
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings leave float32 beside half precision
@@ -87,7 +87,9 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
 
     outputs = []
     for block in layout.blocks:
-        prompt_mask, branch_mask = _block_masks(block, kind, base, query.dtype)
+        # Numbers to add: eager attention would take a boolean mask for numbers, without an error, and sdpa would
+        # convert it and keep one for each layer
+        prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, is_causal=base != "eager")
         for queries, keys, mask in (
             (block.prompt_index, block.prompt_index, prompt_mask),
             (block.branch_index, block.key_index, branch_mask),
@@ -105,23 +107,6 @@ def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`(1, heads, T, head_dim)` at `(N, L)` positions becomes `(N, heads, L, head_dim)`."""
     picked = states[0].index_select(1, index.flatten())
     return picked.view(picked.size(0), *index.shape, picked.size(-1)).transpose(0, 1)
-
-
-def _block_masks(block: PrefixBlock, kind: str | None, base: str, dtype: torch.dtype):
-    """
-    The masks as numbers added to the scores, the same for all layers: eager attention would take a boolean one for
-    numbers, without an error, and sdpa would convert and keep one for each layer.
-    """
-    cached = block.masks.setdefault(("additive", kind, dtype), [])
-    if not cached:
-        prompt_mask, branch_mask = block.masks[kind]
-        if prompt_mask is None and base == "eager":
-            width = block.prompt_index.size(1)
-            prompt_mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=branch_mask.device).tril()
-        zero = torch.zeros((), dtype=dtype, device=branch_mask.device)
-        hidden = torch.finfo(dtype).min
-        cached += [None if m is None else torch.where(m, zero, hidden) for m in (prompt_mask, branch_mask)]
-    return cached
 
 
 def _takes_varlen(base, query, kind, layout, dropout=0.0, softcap=None, **kwargs) -> bool:

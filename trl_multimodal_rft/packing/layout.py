@@ -15,6 +15,13 @@ from ..media.encoding import EncodedPrompt
 # most this share of the work is padding.
 _LENGTH_TOLERANCE = 1.25
 
+# Prompts of unequal length in one call need a mask for each branch. Beyond so many entries of them (1 MiB in float32), a
+# prompt gets a call of its own, where all its branches share one; by then the work outweighs a call.
+MASK_ENTRIES = 2**18
+
+# Kernels want rows of masks, and where they start, at multiples of this
+MASK_ALIGNMENT = 16
+
 # What processors say about images beside their pixels
 _SIZES = ("image_sizes", "image_attention_mask")
 
@@ -34,15 +41,20 @@ class PrefixBlock:
             Row positions of the branches, padded on the right, shape `(M, L)`.
         key_index (`torch.Tensor`):
             Row positions a branch may look at: its prompt without the last token, then itself, shape `(M, P - 1 + L)`.
-        masks (`dict[str | None, tuple]`):
-            For each layer type (`None` where the model has only one), the boolean masks of the prompts, `(N, 1, P, P)`
-            or `None` for plain causal attention, and of the branches, `(1 or M, 1, L, P - 1 + L)`.
+        sizes (`list[int]`):
+            Tokens of each prompt.
+        owner (`torch.Tensor`):
+            For each branch which prompt it continues, shape `(M,)`.
+        linear (`list[dict[str | None, torch.Tensor | None]]`):
+            For each prompt the masks of [`~packing.masks.linear_masks`].
     """
 
     prompt_index: torch.Tensor
     branch_index: torch.Tensor
     key_index: torch.Tensor
-    masks: dict
+    sizes: list[int]
+    owner: torch.Tensor
+    linear: list[dict]
 
 
 @dataclass(eq=False)
@@ -89,6 +101,101 @@ class PrefixLayout:
             for lengths in (query_lengths, key_lengths)
         ]
         return torch.cat(keys).to(device), *cumulative, int(query_lengths.max()), int(key_lengths.max())
+
+    def masks(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """
+        What a block adds to its scores. Made at the first call, on the row's device, and kept for all layers.
+
+        Args:
+            block ([`PrefixBlock`]):
+                One of the blocks.
+            kind (`str` or `None`):
+                Layer type.
+            dtype (`torch.dtype`):
+                That of the scores.
+            is_causal (`bool`, *optional*, defaults to `True`):
+                Whether the caller is causal where the mask of the prompts is `None`.
+
+        Returns:
+            `tuple`: The masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
+            branches, `(1 or M, 1, L, P - 1 + L)`: one for all branches, except for short prompts of unequal length.
+        """
+        key = (block, kind, dtype, is_causal)
+        if key not in self._masks:
+            plain = all(linear[kind] is None for linear in block.linear)
+            if not plain:
+                prompts = self._prompt_masks(block, kind, dtype)
+            else:
+                prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
+            if plain and len(set(block.sizes)) == 1:
+                branches = self._causal_mask("branches", block, dtype)
+            else:
+                branches = self._branch_masks(block, kind, dtype)
+            self._masks[key] = (prompts, branches)
+        return self._masks[key]
+
+    @cached_property
+    def _masks(self) -> dict:
+        return {}
+
+    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype) -> torch.Tensor:
+        """A view of a mask that blocks of all sizes share, unless masks of their own are smaller together."""
+
+        def shape(block: PrefixBlock) -> tuple[int, int]:
+            """Keys before the first query's own, and queries."""
+            width = block.prompt_index.size(1)
+            return (0, width) if part == "prompts" else (width - 1, block.branch_index.size(1))
+
+        shapes = [shape(each) for each in self.blocks if part == "prompts" or len(set(each.sizes)) == 1]
+        most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
+        key = (part, dtype)
+        if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
+            key, shapes = (*key, shape(block)), [shape(block)]
+            [(most, rows)] = shapes
+        if key not in self._masks:
+            spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
+            self._masks[key] = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
+        before, queries = shape(block)
+        # Down and to the right along the diagonal, to an aligned column
+        down = (before - most) % MASK_ALIGNMENT
+        right = most - before + down
+        return self._masks[key][:, None, down : down + queries, right : right + before + queries]
+
+    def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
+        n, width = block.prompt_index.shape
+        masks = self._hidden(n, width, width, dtype)
+        masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
+        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+            mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
+        return masks[:, None]
+
+    def _branch_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
+        n, shared = block.prompt_index.size(0), block.prompt_index.size(1) - 1
+        longest = block.branch_index.size(1)
+        masks = self._hidden(n, longest, shared + longest, dtype)
+        masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
+        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+            seen = self._seen(linear[kind], size - 1, size - 1 + longest)
+            mask[:, : size - 1].masked_fill_(seen[:, : size - 1], 0.0)
+            mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
+        if n > 1:
+            masks = masks[block.owner.to(masks.device)]
+        return masks[:, None]
+
+    def _seen(self, linear: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+        """What tokens from `start` to `end` of a prompt and its completion see of the tokens up to `end`."""
+        device = self.restore_index.device
+        if linear is None:
+            return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
+        return linear[start:end, :end].to(device)
+
+    def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Masks that hide everything, in rows that kernels take as they are."""
+        shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
+        masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
+        return masks[:, :, :columns]
 
 
 @dataclass(eq=False)
@@ -350,7 +457,7 @@ def _layout(units, masks, segments, total, device) -> PrefixLayout:
     order = sorted(range(len(units)), key=lambda i: units[i][1])
     clusters: list[list[int]] = []
     for i in order:
-        if clusters and units[i][1] <= _LENGTH_TOLERANCE * units[clusters[-1][0]][1]:
+        if clusters and _share_a_call([units[j] for j in [*clusters[-1], i]], [masks[j] for j in [*clusters[-1], i]]):
             clusters[-1].append(i)
         else:
             clusters.append([i])
@@ -371,13 +478,20 @@ def _layout(units, masks, segments, total, device) -> PrefixLayout:
         block.prompt_index, block.branch_index, block.key_index = (
             t.to(device) for t in (block.prompt_index, block.branch_index, block.key_index)
         )
-        block.masks = {
-            kind: tuple(None if mask is None else mask.to(device) for mask in pair)
-            for kind, pair in block.masks.items()
-        }
         blocks.append(block)
     causal = {kind for kind in masks[0] if all(mask[kind] is None for mask in masks)}
     return PrefixLayout(blocks, sources.to(device), segments, causal)
+
+
+def _share_a_call(units, masks) -> bool:
+    """Whether prompts, from the shortest to the longest, are attended in one call."""
+    shortest, longest = units[0][1], units[-1][1]
+    if longest > _LENGTH_TOLERANCE * shortest:
+        return False
+    if shortest == longest and not any(mask is not None for linear in masks for mask in linear.values()):
+        return True  # one mask for all branches
+    lengths = [length for _, _, branches in units for _, length in branches]
+    return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
 
 
 def _block(units, masks) -> PrefixBlock:
@@ -396,28 +510,4 @@ def _block(units, masks) -> PrefixBlock:
     branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
     key_index = torch.cat([prompt_index[owner, : width - 1], branch_index], dim=1)
 
-    block_masks = {}
-    tril = torch.ones(longest, longest, dtype=torch.bool).tril()
-    for kind in masks[0]:
-        if all(mask[kind] is None for mask in masks):
-            seen = steps[: width - 1] < sizes[:, None] - 1  # a branch sees its prompt without the last token
-            if bool(seen.all()):
-                seen, rows = seen[:1], 1  # equal lengths: one mask for all branches
-            else:
-                seen, rows = seen[owner], len(owner)
-            branch_mask = torch.cat([seen[:, None].expand(-1, longest, -1), tril.expand(rows, -1, -1)], dim=-1)
-            block_masks[kind] = (None, branch_mask[:, None])
-            continue
-        prompt_mask = torch.eye(width, dtype=torch.bool).repeat(len(units), 1, 1)
-        branch_mask = torch.zeros(len(units), longest, width - 1 + longest, dtype=torch.bool)
-        branch_mask[:, :, width - 1 :] = torch.eye(longest, dtype=torch.bool)
-        for row, (mask, size) in enumerate(zip(masks, sizes.tolist(), strict=True)):
-            linear = mask[kind]
-            if linear is None:
-                linear = torch.ones(size + longest, size + longest, dtype=torch.bool).tril()
-            queries = slice(size - 1, size - 1 + longest)
-            prompt_mask[row, :size, :size] = linear[:size, :size]
-            branch_mask[row, :, : size - 1] = linear[queries, : size - 1]
-            branch_mask[row, :, width - 1 :] |= linear[queries, queries]
-        block_masks[kind] = (prompt_mask[:, None], branch_mask[owner][:, None])
-    return PrefixBlock(prompt_index, branch_index, key_index, block_masks)
+    return PrefixBlock(prompt_index, branch_index, key_index, sizes.tolist(), owner, list(masks))

@@ -1,0 +1,247 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Memory and time of the attention masks of a packed row, against one mask for each completion.
+
+```bash
+python benchmarks/masks.py --threads 1 --clock cpu                  # plain causal attention
+python benchmarks/masks.py --threads 1 --clock cpu --window 1024    # a sliding window
+python benchmarks/masks.py --threads 1 --clock cpu --dtype bfloat16
+```
+
+Prompts and completions are of unequal length, up to `--prompt-length` and `--completion-length`. Reported are, for each
+number of prompts,
+
+- **usual**: a boolean mask for each completion, and the same as numbers, to which scaled dot product attention converts
+  it: bytes by arithmetic, and the time to build the boolean one, as is done for each forward,
+- **ours**: what is held once all blocks have read their masks as sdpa does, measured, and the time that takes. Masks are
+  numbers from the start and have no copy,
+- **layout**: bytes of the row and its indices, all there is where a kernel reads no mask, and the time to lay it out.
+
+First all masks are compared with their definition. Times are the *minimum* of some repetitions.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import torch
+from measuring import CLOCKS, hardware, versions
+from memory_model import MIB, LiveBytes, markdown
+
+from trl_multimodal_rft.media.encoding import EncodedPrompt
+from trl_multimodal_rft.packing import pack
+from trl_multimodal_rft.packing.layout import PackedRow
+
+
+class Case:
+    """
+    Prompts and completions of unequal length.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+        n_prompts (`int`):
+            Number of prompts.
+    """
+
+    def __init__(self, args: argparse.Namespace, n_prompts: int):
+        generator = torch.Generator().manual_seed(args.seed)
+
+        def lengths(n: int, most: int, least: int) -> torch.Tensor:
+            return torch.randint(least, most + 1, (n,), generator=generator).index_fill_(0, torch.tensor([0]), most)
+
+        self.args = args
+        self.sizes = lengths(n_prompts, args.prompt_length, args.prompt_length * 9 // 10).tolist()
+        self.lengths = lengths(n_prompts * args.group, args.completion_length, args.completion_length // 2)
+        prompts = [EncodedPrompt(torch.ones(n).long(), {}, {}, torch.arange(n)[None]) for n in self.sizes]
+        self.samples = [prompt for prompt in prompts for _ in range(args.group)]
+        self.completions = torch.ones(len(self.samples), args.completion_length, dtype=torch.long)
+        self.mask = (torch.arange(args.completion_length) < self.lengths[:, None]).long()
+        self.linear = [{None: self._seen(n + args.completion_length)} for n in self.sizes]
+
+    def _seen(self, total: int) -> torch.Tensor | None:
+        """The mask of a prompt with its completion, as a model's own rule gives it."""
+        if self.args.window is None:
+            return None
+        return torch.ones(total, total, dtype=torch.bool).tril_().triu_(1 - self.args.window)
+
+    def pack(self) -> PackedRow:
+        """Lays out the row."""
+        return pack(self.samples, self.completions, self.mask, self.linear)
+
+    def read(self, row: PackedRow) -> list[tuple]:
+        """The masks of all blocks."""
+        return [row.layout.masks(block, None, getattr(torch, self.args.dtype)) for block in row.layout.blocks]
+
+    def check(self) -> None:
+        """Compares all masks with their definition: a token sees itself and so many before it."""
+        row = self.pack()
+        for block, parts in zip(row.layout.blocks, self.read(row), strict=True):
+            for part, keys in zip(parts, (block.prompt_index, block.key_index), strict=True):
+                if part is None:
+                    continue
+                if len(block.sizes) > 1 and len(set(block.sizes)) > 1:
+                    raise SystemExit("prompts share a call: choose longer ones")
+                distance = (
+                    torch.arange(part.size(2))[:, None] + keys.size(1) - part.size(2) - torch.arange(keys.size(1))
+                )
+                right = (distance >= 0) & (distance < (self.args.window or distance.numel()))
+                if not torch.equal(part == 0, right.expand_as(part)):
+                    raise SystemExit("a mask isn't what it is defined to be")
+
+    def usual(self) -> list[torch.Tensor]:
+        """A boolean mask for each completion."""
+        width, longest = max(self.sizes), int(self.lengths.max())
+        owner = torch.arange(len(self.sizes)).repeat_interleave(self.args.group)
+        if self.args.window is None:
+            seen = torch.arange(width - 1) < torch.tensor(self.sizes)[:, None] - 1
+            tril = torch.ones(longest, longest, dtype=torch.bool).tril()
+            return [torch.cat([seen[owner][:, None].expand(-1, longest, -1), tril.expand(len(owner), -1, -1)], dim=-1)]
+        prompts = torch.zeros(len(self.sizes), width, width, dtype=torch.bool)
+        branches = torch.zeros(len(self.sizes), longest, width - 1 + longest, dtype=torch.bool)
+        for i, (linear, size) in enumerate(zip(self.linear, self.sizes, strict=True)):
+            queries = slice(size - 1, size - 1 + longest)
+            prompts[i, :size, :size] = linear[None][:size, :size]
+            branches[i, :, : size - 1] = linear[None][queries, : size - 1]
+            branches[i, :, width - 1 :] = linear[None][queries, queries]
+        return [prompts, branches[owner]]
+
+    def measure(self) -> dict:
+        """
+        Runs the case.
+
+        Returns:
+            `dict`: Bytes and seconds.
+        """
+        self.check()
+        clock = CLOCKS[self.args.clock]
+        times: dict[str, list[float]] = {"usual": [], "layout": [], "ours": []}
+        for _ in range(self.args.repetitions):
+            start = clock()
+            usual = sum(mask.nbytes for mask in self.usual())
+            times["usual"].append(clock() - start)
+            start = clock()
+            row = self.pack()
+            times["layout"].append(clock() - start)
+            start = clock()
+            self.read(row)
+            times["ours"].append(clock() - start)
+        with LiveBytes() as live:
+            row = self.pack()
+            layout = live.now
+            masks = self.read(row)
+            held = live.now - layout
+        del masks
+        return {
+            "prompts": len(self.sizes),
+            "usual_bool_bytes": usual,
+            "usual_number_bytes": usual * getattr(torch, self.args.dtype).itemsize,
+            "ours_bytes": held,
+            "layout_bytes": layout,
+            **{f"{name}_s": min(values) for name, values in times.items()},
+        }
+
+
+def run(args: argparse.Namespace) -> dict:
+    """
+    Runs the benchmark.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `dict`: Bytes and seconds for each number of prompts, setting, hardware and versions.
+    """
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    names = ("group", "prompt_length", "completion_length", "window", "dtype", "repetitions", "clock", "seed")
+    return {
+        "cases": [Case(args, n_prompts).measure() for n_prompts in args.prompts],
+        "setting": {**{name: getattr(args, name) for name in names}, "threads": torch.get_num_threads()},
+        "hardware": hardware(),
+        "versions": versions("trl-multimodal-rft", "torch"),
+    }
+
+
+def table(result: dict) -> str:
+    """
+    The result as text.
+
+    Args:
+        result (`dict`):
+            What [`run`] returns.
+
+    Returns:
+        `str`: A line about the setting and a table.
+    """
+    setting = result["setting"]
+    line = (
+        f"prompts of up to {setting['prompt_length']} tokens, completions of up to {setting['completion_length']}, "
+        f"{setting['dtype']}, window {setting['window']}; {result['hardware']['cpu']}, {setting['threads']} threads; "
+        f"{setting['clock']} seconds, minimum of {setting['repetitions']}"
+    )
+    rows = []
+    for case in result["cases"]:
+        usual = case["usual_bool_bytes"] + case["usual_number_bytes"]
+        rows.append(
+            [
+                f"{case['prompts']} x {setting['group']}",
+                f"{case['usual_bool_bytes'] / MIB:.0f} + {case['usual_number_bytes'] / MIB:.0f} MiB",
+                f"{case['ours_bytes'] / MIB:.0f} MiB, **{usual / case['ours_bytes']:.0f}x** less",
+                f"{case['layout_bytes'] / MIB:.1f} MiB",
+                f"{case['usual_s']:.3f} s",
+                f"{case['ours_s']:.3f} s",
+                f"{case['layout_s']:.3f} s",
+            ]
+        )
+    header = (
+        "prompts x completions",
+        "usual masks",
+        "our masks",
+        "layout alone",
+        "usual masks, time",
+        "our masks, time",
+        "layout, time",
+    )
+    return f"{line}\n\n{markdown(header, rows)}"
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2, 4], help="prompts of a row, one run for each")
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompt-length", type=int, default=4096, help="most tokens of a prompt, at least 9/10 of it")
+    parser.add_argument("--completion-length", type=int, default=4096, help="most tokens, at least half of it")
+    parser.add_argument("--window", type=int, help="tokens that a token sees; all before it by default")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the scores")
+    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="which time is measured")
+    parser.add_argument("--repetitions", type=int, default=5, help="how many the minimum is taken over")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
+    args = parser.parse_args(argv)
+    for name in ("group", "repetitions"):
+        if getattr(args, name) < 1:
+            parser.error(f"`--{name}` must be at least 1")
+    result = run(args)
+    print(table(result))
+    if args.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()
