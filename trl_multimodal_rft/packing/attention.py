@@ -2,6 +2,8 @@
 """Attention over a packed row: the prompt once, then all its branches, each seeing the prompt and itself."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -51,6 +53,27 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     decoder.set_attn_implementation(name)
+
+
+@contextmanager
+def without_prefix_attention(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Gives the decoder back the name of the attention implementation it had, for code that knows no other.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+    """
+    decoder = model.get_decoder()
+    own = decoder.config._attn_implementation
+    if not own.startswith(_PREFIX):
+        yield
+        return
+    decoder.set_attn_implementation(own.removeprefix(_PREFIX))
+    try:
+        yield
+    finally:
+        decoder.set_attn_implementation(own)
 
 
 def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):

@@ -52,6 +52,7 @@ from ..media.encoding import (
     same_prompt,
 )
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
+from ..packing.attention import without_prefix_attention
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..rewards import RewardModel
 from ..rollout import generate_in_parts, trim_after_eos
@@ -361,7 +362,9 @@ class MultimodalMixin:
         # A tool loop asks for the continuation of longer ids, which no record knows; only text rows get there
         unknown = prompt_ids != [sample.input_ids.tolist() for sample in samples]
         if self.use_vllm or self.use_transformers_continuous_batching or unknown:
-            return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
+            # Continuous batching refuses names of attention that it doesn't know
+            with without_prefix_attention(self._unwrapped(self.model)):
+                return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
         completion_ids = trim_after_eos(self._sample_completions(samples, self.generation_config), self.eos_token_ids)
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
