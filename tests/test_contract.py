@@ -21,6 +21,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.trainers import media_logs, self_check
+from trl_multimodal_rft.trainers.grpo_config import TRL_LOSS_TYPES
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
 
@@ -216,6 +217,12 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     assert {"steps_per_generation", "packing"} <= arguments
     missing = {name for name in arguments if not hasattr(our_config(str(tmp_path), use_cpu=True, bf16=False), name)}
     assert not missing
+
+
+def test_loss_types_are_those_of_trl():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    named = re.findall(r"self\.loss_type (?:==|in) (.+?)(?: and|:)", source)
+    assert {name for each in named for name in re.findall(r'"(\w+)"', each)} == set(TRL_LOSS_TYPES)
 
 
 def test_accumulation_steps_are_set_when_training_starts():

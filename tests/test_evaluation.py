@@ -479,6 +479,7 @@ def test_groups_and_thresholds():
         ([{"prompt": "?"}], "path/to/model", "reward model"),
         ([{"prompt": "?"}], lambda completions, **_: [math.nan], "finite number"),
         ([{"prompt": "?"}], lambda completions, **_: [], "0 rewards for 1 completions"),
+        ([{"prompt": "?"}], lambda completions, **_: 1.0, "returned 1.0 for 1 completions; return a list"),
     ],
 )
 def test_errors(rows, reward, message):

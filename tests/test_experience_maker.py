@@ -1171,7 +1171,9 @@ def flat_ids(experiences):
     ("function", "error"),
     [
         (lambda completions, solution: [0.0], "'<lambda>' asks for `solution`, but there are only .*'completions'"),
-        (lambda completions: [0.0], r"'<lambda>' returned rewards of shape \(1,\) for 4 responses"),
+        (lambda completions: [0.0], "'<lambda>' returned 1 rewards for 4 completions"),
+        (lambda completions: 1.0, "'<lambda>' returned 1.0 for 4 completions; return a list"),
+        (lambda completions: None, "'<lambda>' returned None for 4 completions; return a list"),
         (lambda completions: torch.zeros(len(completions), 1), r"of shape \(4, 1\) for 4"),
     ],
 )

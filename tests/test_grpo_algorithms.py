@@ -28,7 +28,10 @@ from trainer_utils import (
     relative_difference,
     run,
 )
+from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
 FAMILY = "qwen2_5_vl"
@@ -686,6 +689,20 @@ def test_entropy_filter_works_in_evaluation():
         moments = [moment for moment in result.trainer.micro_batches if not moment.training]
         weights = weights_by_hand(moments, scope, 0.3, False, [moment.entropies for moment in moments])
         check_losses(result, weights, moments)
+
+
+def test_entropy_mask_outside_the_loss_is_that_of_trl():
+    """For any threshold, after training, and of a trainer of which nothing but the accelerator is there."""
+    trained = ours(top_entropy_quantile=0.3, entropy_scope="sequence", entropy_renormalize=True, max_steps=1).trainer
+    bare = object.__new__(MultimodalGRPOTrainer)
+    bare.accelerator = trained.accelerator
+    entropies = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(6) < torch.tensor([[6], [4], [1], [0]])).long()
+    for threshold in (0.0, 0.5, 0.8, 1.0):
+        expected = GRPOTrainer.get_high_entropy_mask(bare, entropies, mask, threshold)
+        assert expected.sum() == (mask.sum() * (1 - threshold)).ceil().clamp(min=1)
+        for trainer in (trained, bare):
+            assert torch.equal(trainer.get_high_entropy_mask(entropies, mask, threshold), expected)
 
 
 MISALIGNED = {**TWO, "num_iterations": 2}

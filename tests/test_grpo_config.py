@@ -25,6 +25,18 @@ def function(rewards, **_):
     return rewards
 
 
+def only_rewards(rewards, mask):
+    return rewards
+
+
+def needs_more(rewards, completions, **_):
+    return rewards
+
+
+def positional(rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps):
+    return rewards
+
+
 KL = {"beta": 0.1}
 SUM = {"multi_objective_aggregation": "normalize_then_sum"}
 SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
@@ -34,6 +46,15 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
     "options, message",
     [
         ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', 'rloo'"),
+        (
+            {"loss_type": "ppo"},
+            "`loss_type` must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo', 'sapo', 'vespo'",
+        ),
+        *(({"advantage_estimator": f}, "as keyword arguments (") for f in (only_rewards, needs_more)),
+        (
+            {"advantage_estimator": only_rewards},
+            "The advantage estimator 'only_rewards' (rewards, mask) can't be called",
+        ),
         ({"advantage_estimator": "gae"}, "needs the values of a critic"),
         *(
             ({"advantage_estimator": name, "num_generations": 1}, f"={CANONICAL.get(name, name)!r}` compares the")
@@ -151,6 +172,8 @@ def test_config_of_rloo_refuses_estimators():
         ({**KL, "advantage_estimator": "rloo", "importance_sampling_level": "sequence"}, {}),
         ({**KL, "advantage_estimator": "rloo", "loss_type": "gmpo"}, {}),
         ({"advantage_estimator": function, "num_generations": 1}, {"num_generations": 1}),
+        ({"advantage_estimator": positional}, {"advantage_estimator": positional}),
+        ({"advantage_estimator": functools.partial(needs_more, completions=None)}, {}),
         (SINGLE, {"num_generations": 1, "num_generations_eval": 1}),
         ({**SINGLE, "num_generations_eval": 4}, {"num_generations_eval": 4}),
         ({**SINGLE, "eval_strategy": "steps", "per_device_eval_batch_size": 3}, {"num_generations_eval": 1}),

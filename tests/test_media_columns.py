@@ -4,6 +4,7 @@
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import datasets
 import pandas as pd
@@ -199,6 +200,19 @@ def test_tool_calls_survive():
     [
         ({"image": "i", "images": ["j"]}, "row 1, column 'images': the row also has 'image'; set one"),
         ({"image": ["i"]}, "row 1, column 'image': holds a list; rename the column to 'images'"),
+        *(
+            ({"audio": clips}, "row 1, column 'audio': holds a list; rename the column to 'audios'")
+            for clips in (
+                ["a.wav"],
+                [None, b"RIFF"],
+                [{"array": [0.5], "sampling_rate": 4}],
+                (Path("a.wav"), Path("b")),
+            )
+        ),
+        *(
+            ({"video": clips}, "row 1, column 'video': holds a list; rename the column to 'videos'")
+            for clips in (["a.mp4", "b.mp4"], [{"bytes": None, "path": "a.MOV"}], ["https://a.b/c.webm?key=0"])
+        ),
         ({"images": "i"}, "row 1, column 'images': holds a str, not a list; rename the column to 'image'"),
         ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
         (

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The trainer from dataset to saved model, on every kind of media."""
 
+import functools
 import json
 import logging
 import math
@@ -36,10 +37,16 @@ from transformers import (
     Qwen2AudioProcessor,
     TrainerCallback,
 )
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
 from trl_multimodal_rft.media.columns import MediaError
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
 from trl_multimodal_rft.trainers.fetch import FetchOnce
@@ -355,6 +362,10 @@ def test_async_reward():
     ("returned", "message"),
     [
         ([1.0, math.nan, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], "'broken' returned nan for row 1"),
+        (1.0, "'broken' returned 1.0 for 8 completions; return a list with one number for each"),
+        (None, "'broken' returned None for 8 completions; return a list"),
+        (torch.tensor(1.0), r"'broken' returned tensor\(1.\) for 8 completions; return a list"),
+        ([[1.0, 2.0]] * 8, r"'broken' returned \[1.0, 2.0\] for row 0"),
         ([1.0] * 7, "'broken' returned 7 rewards for 8 completions"),
         (["good"] * 8, "'broken' returned 'good' for row 0"),
     ],
@@ -370,6 +381,33 @@ def test_wrong_rewards_raise(returned, message, asynchronous):
     broken_later.__name__ = "broken"
     with pytest.raises(ValueError, match=message):
         run(InjectedOurs, "qwen2_audio", audio_rows(), reward=broken_later if asynchronous else broken)
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])
+def test_reward_functions_stay_what_was_passed(trainer_class, tmp_path):
+    """And are checked where they are called, whichever they are then."""
+    given = [length_and_sum, functools.partial(length_and_sum)]
+    trainer = make_trainer(trainer_class, "qwen2_audio", text_rows(), tmp_path, reward=given)
+    assert all(one is other for one, other in zip(trainer.reward_funcs, given, strict=True))
+    assert trainer.reward_funcs is not given
+    trainer.reward_funcs[1] = lambda **_: 1.0
+    with pytest.raises(ValueError, match="'length_and_sum' returned 1.0 for 8 completions"):
+        trainer.train()
+    assert trainer.reward_funcs[0] is length_and_sum
+
+
+@pytest.mark.parametrize(
+    "wrap", [iter, tuple, np.array, torch.tensor, pd.Series, lambda r: [torch.tensor([x]) for x in r]]
+)
+def test_rewards_may_come_in_any_sequence(wrap):
+    def wrapped(completion_ids, **kwargs):
+        return wrap(length_and_sum(completion_ids))
+
+    theirs, ours = (
+        run(trainer, "qwen2_5_vl", text_rows(), reward=wrapped, max_steps=1) for trainer in (InjectedTRL, InjectedOurs)
+    )
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
 
 
 def test_rewards_of_none_count_as_in_trl():
@@ -397,6 +435,50 @@ def test_right_padding_raises():
     objects = {"model": load("qwen2_audio")[0], "processing_class": processor}
     with pytest.raises(ValueError, match='pads on the right.*padding_side="left"'):
         run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), objects=objects)
+
+
+TRAINERS = [
+    (MultimodalGRPOTrainer, GRPOConfig, "MultimodalGRPOConfig"),
+    (MultimodalGRPOTrainer, MultimodalRLOOConfig, "MultimodalGRPOConfig"),
+    (MultimodalRLOOTrainer, RLOOConfig, "MultimodalRLOOConfig"),
+    (MultimodalPPOTrainer, MultimodalGRPOConfig, "MultimodalPPOConfig"),
+]
+
+
+@pytest.mark.parametrize(("trainer_class", "config", "wanted"), TRAINERS)
+def test_config_of_another_trainer_raises(trainer_class, config, wanted, tmp_path):
+    model, processor = load("qwen2_audio")
+    args = config(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match=f"`args` is a {config.__name__}; use {wanted}"):
+        trainer_class(model, length_and_sum, args, text_rows(), processing_class=processor)
+
+
+def test_model_without_a_name_and_a_processor_raises(tmp_path):
+    model, processor = FAMILIES["qwen2_audio"].build()
+    with pytest.raises(ValueError, match="instance without a name .* pass `processing_class`"):
+        make_trainer(MultimodalGRPOTrainer, "", audio_rows(), tmp_path, objects={"model": model})
+    objects = {"model": model, "processing_class": processor}
+    with pytest.raises(ValueError, match="the reference of `beta=0.05` would be loaded; save the model"):
+        make_trainer(MultimodalRLOOTrainer, "", audio_rows(), tmp_path, objects=objects, beta=0.05)
+    make_trainer(MultimodalRLOOTrainer, "", audio_rows(), tmp_path, objects=objects, beta=0.0)
+
+
+def test_tokenizer_for_media_raises(tmp_path):
+    """For text it does, beside columns without media, too."""
+    model, processor = load("qwen2_5_vl")
+    objects = {"model": model, "processing_class": processor.tokenizer}
+    message = "is a tokenizer and can't encode {}; pass `processing_class=AutoProcessor"
+    for column, rows in (("image", image_rows(4)), ("video", video_rows(4))):
+        with pytest.raises(MediaError, match=f"row 0, column '{column}': .*{message.format(column)}"):
+            make_trainer(InjectedOurs, "", rows, tmp_path, objects=objects)
+    evaluated = {"eval_dataset": {"text": text_rows(4), "seen": image_rows(4)}}
+    with pytest.raises(MediaError, match=message.format("image")):
+        make_trainer(InjectedOurs, "", text_rows(), tmp_path, objects={**objects, **evaluated})
+    rows = text_rows().add_column("image", [None] * 8)
+    theirs = run(InjectedTRL, "", text_rows(), objects=objects)
+    ours = run(InjectedOurs, "", rows, objects={**objects, "model": load("qwen2_5_vl")[0]})
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
 
 
 def test_overlong_audio():

@@ -274,7 +274,7 @@ def test_processes_agree_on_their_own_samples(two):
     assert_same_ranks(two)
     check = first["self_check"]
     assert check == second["self_check"]
-    assert max(check["packed"], check["rows"], check["sampled"]) <= check["tolerance"] < check["media"]
+    assert max(check["packed"], check["rows"], check["sampled"]) <= check["tolerance"] < min(check["media"].values())
     assert first["steps"][0]["packing/shared_frac"] > 0
     # The processes share a prompt, and must not sample the same completions of it
     for step in zip(*(rank["completions"] for rank in two), strict=True):

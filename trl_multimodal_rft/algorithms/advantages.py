@@ -6,6 +6,7 @@ Masks may be padded on either side and have gaps; results are exactly 0 outside 
 sample can't be scored: it takes part in no statistic and gets the advantage 0. Statistics are computed in float64.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -529,8 +530,37 @@ def estimate_advantages(
     raise ValueError(f"No advantages from rewards alone for {estimator!r}.")
 
 
+def check_estimator(estimator: Callable) -> None:
+    """
+    Checks that a function of the user can be called by [`estimate_advantages`].
+
+    Args:
+        estimator (`Callable`):
+            The function.
+
+    Raises:
+        `ValueError`: If it doesn't take the arguments that it is called with.
+    """
+    names = ("rewards", "rewards_per_func", "group_ids", "mask", "old_logps", "ref_logps")
+    try:
+        signature = inspect.signature(estimator)
+    except (TypeError, ValueError):  # of some callables written in C
+        return
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise ValueError(
+            f"The advantage estimator '{_name(estimator)}' {signature} can't be called with {', '.join(names)} as keyword "
+            f"arguments ({error}); let it take those that it needs by these names, and `**kwargs`."
+        ) from None
+
+
+def _name(estimator: Callable) -> str:
+    return getattr(estimator, "__name__", type(estimator).__name__)
+
+
 def _checked(advantages, estimator: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    name = getattr(estimator, "__name__", type(estimator).__name__)
+    name = _name(estimator)
     if not isinstance(advantages, torch.Tensor) or advantages.shape not in (rewards.shape, mask.shape):
         got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ValueError(

@@ -1,9 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From dataset rows to chat messages whose media blocks hold opaque references, and back."""
 
+import mimetypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 
 # Dataset column -> kind of the media it holds. A column named like its kind holds one medium, the plural a list.
@@ -220,8 +223,7 @@ def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
             continue
         whole = MediaRef(kind, value, {}, column, index)
         if column == kind:
-            # frames make a video, numbers a waveform and rows of pixels an image, but a list of images is no image
-            if kind == "image" and isinstance(value, (list, tuple)) and not (value and isinstance(value[0], list)):
+            if _holds_several(kind, value):
                 raise whole.error(f"holds a list; rename the column to '{column}s'")
             refs = [whole]
         else:
@@ -235,6 +237,23 @@ def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
             raise whole.error(f"the row also has '{kind}'; set one of the two columns to None")
         media[kind] += refs
     return media
+
+
+def _holds_several(kind: str, value: Any) -> bool:
+    """Frames make a video, numbers a waveform and rows of pixels an image, but a list of files is none of them."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    if kind == "image":
+        return not (value and isinstance(value[0], list))
+    first = next((item for item in value if not _absent(item)), None)
+    if kind == "audio":
+        return isinstance(first, (str, os.PathLike, bytes, dict)) or hasattr(first, "get_all_samples")
+    if isinstance(first, dict):
+        first = next((first[key] for key in ("path", "url") if first.get(key) is not None), None)
+    if isinstance(first, (str, os.PathLike)):
+        # A frame may be a file, too
+        return (mimetypes.guess_type(urlsplit(os.fspath(first)).path)[0] or "").startswith("video/")
+    return hasattr(first, "get_frames_at")
 
 
 def _place(messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row: int) -> list[dict[str, Any]]:

@@ -219,8 +219,8 @@ def processor_outputs(
             messages = prepare_multimodal_messages(messages)
         elif refs:
             raise refs[0].error(
-                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass the model's processor "
-                "as `processing_class`"
+                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
+                "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
         try:
             encoded = processor.apply_chat_template(

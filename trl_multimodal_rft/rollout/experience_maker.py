@@ -46,6 +46,7 @@ from ..packing.forward import completion_values
 from ..packing.layout import split_samples
 from ..rewards.recipe import add_rewards, combine_rewards
 from ..rewards.remote import RemoteReward
+from ..trainers.reward_checks import check_rewards
 from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
 from .generation import as_generation_config, generate_in_parts
 
@@ -880,8 +881,8 @@ def _name(function: Callable) -> str:
 def _as_rewards(values: Any, n: int, source: Callable) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         values = values.float().cpu()
-    else:
-        values = torch.tensor([float("nan") if value is None else float(value) for value in values])
-    if values.shape != (n,):
-        raise ValueError(f"'{_name(source)}' returned rewards of shape {tuple(values.shape)} for {n} responses.")
-    return values
+        if values.shape != (n,):
+            raise ValueError(f"'{_name(source)}' returned rewards of shape {tuple(values.shape)} for {n} responses.")
+        return values
+    values = check_rewards(values, n, _name(source))
+    return torch.tensor([float("nan") if value is None else float(value) for value in values])

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..algorithms.advantages import ALIASES, ESTIMATORS
+from ..algorithms.advantages import ALIASES, ESTIMATORS, check_estimator
 from .multimodal_config import MultimodalArguments, check_choice
 
+
+# Values of `loss_type` that TRL's trainer has, which says so only after sampling
+TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 
 # Values of `loss_type` that TRL doesn't have
 OWN_LOSS_TYPES = ("cpgd", "gmpo", "dual_clip")
@@ -207,7 +210,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
 
     def __post_init__(self):
         need = None
-        if not callable(self.advantage_estimator):
+        if callable(self.advantage_estimator):
+            check_estimator(self.advantage_estimator)
+        else:
             self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
             names = [name for name, need in ESTIMATORS.items() if self._has_critic or need != "critic"]
             if self.advantage_estimator == "gae" and not self._has_critic:
@@ -312,6 +317,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             raise ValueError(f"`kl_horizon` must be above 0, got {self.kl_horizon}.")
 
     def _check_loss(self) -> None:
+        check_choice(self, "loss_type", (*TRL_LOSS_TYPES, *OWN_LOSS_TYPES))
         token_level = self.advantage_estimator in ("gae", "reinforce")
         sequence_level = self.importance_sampling_level == "sequence"
         if token_level and self.loss_type == "gmpo":

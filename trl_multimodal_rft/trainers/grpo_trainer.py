@@ -3,7 +3,6 @@
 """GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay."""
 
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import get_config_model_id, nanmax, nanmin, use_adapter
+from trl.trainer.utils import nanmax, nanmin, use_adapter
 
 from ..algorithms.advantages import estimate_advantages, group_statistics
 from ..algorithms.entropy import high_entropy_mask
@@ -23,7 +22,7 @@ from ..algorithms.rewards import RunningScale
 from ..replay import Group, ReplayBuffer, join_groups, split_groups
 from .fetch import EndlessRows
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
-from .multimodal import MultimodalMixin
+from .multimodal import MultimodalMixin, own_config
 
 
 # Loss types that are a mean over a micro-batch, divided by the accumulation steps
@@ -99,7 +98,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             Reference of the KL divergence, where it isn't what the policy's name loads, or the policy has none.
 
     Raises:
-        `ValueError`: If the processing class pads audio on the wrong side, or if groups are to be exchanged that can't be.
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the processing class pads audio on the wrong side, if what is loaded by the model's name is missing
+            and it has none, or if groups are to be exchanged that can't be.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -127,9 +128,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         ref_model: PreTrainedModel | None = None,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = MultimodalGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        args = own_config(MultimodalGRPOConfig, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
             raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
         super().__init__(
@@ -156,6 +155,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             self.reward_processing_classes = [*self.reward_processing_classes, None]
             self.reward_func_names = [*self.reward_func_names, "soft_overlong_punishment"]
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+        self._inputs: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
         self._reward_scale = RunningScale()
         if args.kl_target is None:
             self._kl_controller = FixedKLController(args.beta)
@@ -419,22 +419,27 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
         """
-        Weights of the tokens in the policy loss, as the arguments `entropy_*` say.
+        Tokens whose entropy is in the top quantile. In the policy loss, they are chosen and weighted as the arguments
+        `entropy_*` say.
 
         Args:
             entropies (`torch.Tensor`):
-                Entropy at each token of the micro-batch, shape `(B, C)`.
+                Entropy at each token, shape `(B, C)`.
             mask (`torch.Tensor`):
                 1 on the tokens that count, shape `(B, C)`.
             threshold (`float`):
-                1 minus `top_entropy_quantile`.
+                The quantile. In the loss, 1 minus `top_entropy_quantile`.
 
         Returns:
-            `torch.Tensor`: The weights, 0 on tokens that aren't trained on, shape `(B, C)`.
+            `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't trained
+            on. Shape `(B, C)`.
         """
+        inputs = vars(self).get("_inputs")
+        if inputs is None:  # not asked for the loss of a micro-batch
+            return super().get_high_entropy_mask(entropies, mask, threshold)
         args = self.args
-        if "high_entropy_weights" in self._inputs:
-            weights = self._inputs["high_entropy_weights"]
+        if "high_entropy_weights" in inputs:
+            weights = inputs["high_entropy_weights"]
         elif args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
             weights = super().get_high_entropy_mask(entropies, mask, threshold)
         else:
@@ -445,11 +450,11 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     # Loss
 
     def _compute_loss(self, model, inputs):
-        self._inputs, self._entropy_weights = inputs, 1.0
+        self._entropy_weights = 1.0
         args = self.args
         own_policy = args.loss_type in OWN_LOSS_TYPES
         own_kl = self.beta != 0 and not args.kl_in_reward and (own_policy or args.kl_estimator != "k3")
-        overrides = {}
+        overrides = {"_inputs": inputs}
         trl_inputs = inputs
         if own_kl or args.kl_in_reward:
             overrides["beta"] = 0.0
@@ -482,15 +487,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             metrics["extra_scoring_time"].append(self._extra_scoring_time)
             self._extra_scoring_time = 0.0
         return loss
-
-    @contextmanager
-    def _overridden(self, **attributes):
-        saved = {name: getattr(self, name) for name in attributes}
-        self.__dict__.update(attributes)
-        try:
-            yield
-        finally:
-            self.__dict__.update(saved)
 
     def _policy_loss(self, logps, old_logps, mask, inputs) -> torch.Tensor:
         """A policy loss that TRL doesn't have, and its metrics."""

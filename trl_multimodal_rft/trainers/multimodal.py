@@ -54,6 +54,7 @@ from ..media.encoding import (
 )
 from ..media.processors import check_processor, load_processor
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
+from ..packing.attention import original_attention
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..packing.scores import Scores
 from ..rewards import RewardModel
@@ -77,6 +78,9 @@ logger = get_logger(__name__)
 # A packed row must have this share of the padded batch's tokens at most: the time saved follows the tokens saved, and
 # below that it is lost in the noise (measured on a CPU, see `benchmarks/`).
 _WORTH_PACKING = 0.9
+
+# Rows of a dataset in which media are looked for before training
+_ROWS_TO_LOOK_AT = 16
 
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
@@ -122,6 +126,7 @@ class MultimodalMixin:
             init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
             model = load_model(model, **init_kwargs)
             freeze_as_built(model)
+        _check_name(model, args, processing_class, ref_model, kwargs.get("peft_config"))
         self._processor_source: dict[str, Any] | None = None  # how to load the processor again
         if processing_class is None:
             self._processor_source = {
@@ -131,9 +136,9 @@ class MultimodalMixin:
             }
             processing_class = load_processor(*self._processor_source.values())
         check_processor(processing_class)
+        _check_takes_media(model, processing_class, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if reward_funcs is not None:
-            reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-            reward_funcs = [f if isinstance(f, (str, nn.Module)) else checked_reward(f) for f in reward_funcs]
+            reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
         if not isinstance(reward_processors, list):
             reward_processors = [reward_processors]
@@ -241,18 +246,27 @@ class MultimodalMixin:
                 trust_remote_code=args.trust_remote_code,
             )
         if isinstance(processor, ProcessorMixin):
-            reward = RewardModel(
+            self.reward_funcs[index] = RewardModel(
                 model,
                 processor,
                 batch_size=args.per_device_train_batch_size,
                 template_kwargs=self.chat_template_kwargs,
                 audio_overlong=args.audio_overlong,
             )
-            self.reward_funcs[index] = checked_reward(reward)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if is_peft_model(model) else model
+
+    @contextmanager
+    def _overridden(self, **attributes):
+        """Other values of attributes that TRL's code reads."""
+        saved = {name: getattr(self, name) for name in attributes}
+        self.__dict__.update(attributes)
+        try:
+            yield
+        finally:
+            self.__dict__.update(saved)
 
     # Data
 
@@ -350,7 +364,9 @@ class MultimodalMixin:
         # A tool loop asks for the continuation of longer ids, which no record knows; only text rows get there
         unknown = prompt_ids != [sample.input_ids.tolist() for sample in samples]
         if self.use_vllm or self.use_transformers_continuous_batching or unknown:
-            return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
+            # Continuous batching refuses names of attention that it doesn't know
+            with original_attention(self._unwrapped(self.model)):
+                return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
         completion_ids = trim_after_eos(self._sample_completions(samples, self.generation_config), self.eos_token_ids)
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
@@ -471,7 +487,12 @@ class MultimodalMixin:
                 )
         # Reward functions get the dataset's rows as they are, and what `rollout_func` added
         inputs = [{**original, **row} for row, original in zip(inputs, self._rows, strict=True)]
-        rewards = super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)
+        checked = [
+            reward_func if isinstance(reward_func, nn.Module) else checked_reward(reward_func, name)
+            for name, reward_func in zip(self.reward_func_names, self.reward_funcs, strict=True)
+        ]
+        with self._overridden(reward_funcs=checked):
+            rewards = super()._calculate_rewards(inputs, restore_media(prompts), completions, completion_ids_list)
         self._rewards_per_func = rewards  # of all processes
         return rewards
 
@@ -1068,6 +1089,66 @@ class MultimodalMixin:
     def _repo(self) -> str:
         """The repository, as far as it is known before it is made."""
         return self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+
+
+def own_config(config_class: type, args, model):
+    """
+    The config of a trainer.
+
+    Args:
+        config_class (`type`):
+            The trainer's config class.
+        args (`TrainingArguments`, *optional*):
+            What the user passed.
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            The model, after which a default config is named.
+
+    Returns:
+        `config_class`: The user's config, or a default one.
+
+    Raises:
+        `TypeError`: If it is another config, such as TRL's own, which lacks arguments that are read.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
+        return config_class(f"{name.split('/')[-1]}-{algorithm}")
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those of this "
+            "package."
+        )
+    return args
+
+
+def _check_name(model, args, processing_class, ref_model, peft_config) -> None:
+    """An instance that was built in memory has no name to load anything else by."""
+    if get_config_model_id(model.config):
+        return
+    lacks = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
+    if processing_class is None:
+        raise ValueError(f"{lacks} its processor would be loaded; pass `processing_class`.")
+    if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
+        raise ValueError(
+            f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or set "
+            "`beta=0`."
+        )
+
+
+def _check_takes_media(model, processing_class, *datasets) -> None:
+    """A tokenizer does for text, of a model that takes media, too, but not for rows that have some."""
+    if isinstance(processing_class, ProcessorMixin) or not set(MODALITIES) & set(model.input_modalities):
+        return
+    datasets = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
+    for dataset in datasets:
+        if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
+            continue  # streams are read once, and say so then
+        rows = [dataset[index] for index in range(min(_ROWS_TO_LOOK_AT, len(dataset)))]
+        for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows)]):
+            raise ref.error(
+                f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.kind}; pass "
+                "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
+            )
 
 
 def _refuse_runs_apart(args) -> None:

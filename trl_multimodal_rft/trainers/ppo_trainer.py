@@ -39,6 +39,7 @@ from ..packing.forward import completion_values
 from .ema import MovingAverage
 from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
+from .multimodal import own_config
 from .ppo_config import MultimodalPPOConfig
 from .supervised import encode_supervised
 
@@ -115,6 +116,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media columns.
 
     Raises:
+        `TypeError`: If `args` is a config of TRL's own or of another trainer.
         `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be copied,
             if there is a supervised dataset without `ptx_coef` or the other way round, or one with reentrant checkpointing
             under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
@@ -159,9 +161,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         ref_model: PreTrainedModel | None = None,
         ptx_dataset: Dataset | None = None,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = MultimodalPPOConfig(f"{name.split('/')[-1]}-PPO")
+        args = own_config(MultimodalPPOConfig, args, model)
         if value_model is not None and (args.advantage_estimator != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` has no use for; change one of them.")

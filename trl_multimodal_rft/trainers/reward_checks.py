@@ -5,51 +5,79 @@ import functools
 import math
 from collections.abc import Callable
 from numbers import Real
+from typing import Any
 
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 
-def checked_reward(reward_func: Callable) -> Callable:
+def checked_reward(reward_func: Callable, name: str | None = None) -> Callable:
     """
     Wraps a reward function so that a wrong return value is named.
 
     Args:
         reward_func (`Callable`):
             Reward function with TRL's signature, plain or async.
+        name (`str`, *optional*):
+            What errors call it. Defaults to its own name.
 
     Returns:
         `Callable`: The function with the same name and signature, which raises a `ValueError` unless it returns one
         finite number or `None` per completion.
     """
-    name = get_callable_name(reward_func)
-
-    def check(rewards, completions):
-        if len(rewards) != len(completions):
-            raise ValueError(
-                f"The reward function '{name}' returned {len(rewards)} rewards for {len(completions)} completions; "
-                "return one per completion."
-            )
-        for row, reward in enumerate(rewards):
-            # 0-dimensional arrays and tensors count as numbers
-            value = reward.item() if hasattr(reward, "item") else reward
-            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-                raise ValueError(
-                    f"The reward function '{name}' returned {value!r} for row {row}; return a finite number, or None "
-                    "where the reward doesn't apply."
-                )
-        return rewards
+    name = name or get_callable_name(reward_func)
 
     if is_async_callable(reward_func):
 
         @functools.wraps(reward_func)
         async def wrapper(*args, **kwargs):
-            return check(await reward_func(*args, **kwargs), kwargs["completions"])
+            return check_rewards(await reward_func(*args, **kwargs), len(kwargs["completions"]), name)
 
     else:
 
         @functools.wraps(reward_func)
         def wrapper(*args, **kwargs):
-            return check(reward_func(*args, **kwargs), kwargs["completions"])
+            return check_rewards(reward_func(*args, **kwargs), len(kwargs["completions"]), name)
 
     wrapper.__name__ = name
     return wrapper
+
+
+def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | None]:
+    """
+    Checks what a reward function returned.
+
+    Args:
+        rewards (`Any`):
+            What it returned.
+        n_completions (`int`):
+            Number of completions that it got.
+        name (`str`):
+            What errors call it.
+
+    Returns:
+        `list[float | None]`: The rewards.
+
+    Raises:
+        `ValueError`: If that isn't one finite number or `None` for each completion.
+    """
+    source = f"The reward function '{name}' returned"
+    try:
+        values = list(rewards)
+    except TypeError:  # also of arrays and tensors without a dimension
+        raise ValueError(
+            f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None where "
+            "the reward doesn't apply."
+        ) from None
+    if len(values) != n_completions:
+        raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
+    for row, reward in enumerate(values):
+        try:
+            value = reward.item()  # arrays and tensors of one element count as numbers
+        except (AttributeError, RuntimeError, ValueError):
+            value = reward
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            raise ValueError(
+                f"{source} {value!r} for row {row}; return a finite number, or None where the reward doesn't apply."
+            )
+        values[row] = value
+    return values

@@ -8,9 +8,8 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import RLOOTrainer
 from trl.trainer.rloo_trainer import RewardFunc
-from trl.trainer.utils import get_config_model_id
 
-from .multimodal import MultimodalMixin
+from .multimodal import MultimodalMixin, own_config
 from .rloo_config import MultimodalRLOOConfig
 
 
@@ -53,7 +52,9 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             PEFT configuration used to wrap the model.
 
     Raises:
-        `ValueError`: If the processing class pads audio on the wrong side.
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the processing class pads audio on the wrong side, or if what is loaded by the model's name is missing
+            and it has none.
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
@@ -84,9 +85,7 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: "PeftConfig | None" = None,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = MultimodalRLOOConfig(f"{name.split('/')[-1]}-RLOO")
+        args = own_config(MultimodalRLOOConfig, args, model)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,

@@ -1,0 +1,392 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scripts that TRL's users have, on text: with the classes of this package, they do what they do with TRL's."""
+
+import functools
+import inspect
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset, IterableDataset
+from families import decoder, instantiate, template, tokenizer
+from peft import LoraConfig, get_peft_model
+from trainer_utils import assert_equal, make_trainer, run
+from trl import GRPOTrainer, RLOOTrainer
+from trl.chat_template_utils import qwen3_chat_template
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+
+
+TRAINERS = {"grpo": (GRPOTrainer, MultimodalGRPOTrainer), "rloo": (RLOOTrainer, MultimodalRLOOTrainer)}
+
+_MODELS = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def saved(model_class=hf.Qwen3ForCausalLM, **changes) -> str:
+    """Folder of a tiny model and its tokenizer, which pads on the right, as most tokenizers of text models do."""
+    words = tokenizer()
+    words.padding_side, words.chat_template = "right", qwen3_chat_template
+    config = model_class.config_class(**decoder(words, head_dim=16, **changes))
+    model, _ = instantiate(model_class, config, SimpleNamespace(tokenizer=words), scale=3.0)
+    folder = tempfile.mkdtemp(dir=_MODELS.name, prefix="policy" if "Causal" in model_class.__name__ else "judge")
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def judge() -> str:
+    return saved(hf.Qwen3ForSequenceClassification, num_labels=1)
+
+
+def standard(n: int = 8) -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": f"The answer is{' red' * (i % 3)} {i}", "solution": f"{i}"} for i in range(n)]
+    )
+
+
+def conversational(n: int = 8) -> Dataset:
+    start = {"role": "system", "content": "You are a helpful assistant."}
+    chats = [[start, {"role": "user", "content": f"Is there a cat?{' A dog?' * (i % 3)} {i}"}] for i in range(n)]
+    return Dataset.from_list([{"prompt": chat, "solution": f"{i}"} for i, chat in enumerate(chats)])
+
+
+def streamed(rows: Dataset) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def from_folder(model_class=hf.Qwen3ForCausalLM) -> dict:
+    return {
+        "model": model_class.from_pretrained(saved()),
+        "processing_class": hf.AutoTokenizer.from_pretrained(saved()),
+    }
+
+
+# Rewards
+
+
+def length(completion_ids, **kwargs):
+    return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
+
+
+def spread(completions, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [0.1 * len(set(text)) for text in texts]
+
+
+async def later(completion_ids, **kwargs):
+    return length(completion_ids)
+
+
+class Even:
+    def __call__(self, completion_ids, solution, trainer_state, log_extra, log_metric, **kwargs):
+        log_extra("solution", solution)
+        log_metric("step", trainer_state.global_step)
+        return [0.5 if sum(ids) % 2 else None for ids in completion_ids]
+
+
+def never(completions, **kwargs):
+    return [None] * len(completions)
+
+
+# Models that answer from a script, with ids alone
+
+
+class Scripted(hf.Qwen3ForCausalLM):
+    def answers(self, input_ids):
+        generator = torch.Generator().manual_seed(int(input_ids.sum()))
+        return torch.randint(60, 300, (len(input_ids), 6), generator=generator)
+
+    def generate(self, input_ids, **kwargs):
+        return torch.cat([input_ids, self.answers(input_ids)], dim=1)
+
+
+class Calling(Scripted):
+    """Every other first turn of a batch calls a tool."""
+
+    def answers(self, input_ids):
+        answers = super().answers(input_ids)
+        if len(input_ids) == 8:
+            call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat"}}\n</tool_call><|im_end|>'
+            ids = tokenizer()(call)["input_ids"]
+            answers = torch.nn.functional.pad(answers, (0, len(ids) - answers.size(1)), value=2)
+            answers[::2] = torch.tensor(ids)
+        return answers
+
+
+def look_up(word: str) -> str:
+    """
+    Looks a word up.
+
+    Args:
+        word: The word.
+
+    Returns:
+        Its meaning.
+    """
+    return f"{word} is a bird"
+
+
+class Library:
+    """An environment that gives rewards itself."""
+
+    def reset(self, **kwargs):
+        self.asked = 0
+        return " Look it up."
+
+    def look_up(self, word: str) -> str:
+        self.asked += 1
+        return look_up(word)
+
+    def get_reward(self) -> float:
+        return float(self.asked)
+
+
+class Shelf(Library):
+    async def look_up(self, word: str) -> str:
+        return super().look_up(word)
+
+    async def get_reward(self) -> float:
+        return 0.5 - self.asked
+
+
+for environment in (Library, Shelf):
+    environment.look_up.__doc__ = look_up.__doc__
+
+
+def rollout(prompts, trainer):
+    generator = torch.Generator().manual_seed(trainer.state.global_step)
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": [torch.randint(60, 300, (6,), generator=generator).tolist() for _ in prompts],
+        "logprobs": None,
+        "bonus": [0.25 * i for i in range(len(prompts))],
+    }
+
+
+def bonus(bonus, **kwargs):
+    return bonus
+
+
+class Remember(hf.TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append((state.global_step, sorted(key for key in logs if not key.startswith("packing/"))))
+
+
+# What each script changes: arguments of the trainer and, all others, of the config. A function makes them afresh.
+TEXT = {"model": saved, "reward": lambda: length, "dataset": standard}
+BOTH = {
+    "by name": {},
+    "conversational": {"dataset": conversational},
+    "weights of rewards": {
+        "reward": lambda: [length, spread],
+        "reward_weights": [1.0, 0.3],
+        "dataset": conversational,
+    },
+    "async, None and logs of rewards": {"reward": lambda: [later, Even(), functools.partial(spread), never]},
+    "model of rewards by name": {"reward": lambda: [judge(), length], "dataset": conversational},
+    "model of rewards with its tokenizer": {
+        "reward": lambda: hf.AutoModelForSequenceClassification.from_pretrained(judge(), num_labels=1),
+        "reward_processing_classes": lambda: hf.AutoTokenizer.from_pretrained(judge()),
+    },
+    "instance": {"": from_folder, "beta": 0.1},
+    "instance without tokenizer": {"model": lambda: hf.AutoModelForCausalLM.from_pretrained(saved())},
+    "how to load": {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}, "beta": 0.1},
+    "adapter": {"peft_config": lora, "beta": 0.1, "gradient_checkpointing": True},
+    "adapted instance": {
+        "": lambda: {**from_folder(), "model": get_peft_model(from_folder()["model"], lora())},
+        "beta": 0.1,
+    },
+    "evaluation": {
+        "eval_dataset": lambda: {"plain": standard(4), "chat": conversational(4)},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": True,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 2,
+    },
+    "streams": {
+        "dataset": lambda: streamed(standard()),
+        "eval_dataset": lambda: streamed(standard(4)),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+    },
+    "reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2},
+    "sampling": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "temperature": 0.8},
+    "any argument of generate": {"generation_kwargs": {"min_new_tokens": 3, "no_repeat_ngram_size": 2}},
+    "beams": {"generation_kwargs": {"num_beams": 2, "max_new_tokens": 4}},
+    "arguments of the template": {"dataset": conversational, "chat_template_kwargs": {"enable_thinking": False}},
+    "callbacks and completions": {
+        "callbacks": lambda: [Remember()],
+        "log_completions": True,
+        "num_completions_to_print": 1,
+    },
+    "accumulation": {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_iterations": 2,
+        "max_steps": 3,
+    },
+    "truncated completions": {"mask_truncated_completions": True, "max_completion_length": 16},
+    "without shuffling": {"shuffle_dataset": False, "disable_dropout": True, "pad_to_multiple_of": 8},
+    "continuous batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
+    },
+    "generate that returns ids": {"": lambda: from_folder(Scripted)},
+}
+GRPO = {
+    "rewards by batch": {"scale_rewards": "batch", "loss_type": "dr_grpo"},
+    "rewards normalized one by one": {
+        "reward": lambda: [length, spread],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "tokens of high entropy": {"top_entropy_quantile": 0.3},
+    "bonus of entropy": {"entropy_coef": 0.1},
+    "head in float32": {"cast_lm_head_to_fp32": True},
+    "tools": {"": lambda: from_folder(Calling), "dataset": conversational, "tools": lambda: [look_up]},
+    "environment with rewards": {
+        "": lambda: from_folder(Calling),
+        "reward": None,
+        "dataset": None,
+        "environment_factory": lambda: Library,
+    },
+    "environments": {
+        "": lambda: from_folder(Calling),
+        "dataset": lambda: conversational().add_column("environment", ["a", "b"] * 4),
+        "environment_factory": lambda: {"a": Library, "b": Shelf},
+    },
+    "rollout": {"rollout_func": lambda: rollout, "reward": lambda: [length, bonus]},
+}
+RLOO = {"normalized": {"normalize_advantages": True, "reward_clip_range": (0.0, 2.0), "beta": 0.1}}
+# TRL's two trainers have most of their code twice
+SHARED = (
+    "conversational",
+    "weights of rewards",
+    "async, None and logs of rewards",
+    "model of rewards by name",
+    "instance",
+    "adapter",
+    "evaluation",
+    "streams",
+    "callbacks and completions",
+    "generate that returns ids",
+)
+SCRIPTS = [("grpo", name, script) for name, script in {**BOTH, **GRPO}.items()]
+SCRIPTS += [("rloo", name, {"beta": 0.0, **BOTH[name]}) for name in SHARED]
+SCRIPTS += [("rloo", name, script) for name, script in RLOO.items()]
+ARGUMENTS = {name for trainers in TRAINERS.values() for name in inspect.signature(trainers[0]).parameters} - {"args"}
+
+
+def run_script(trainer_class, script: dict):
+    """A run, and what reward functions and callbacks saw."""
+    settings = {name: value() if callable(value) else value for name, value in {**TEXT, **script}.items()}
+    reward, dataset, seen = settings.pop("reward"), settings.pop("dataset"), []
+
+    def remember(prompts, completions, completion_ids, **kwargs):
+        objects = ("log_extra", "log_metric", "trainer_state", "environments")
+        columns = {name: value for name, value in kwargs.items() if name not in objects}
+        seen.append((prompts, completions, completion_ids, columns, sorted(kwargs)))
+        return [None] * len(prompts)
+
+    if reward is not None and not {"reward_weights", "reward_processing_classes"} & script.keys():
+        reward = [*(reward if isinstance(reward, list) else [reward]), remember]
+    objects = {name: settings.pop(name) for name in ARGUMENTS & settings.keys()}
+    objects |= settings.pop("", {})
+    if trainer_class not in (GRPOTrainer, RLOOTrainer):
+        settings["keep_groups_together"] = False  # to draw the random numbers that TRL's shuffle draws
+    options = {"learning_rate": 0.1, "max_completion_length": 6, **settings}
+    result = run(trainer_class, "", dataset, reward=reward, objects=objects, **options)
+    return result, seen + [callback.seen for callback in objects.get("callbacks", [])]
+
+
+@pytest.mark.parametrize(("algorithm", "name", "script"), SCRIPTS, ids=[f"{a}: {n}" for a, n, _ in SCRIPTS])
+def test_script_does_what_it_does_with_trl(algorithm, name, script):
+    (theirs, their_view), (ours, our_view) = (run_script(each, script) for each in TRAINERS[algorithm])
+    assert_equal(theirs, ours)
+    assert their_view == our_view
+
+
+def test_training_steps_get_the_rows_that_they_get_with_trl(tmp_path):
+    given = []
+    for trainer_class in TRAINERS["grpo"]:
+        trainer = make_trainer(
+            trainer_class,
+            "",
+            conversational(),
+            tmp_path,
+            reward=length,
+            objects={"model": saved()},
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+        )
+        rows, step = [], trainer.training_step
+        trainer.training_step = lambda model, inputs, *args, step=step, rows=rows: (
+            rows.append(list(inputs)) or step(model, inputs, *args)
+        )
+        trainer.train()
+        given.append(rows)
+    assert len(given[0]) == 4 and given[0] == given[1]
+
+
+def chatml():
+    words = hf.AutoTokenizer.from_pretrained(saved())
+    words.chat_template = template()
+    return words
+
+
+class NoReset:
+    pass
+
+
+# As above, but wrong
+ERRORS = {
+    "weights of rewards": {"reward": lambda: [length, spread], "reward_weights": [1.0]},
+    "processing classes of rewards": {"reward": lambda: [length, spread], "reward_processing_classes": lambda: [None]},
+    "too few rewards": {"reward": lambda: lambda **_: [1.0]},
+    "rows in a list": {"dataset": lambda: standard().to_list()},
+    "no rows": {"dataset": None},
+    "stream without a number of steps": {"dataset": lambda: streamed(standard()), "max_steps": -1},
+    "stream that is dispatched": {
+        "dataset": lambda: streamed(standard()),
+        "accelerator_config": {"dispatch_batches": True},
+    },
+    "model that isn't there": {"model": "no/model"},
+    "processing class of another type": {"processing_class": lambda: SimpleNamespace(pad_token=None)},
+    "adapter of the head": {"peft_config": lambda: LoraConfig(target_modules=["lm_head"])},
+    "adapter of another type": {"peft_config": lambda: {"r": 4}},
+    "adapter on an adapter": {
+        "": lambda: {"model": get_peft_model(from_folder()["model"], lora()), "peft_config": lora()}
+    },
+    "batch that holds no groups": {"per_device_train_batch_size": 6},
+    "one completion": {"num_generations": 1},
+}
+ERRORS_GRPO = {
+    "no rewards": {"reward": None},
+    "kind of loss": {"loss_type": "ppo"},
+    "template without tools": {"tools": lambda: [look_up], "processing_class": chatml},
+    "environment that can't be reset": {"environment_factory": lambda: NoReset},
+    "rollout without completions": {"rollout_func": lambda: lambda prompts, trainer: {"prompt_ids": []}},
+}
+WRONG = [("grpo", name, script) for name, script in {**ERRORS, **ERRORS_GRPO}.items()]
+WRONG += [("rloo", name, ERRORS[name]) for name in ("too few rewards", "no rows", "one completion")]
+
+
+@pytest.mark.parametrize(("algorithm", "name", "script"), WRONG, ids=[f"{a}: {n}" for a, n, _ in WRONG])
+def test_script_fails_as_it_does_with_trl(algorithm, name, script):
+    theirs, ours = TRAINERS[algorithm]
+    with pytest.raises(Exception) as error:
+        run_script(theirs, script)
+    with pytest.raises(error.type):
+        run_script(ours, script)
