@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub import ModelCard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -49,8 +49,10 @@ from ..media.encoding import (
     EncodedPrompt,
     encode_prompt,
     placeholder_token_ids,
+    placeholder_tokens,
     same_prompt,
 )
+from ..media.unread import check_columns, no_prompt
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..rewards import RewardModel
@@ -60,6 +62,7 @@ from .fetch import FetchOnce
 from .hub import explain, explained, how_to_upload, private_files, uploads
 from .media_logs import MediaLog, log_completions
 from .model_card import card_values, task_of
+from .random_state import kept_random_state
 from .reward_checks import checked_reward
 from .self_check import SelfCheck, run_self_check
 from .token_budget import DeferredParts, backward_by_parts
@@ -101,6 +104,8 @@ class MultimodalMixin:
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
         _refuse_runs_apart(args)
+        if kwargs.get("environment_factory") is None:  # environments read what columns they like
+            warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
         set_seed(args.seed)  # as TRL does before it loads a model
         if isinstance(model, Actor):
             model = _model_of(model, args)
@@ -151,10 +156,13 @@ class MultimodalMixin:
         self._companion_prompts: dict[str, EncodedPrompt] = {}
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
+        train_dataset = kwargs.get("train_dataset")
+        self._rows_unknown = isinstance(train_dataset, IterableDataset) and train_dataset.features is None
         self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         self._media_log: MediaLog | None = None  # what the tables of completions show
+        self._own_tokens = placeholder_tokens(model, processing_class)
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
@@ -271,8 +279,12 @@ class MultimodalMixin:
         if self.environment_factories is None:
             for index, row in enumerate(inputs):
                 if "prompt" not in row:
-                    raise ValueError(f"row {index} has no column 'prompt', only {sorted(row)}; rename the right one.")
-        rows = rows_to_messages(inputs) if "prompt" in inputs[0] else inputs
+                    raise ValueError(f"row {index} {no_prompt(row)}")
+            if self._rows_unknown and self.model.training:
+                self._rows_unknown = False
+                warn_of_unread(self.args, whole=False, train_dataset=inputs)
+        ignored = self.args.ignored_media_columns or ()
+        rows = rows_to_messages(inputs, ignored, self._own_tokens) if "prompt" in inputs[0] else inputs
         refs = list(iter_refs([row.get("prompt") for row in rows]))
         if refs:
             self._refuse_media_where_unsupported(refs[0], {ref.kind for ref in refs})
@@ -329,6 +341,7 @@ class MultimodalMixin:
                     template_kwargs=template_kwargs,
                     audio_overlong=self.args.audio_overlong,
                     keep_images=self.use_vllm,
+                    row=i,
                 )
             )
         self._samples = samples
@@ -1014,6 +1027,38 @@ class MultimodalMixin:
     def _repo(self) -> str:
         """The repository, as far as it is known before it is made."""
         return self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+
+
+def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
+    """
+    Warns of media that nothing reads, or raises, see [`check_columns`].
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+        whole (`bool`, *optional*, defaults to `True`):
+            Whether the datasets have all their rows.
+        datasets:
+            Datasets, dictionaries of them and `None`, under the name of their argument.
+    """
+    for argument, given in datasets.items():
+        for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
+            if not isinstance(dataset, (Dataset, IterableDataset, list)):
+                continue
+            name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
+            supervised = argument == "ptx_dataset"
+            reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
+            with kept_random_state():  # a transform may draw
+                warning = check_columns(
+                    dataset,
+                    name,
+                    args.ignored_media_columns or (),
+                    reads=reads,
+                    needs_prompt=not supervised,
+                    whole=whole,
+                )
+            if warning is not None:
+                logger.warning(warning)
 
 
 def _refuse_runs_apart(args) -> None:
