@@ -47,7 +47,7 @@ from ..media.encoding import (
     placeholder_token_ids,
     placeholder_tokens,
 )
-from ..media.unread import check_columns, check_ignored, no_prompt
+from ..media.unread import check_columns, check_ignored, columns_known, no_prompt
 from ..packing.layout import split_samples
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.choices import named_choice
@@ -389,10 +389,14 @@ def _evaluate(
     if args.ignored_media_columns is not None:
         policy.ignored_media_columns = args.ignored_media_columns
     is_table = isinstance(dataset, Dataset)
-    with kept_random_state():
-        warning = check_columns(dataset, "The dataset", policy.ignored_media_columns, needs_prompt=is_table)
-    if warning is not None:
-        logger.warning_once(warning)
+
+    def look(at, whole: bool) -> None:
+        ignored = policy.ignored_media_columns
+        warning = check_columns(at, "The dataset", ignored, needs_prompt=is_table and whole, whole=whole)
+        if warning is not None:
+            logger.warning_once(warning)  # also of one evaluation after the other
+
+    look(dataset, whole=True)
     rows = FetchOnce(dataset) if is_table else _Rows(dataset)
     if args.group_by is not None and args.group_by not in rows.__getitems__([0])[0]:
         raise ValueError(f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs.")
@@ -413,6 +417,8 @@ def _evaluate(
                 indices = list(batches[place] if place < len(batches) else batches[0])
                 set_seed(int(np.random.SeedSequence([args.seed, place]).generate_state(1)[0]))
                 batch = rows.__getitems__(indices)
+                if first == 0 and not columns_known(dataset):
+                    look(batch, whole=False)
                 answered, metrics = _answer(policy, batch, reward_funcs, config, args, loop)
                 if place < len(batches):
                     for index, row, record in zip(indices, batch, answered, strict=True):

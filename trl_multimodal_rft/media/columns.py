@@ -45,7 +45,7 @@ _ENDINGS = {
     "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
 }
 _FILE = re.compile(
-    r"data:(image|video|audio)/.*|(?:\S*[/\\][^\n]*|\S+)\.(?:"
+    r"data:(image|video|audio)/.*|(?!data:)(?:\S*[/\\][^\n]*|\S+)\.(?:"
     + "|".join(f"(?P<{kind}>{endings})" for kind, endings in _ENDINGS.items())
     + r")(?:[?#]\S*)?",
     re.IGNORECASE | re.DOTALL,
@@ -246,7 +246,7 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
         kind = block_kind(held.get("type"))
         if "array" in held and "sampling_rate" in held:
             yield place, "audio", value
-        elif "bytes" in held:
+        elif held and "bytes" in value:  # Datasets' own, with a path alone, too
             yield place, file_kind(str(held.get("path", ""))), value
         elif kind is not None and any(key in held for key in _source_keys(kind)):
             yield place, kind, value
@@ -473,7 +473,7 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
         options = {key: item for key, item in block.items() if key not in ("detail", "format")}
         return {"type": kind, kind: MediaRef(kind, sources[0] if sources else None, options, where, row)}
     if name in _TEXT_KEYS and name != "text":
-        return {**block, "type": "text", "text": block.get(_TEXT_KEYS[name], "")}
+        return {"type": "text", "text": block.pop(_TEXT_KEYS[name], ""), **block}
     return {"type": name, **block}
 
 

@@ -11,9 +11,8 @@ from datasets import Dataset, IterableDataset, LargeList, List, Value
 from .columns import MEDIA_COLUMNS, MediaError, _absent, block_kind, find_media
 
 
-# Rows that are looked at, from all over a dataset; fewer where a transform may decode them
+# Rows that are looked at, from all over a dataset
 _N_ROWS = 16
-_N_TRANSFORMED = 4
 
 # What prompts are called elsewhere
 _PROMPTS = ("messages", "conversations", "conversation", "question", "problem", "query", "instruction")
@@ -46,10 +45,9 @@ class _Unread:
             remedy = "give images of the pages in 'images'"
         elif kind is None:
             remedy = "rename it to 'audio', 'image' or 'video'"
-        elif self.place == self.column and column not in columns:
-            remedy = f"rename it to {column!r}"
         else:
-            remedy = f"move it to {column!r}"
+            verb = "rename" if self.place == self.column and column not in columns else "move"
+            remedy = f"{verb} it to {column!r}"
         return f"{self.place!r} ({self.how}): {remedy}"
 
 
@@ -63,8 +61,8 @@ def check_columns(
     whole: bool = True,
 ) -> str | None:
     """
-    Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded. Of a
-    stream no row is read, and its features count only where they are known.
+    Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded. No
+    row is read of a stream, whose features count if they are known, nor of a dataset with a transform.
 
     Args:
         dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
@@ -97,13 +95,14 @@ def check_columns(
     unread = [found for found in looked if found is not None]
     if not unread:
         return None
-    listed = "; ".join(found.describe(columns) for found in unread)
-    remedy = "Where only reward functions read a column, name it in `ignored_media_columns`."
     has_media = has_media or any(_has_media(row, reads, ignored) for row in rows)
-    if has_media or not any(found.certain for found in unread):
-        return f"{name}: it has media that are in no prompt. {listed}. {remedy}"
-    message = f"{name}: nothing reads its media, so that the model would get text alone. {listed}. {remedy}"
-    if whole:
+    alone = not has_media and any(found.certain for found in unread)
+    message = (
+        f"{name}: no prompt gets these media{', and there are no others, so that the model would get text alone' * alone}: "
+        f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it in "
+        "`ignored_media_columns`."
+    )
+    if alone and whole:
         raise MediaError(message)
     return message
 
@@ -141,35 +140,41 @@ def check_ignored(columns: Collection[str] | None) -> None:
         raise ValueError("`ignored_media_columns` names 'prompt', which is always read; leave it out.")
 
 
+def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]]) -> bool:
+    """
+    Whether a dataset tells its columns before its rows are read.
+
+    Args:
+        dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
+            The dataset.
+
+    Returns:
+        `bool`: `False` for a dataset with a transform, and for a stream without features.
+    """
+    if isinstance(dataset, Dataset):
+        return dataset.format["type"] != "custom"
+    return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
+
+
 def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
     """The features of a dataset, rows as far as they hold text, and whether it is known to have media that are read."""
-    if isinstance(dataset, Dataset):
-        n = min(len(dataset), _N_ROWS)
-        if dataset.format["type"] != "custom":
-            features = {column: dataset.features[column] for column in dataset.format["columns"]}
-            # Others tell by their features, and would be decoded
-            texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
-            values = dataset.select_columns(texts).with_format(None)[[i * len(dataset) // n for i in range(n)]]
-            filled = {
-                c for c in features if c in MEDIA_COLUMNS and dataset.data.column(c).null_count < len(dataset.data)
-            }
-            has_media = _has_media_features(features, filled, reads, ignored)
-            return (
-                features,
-                [dict(zip(texts, row, strict=True)) for row in zip(*values.values(), strict=True)],
-                has_media,
-            )
-        n = min(n, _N_TRANSFORMED)
-        try:
-            values = dataset[[i * len(dataset) // n for i in range(n)]]
-            return {}, [{column: values[column][i] for column in values} for i in range(n)], False
-        except Exception:  # that of the transform, which will be seen when it is used
-            return {}, [], False
+    if not columns_known(dataset):
+        return {}, [], False
+    n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
+    indices = [i * len(dataset) // n for i in range(n)]
     if isinstance(dataset, Sequence):
-        n = min(len(dataset), _N_ROWS)
-        return {}, [dataset[i * len(dataset) // n] for i in range(n)], False
-    features = dict(getattr(dataset, "features", None) or {})
-    return features, [], _has_media_features(features, features.keys() & MEDIA_COLUMNS.keys(), reads, ignored)
+        return {}, [dataset[i] for i in indices], False
+    features = dict(dataset.features)
+    filled = {column for column in features if column in MEDIA_COLUMNS}
+    rows = []
+    if isinstance(dataset, Dataset):
+        features = {column: features[column] for column in dataset.format["columns"]}
+        filled = {c for c in filled & features.keys() if dataset.data.column(c).null_count < len(dataset.data)}
+        # Others tell by their features, and would be decoded
+        texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
+        values = dataset.select_columns(texts).with_format(None)[indices]
+        rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
+    return features, rows, _has_media_features(features, filled, reads, ignored)
 
 
 def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
@@ -179,7 +184,9 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
     found = [(isinstance(value, (list, tuple)), *each) for value in values for each in find_media(value, column)]
     for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, str):
-            return _Unread(column, place, kind, several, f"such as {medium[:60]!r}", certain=False)
+            return _Unread(
+                column, place, kind, several, f"what looks like files, such as {medium[:60]!r}", certain=False
+            )
         is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
         how = "blocks" if is_block else f"of type {type(medium).__name__}"
         return _Unread(column, place, kind, several, how, certain=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -52,7 +52,7 @@ from ..media.encoding import (
     placeholder_tokens,
     same_prompt,
 )
-from ..media.unread import check_columns, no_prompt
+from ..media.unread import check_columns, columns_known, no_prompt
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..rewards import RewardModel
@@ -62,7 +62,6 @@ from .fetch import FetchOnce
 from .hub import explain, explained, how_to_upload, private_files, uploads
 from .media_logs import MediaLog, log_completions
 from .model_card import card_values, task_of
-from .random_state import kept_random_state
 from .reward_checks import checked_reward
 from .self_check import SelfCheck, run_self_check
 from .token_budget import DeferredParts, backward_by_parts
@@ -156,8 +155,8 @@ class MultimodalMixin:
         self._companion_prompts: dict[str, EncodedPrompt] = {}
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
-        train_dataset = kwargs.get("train_dataset")
-        self._rows_unknown = isinstance(train_dataset, IterableDataset) and train_dataset.features is None
+        # Datasets whose rows are looked at when the first ones come
+        self._unknown = {name for name in ("train_dataset", "eval_dataset") if _unknown(kwargs.get(name))}
         self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
@@ -280,9 +279,10 @@ class MultimodalMixin:
             for index, row in enumerate(inputs):
                 if "prompt" not in row:
                     raise ValueError(f"row {index} {no_prompt(row)}")
-            if self._rows_unknown and self.model.training:
-                self._rows_unknown = False
-                warn_of_unread(self.args, whole=False, train_dataset=inputs)
+            name = "train_dataset" if self.model.training else "eval_dataset"
+            if name in self._unknown:
+                self._unknown.remove(name)
+                warn_of_unread(self.args, whole=False, **{name: inputs})
         ignored = self.args.ignored_media_columns or ()
         rows = rows_to_messages(inputs, ignored, self._own_tokens) if "prompt" in inputs[0] else inputs
         refs = list(iter_refs([row.get("prompt") for row in rows]))
@@ -1042,23 +1042,20 @@ def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
             Datasets, dictionaries of them and `None`, under the name of their argument.
     """
     for argument, given in datasets.items():
+        supervised = argument == "ptx_dataset"
+        reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
+        ignored = args.ignored_media_columns or ()
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
-            if not isinstance(dataset, (Dataset, IterableDataset, list)):
-                continue
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
-            supervised = argument == "ptx_dataset"
-            reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
-            with kept_random_state():  # a transform may draw
-                warning = check_columns(
-                    dataset,
-                    name,
-                    args.ignored_media_columns or (),
-                    reads=reads,
-                    needs_prompt=not supervised,
-                    whole=whole,
-                )
-            if warning is not None:
-                logger.warning(warning)
+            if dataset is not None:
+                warning = check_columns(dataset, name, ignored, reads=reads, needs_prompt=not supervised, whole=whole)
+                if warning is not None:
+                    logger.warning(warning)
+
+
+def _unknown(dataset) -> bool:
+    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(each is not None and not columns_known(each) for each in datasets)
 
 
 def _refuse_runs_apart(args) -> None:
