@@ -44,11 +44,9 @@ _ENDINGS = {
     "video": "mp4|m4v|avi|mov|mkv|webm|mpe?g",
     "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
 }
-_FILE = re.compile(
-    r"data:(image|video|audio)/.*|(?!data:)(?:\S*[/\\][^\n]*|\S+)\.(?:"
-    + "|".join(f"(?P<{kind}>{endings})" for kind, endings in _ENDINGS.items())
-    + r")(?:[?#]\S*)?",
-    re.IGNORECASE | re.DOTALL,
+_ENDING = re.compile(
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{kind}>{each})" for kind, each in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
+    re.IGNORECASE,
 )
 
 
@@ -206,10 +204,15 @@ def file_kind(text: str) -> str | None:
     Returns:
         `str`: `"image"`, `"video"` or `"audio"` for a `data:` URI, or a path or URL with such an ending; else `None`.
     """
-    if len(text) > 4096 and not text.startswith("data:"):
+    uri = re.match("data:(image|video|audio)/", text)
+    if uri:
+        return uri.group(1)
+    if len(text) > 4096 or text.startswith("data:") or "\n" in text:
         return None
-    found = _FILE.fullmatch(text[:4096])
-    return (found.lastgroup or found.group(1).lower()) if found else None
+    ending = _ENDING.search(text)
+    # A sentence may end in the name of a file
+    is_path = ending is not None and (len(text.split()) == 1 or re.match(r"\S*[/\\]", text) is not None)
+    return ending.lastgroup if is_path else None
 
 
 def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, Any]]:
@@ -497,6 +500,8 @@ def _is_stray(key: str, value: Any, files: bool) -> bool:
     """Whether a key of a block that nothing reads holds media; `files` whether texts that name some count."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
+    if isinstance(value, str) and not files:
+        return False
     return any(files or not isinstance(medium, str) for _, _, medium in find_media(value, key))
 
 

@@ -156,7 +156,7 @@ class MultimodalMixin:
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         # Datasets whose rows are looked at when the first ones come
-        self._unknown = {name for name in ("train_dataset", "eval_dataset") if _unknown(kwargs.get(name))}
+        self._unseen = {name for name in ("train_dataset", "eval_dataset") if _is_unknown(kwargs.get(name))}
         self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
@@ -280,8 +280,8 @@ class MultimodalMixin:
                 if "prompt" not in row:
                     raise ValueError(f"row {index} {no_prompt(row)}")
             name = "train_dataset" if self.model.training else "eval_dataset"
-            if name in self._unknown:
-                self._unknown.remove(name)
+            if name in self._unseen:
+                self._unseen.remove(name)
                 warn_of_unread(self.args, whole=False, **{name: inputs})
         ignored = self.args.ignored_media_columns or ()
         rows = rows_to_messages(inputs, ignored, self._own_tokens) if "prompt" in inputs[0] else inputs
@@ -1053,7 +1053,7 @@ def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
                     logger.warning(warning)
 
 
-def _unknown(dataset) -> bool:
+def _is_unknown(dataset) -> bool:
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(each is not None and not columns_known(each) for each in datasets)
 
