@@ -2,10 +2,12 @@
 """From prompts to experience: what is sampled, how it is scored and rewarded, and the advantages of a whole rollout."""
 
 import functools
+import logging
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 import transformers as hf
@@ -1511,3 +1513,27 @@ def test_reference_of_another_temperature_is_refused():
     reference = ActorVL(load("qwen2_5_vl")[0], bf16=False, temperature=0.5)
     with pytest.raises(ValueError, match="temperature 0.5"):
         make(ref=reference)
+
+
+def test_media_that_no_prompt_gets(caplog):
+    """Warned of once; ignored ones are for rewards."""
+    seen = []
+
+    def looking(completion_ids, picture=None, image=None, **kwargs):
+        seen.extend(picture or image)
+        return by_length(completion_ids)
+
+    image = PIL.Image.new("RGB", (56, 56))
+    maker = make(arguments={"reward_fn": looking})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            maker.make_experience_list([{"prompt": question("What?"), "picture": image}], max_new_tokens=4)
+    (warning,) = [record for record in caplog.records if "no prompt gets these media" in record.getMessage()]
+    assert "'picture' (of type Image): rename it to 'image'" in warning.getMessage()
+    caplog.clear()
+    for column in ("picture", "image"):
+        maker = make(arguments={"reward_fn": looking}, ignored_media_columns=[column])
+        experiences = maker.make_experience_list([{"prompt": question("What?"), column: image}], max_new_tokens=4)
+        assert not any(actor_media(experience) for experience in experiences)
+    assert "no prompt gets" not in caplog.text
+    assert len(seen) == 4 * 3 and all(each is image for each in seen)

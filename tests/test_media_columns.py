@@ -54,7 +54,7 @@ def test_reference_is_never_copied_and_travels_as_text():
 
 def test_columns_without_placeholders_go_before_the_first_user_text():
     row = {
-        "prompt": [{"role": "system", "content": "Be brief."}, *user("Which <image> is it?"), *user("Well?")],
+        "prompt": [{"role": "system", "content": "Be brief."}, *user("Which <images> is it?"), *user("Well?")],
         "audio": "a.wav",
         "videos": ["v.mp4"],
         "images": ["i.png", "j.png"],
@@ -68,7 +68,7 @@ def test_columns_without_placeholders_go_before_the_first_user_text():
     system, first, second = out["prompt"]
     assert system["content"] == [text("Be brief.")]
     assert [block["type"] for block in first["content"]] == ["image", "image", "video", "audio", "text"]
-    assert first["content"][-1] == text("Which <image> is it?")
+    assert first["content"][-1] == text("Which <images> is it?")
     assert second["content"] == [text("Well?")]
     assert sources(out["prompt"]) == ["i.png", "j.png", "v.mp4", "a.wav"]
     assert [ref.column for ref in iter_refs(out["prompt"])] == ["images[0]", "images[1]", "videos[0]", "audio"]

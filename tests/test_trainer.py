@@ -516,7 +516,7 @@ def test_placeholder_in_the_text_raises(kind):
 
 
 def test_missing_prompt_raises():
-    with pytest.raises(ValueError, match="row 0 has no column 'prompt', only .*; rename the right one"):
+    with pytest.raises(ValueError, match="row 0 has no column 'prompt', only .*; rename 'question' to 'prompt'"):
         run(InjectedOurs, "qwen2_audio", audio_rows().rename_column("prompt", "question"))
 
 

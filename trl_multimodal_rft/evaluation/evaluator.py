@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object, is_peft_model, set_seed
 from datasets import Dataset
 from torch import nn
@@ -39,8 +40,15 @@ from trl.trainer.utils import (
 from ..actors import Actor
 from ..actors.modes import evaluation_mode
 from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
-from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt, encode_prompt, placeholder_token_ids
+from ..media.encoding import (
+    JOIN_ONLY_EQUAL_MEDIA,
+    EncodedPrompt,
+    encode_prompt,
+    placeholder_token_ids,
+    placeholder_tokens,
+)
 from ..media.processors import check_processor
+from ..media.unread import check_columns, check_ignored, columns_known, no_prompt
 from ..packing.layout import split_samples
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.choices import named_choice
@@ -52,6 +60,8 @@ from ..trainers.random_state import kept_random_state
 from ..trainers.reward_checks import checked_reward
 from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
 
+
+logger = get_logger(__name__)
 
 # Columns of the dataset that reward functions get under other names, as in TRL
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
@@ -86,6 +96,9 @@ class EvaluationConfig:
             Smallest value of the first reward function at which a completion counts as correct.
         group_by (`str`, *optional*):
             Column by whose values accuracy is told apart too, such as `"task"` of MMAU.
+        ignored_media_columns (`list[str]`, *optional*):
+            Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default those of the
+            trainer, if there is one.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -114,6 +127,9 @@ class EvaluationConfig:
     group_by: str | None = field(
         default=None, metadata={"help": "Column by whose values accuracy is told apart too, such as `task` of MMAU."}
     )
+    ignored_media_columns: list[str] | None = field(
+        default=None, metadata={"help": "Columns with media that only reward functions read."}
+    )
     confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
     seed: int = field(default=0, metadata={"help": "Seed of sampling."})
 
@@ -136,6 +152,7 @@ class EvaluationConfig:
                     raise ValueError(
                         f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
                     )
+        check_ignored(self.ignored_media_columns)
         if not 0 < self.confidence < 1:
             raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")
 
@@ -199,6 +216,7 @@ class _Policy:
     sample: Callable[[list[EncodedPrompt], GenerationConfig], torch.Tensor]
     template_kwargs: dict[str, Any]
     audio_overlong: str
+    ignored_media_columns: Sequence[str] = ()
     in_step: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
 
@@ -337,6 +355,7 @@ def evaluate_trainer(
         sample=torch.no_grad()(trainer._sample_completions),
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
+        ignored_media_columns=trainer.args.ignored_media_columns or (),
         # Sharded weights are gathered, and forwards counted, on all processes alike
         in_step=not trainer._is_whole or trainer._remedies.apart is not None,
         trainer_state=trainer.state,
@@ -370,7 +389,18 @@ def _evaluate(
             f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with at least "
             "one: a split of several, or `list(stream.take(100))` of one that streams."
         )
-    rows = FetchOnce(dataset) if isinstance(dataset, Dataset) else _Rows(dataset)
+    if args.ignored_media_columns is not None:
+        policy.ignored_media_columns = args.ignored_media_columns
+    is_table = isinstance(dataset, Dataset)
+
+    def look(at, whole: bool) -> None:
+        ignored = policy.ignored_media_columns
+        warning = check_columns(at, "The dataset", ignored, needs_prompt=is_table and whole, whole=whole)
+        if warning is not None:
+            logger.warning_once(warning)  # also of one evaluation after the other
+
+    look(dataset, whole=True)
+    rows = FetchOnce(dataset) if is_table else _Rows(dataset)
     if args.group_by is not None and args.group_by not in rows.__getitems__([0])[0]:
         raise ValueError(f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs.")
     n_prompts = max(args.batch_size // args.num_samples, 1)
@@ -390,6 +420,8 @@ def _evaluate(
                 indices = list(batches[place] if place < len(batches) else batches[0])
                 set_seed(int(np.random.SeedSequence([args.seed, place]).generate_state(1)[0]))
                 batch = rows.__getitems__(indices)
+                if first == 0 and not columns_known(dataset):
+                    look(batch, whole=False)
                 answered, metrics = _answer(policy, batch, reward_funcs, config, args, loop)
                 if place < len(batches):
                     for index, row, record in zip(indices, batch, answered, strict=True):
@@ -475,8 +507,9 @@ def _answer(
     """The records of rows, and the metrics that reward functions logged."""
     for index, row in enumerate(rows):
         if "prompt" not in row:
-            raise ValueError(f"row {index} has no column 'prompt', only {sorted(row)}; rename the right one.")
-    prompts = [row["prompt"] for row in rows_to_messages(rows)]
+            raise ValueError(f"row {index} {no_prompt(row)}")
+    own_tokens = placeholder_tokens(policy.base, policy.processor)
+    prompts = [row["prompt"] for row in rows_to_messages(rows, policy.ignored_media_columns, own_tokens)]
     encoded = [
         encode_prompt(
             prompt,
@@ -484,8 +517,9 @@ def _answer(
             policy.base,
             template_kwargs=policy.template_kwargs,
             audio_overlong=policy.audio_overlong,
+            row=index,
         )
-        for prompt in prompts
+        for index, prompt in enumerate(prompts)
     ]
     n = args.num_samples
     samples = [prompt for prompt in encoded for _ in range(n)]

@@ -3,10 +3,13 @@
 
 import mimetypes
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+import PIL.Image
 
 
 # Dataset column -> kind of the media it holds. A column named like its kind holds one medium, the plural a list.
@@ -21,6 +24,33 @@ MEDIA_COLUMNS = {
 
 # The order in which media without a placeholder are put before the text.
 _KINDS = ("image", "video", "audio")
+
+# Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
+_MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in _KINDS for name in (f"{kind}_url", f"input_{kind}"))}
+
+# Types of blocks that are text, and the key of what they say
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+# Types that every template may leave out, as most do with earlier thoughts
+THOUGHT_TYPES = ("thinking", "reasoning")
+
+# Types whose strings are words, even if they name a file
+_WORD_TYPES = {*_TEXT_KEYS, *THOUGHT_TYPES, "tool_use", "tool_call", "tool_result", "function", "function_call"}
+
+KNOWN_TYPES = (
+    "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so on), "
+    "'thinking', and those that the chat template writes"
+)
+
+_ENDINGS = {
+    "image": "png|jpe?g|webp|gif|bmp|tiff?|heic",
+    "video": "mp4|m4v|avi|mov|mkv|webm|mpe?g",
+    "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
+}
+_ENDING = re.compile(
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{kind}>{each})" for kind, each in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
+    re.IGNORECASE,
+)
 
 
 class MediaError(ValueError):
@@ -80,14 +110,18 @@ class MediaRef:
         return str, (repr(self),)
 
 
-def rows_to_messages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_to_messages(
+    rows: list[dict[str, Any]], ignored: Collection[str] = (), own_tokens: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """
     Moves the media of dataset rows into their prompts.
 
     Media inline in the prompt keep their place; they are given under the name of their kind (`"audio"`), or as
-    `"audio_url"`, `"base64"`, `"bytes"`, `"path"` or `"url"`. Placeholders without a medium (`{"type": "image"}`) take the media
-    of the columns in order. Where a prompt has no placeholder for a kind, that kind's media are put at the start of
-    the first user message: images, then videos, then audios. Literal texts such as `"<image>"` are left alone.
+    `"audio_url"`, `"base64"`, `"bytes"`, `"path"` or `"url"`. Blocks of OpenAI's types (`"image_url"`, `"input_audio"`,
+    `"input_text"`) are taken, too. Placeholders without a medium (`{"type": "image"}`) take the media of the columns in
+    order. Where a row has media of a kind in a column and no placeholder for it, the literal text `"<image>"`,
+    `"<video>"` or `"<audio>"` is one, but in what assistants and tools say. Without any, that kind's media are put at the
+    start of the first user message: images, then videos, then audios.
 
     The rows of a batch come out alike: if any row has media or a conversational prompt, every plain-text prompt
     becomes one user message (so that TRL gives its completions to reward functions as messages, too), and if any row
@@ -98,6 +132,10 @@ def rows_to_messages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rows (`list[dict[str, Any]]`):
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], `None` where a row has
             none. They are not modified.
+        ignored (`Collection[str]`, *optional*, defaults to `()`):
+            Media columns that are not for the prompt.
+        own_tokens (`Collection[str]`, *optional*, defaults to `()`):
+            The model's own placeholders. Where `"<image>"` is one, a plain-text prompt keeps it as it is.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
@@ -105,14 +143,19 @@ def rows_to_messages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         MediaError: If both columns of a kind are set, a column does not hold one medium or a list as its name says,
-            the placeholders of a prompt do not match the media of its row, or no user message can receive them.
+            the placeholders of a prompt do not match the media of its row, no user message can receive them, or a
+            message holds media where nothing reads them.
     """
-    media = [_column_media(row, index) for index, row in enumerate(rows)]
+    media = [
+        _column_media({key: value for key, value in row.items() if key not in ignored}, index)
+        for index, row in enumerate(rows)
+    ]
     prompts = [row["prompt"] for row in rows]
     if any(any(by_kind.values()) for by_kind in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            prompts[index] = _place(messages, media[index], index)
+            tags = [kind for kind in _KINDS if not (isinstance(prompt, str) and f"<{kind}>" in own_tokens)]
+            prompts[index] = _place(messages, media[index], index, tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
     return [
@@ -135,7 +178,89 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message["content"], list) for block in message["content"]]
-    return any(len(block) > 1 for block in blocks if block["type"] != "text")
+    return any(len(block) > 1 for block in blocks if block_kind(block["type"]) is not None)
+
+
+def block_kind(block_type: str) -> str | None:
+    """
+    The kind of media that content blocks of a type hold.
+
+    Args:
+        block_type (`str`):
+            Such as `"image"`, `"image_url"` or `"input_image"`.
+
+    Returns:
+        `str`: `"image"`, `"video"` or `"audio"`, `None` for other types.
+    """
+    kind = str(block_type).removesuffix("_url").removeprefix("input_")
+    return kind if kind in _KINDS else None
+
+
+def file_kind(text: str) -> str | None:
+    """
+    The kind of media that a text seems to name.
+
+    Args:
+        text (`str`):
+            Any text.
+
+    Returns:
+        `str`: `"image"`, `"video"` or `"audio"` for a `data:` URI, or a path or URL with such an ending; else `None`.
+    """
+    uri = re.match("data:(image|video|audio)/", text)
+    if uri:
+        return uri.group(1)
+    if len(text) > 4096 or text.startswith("data:") or "\n" in text:
+        return None
+    ending = _ENDING.search(text)
+    # A sentence may end in the name of a file
+    is_path = ending is not None and (len(text.split()) == 1 or re.match(r"\S*[/\\]", text) is not None)
+    return ending.lastgroup if is_path else None
+
+
+def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, Any]]:
+    """
+    Finds media in any nesting of lists and dictionaries, as files hold them or as libraries decode them.
+
+    Args:
+        value (`Any`):
+            What to search.
+        place (`str`, *optional*, defaults to `""`):
+            Name of `value`.
+
+    Yields:
+        `tuple[str, str | None, Any]`: Where, such as `"extra.picture"`; the kind, `None` if it can't be told; and the
+        medium: a text is only what [`file_kind`] says of it.
+    """
+    decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
+    if isinstance(value, MediaRef):
+        yield place, value.kind, value
+    elif isinstance(value, PIL.Image.Image):
+        yield place, "image", value
+    elif decoder is not None:
+        yield place, decoder, value
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        yield place, None, value
+    elif isinstance(value, str):
+        if (kind := file_kind(value)) is not None:
+            yield place, kind, value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from find_media(item, place)
+    elif isinstance(value, dict):
+        held = {key: item for key, item in value.items() if not _absent(item)}
+        kind = block_kind(held.get("type"))
+        if "array" in held and "sampling_rate" in held:
+            yield place, "audio", value
+        elif held and "bytes" in value:  # Datasets' own, with a path alone, too
+            yield place, file_kind(str(held.get("path", ""))), value
+        elif kind is not None and any(key in held for key in _source_keys(kind)):
+            yield place, kind, value
+        elif held.keys() & {"data", "base64"} and held.keys() & {"format", "media_type", "mime_type"}:
+            yield place, file_kind(f"data:{held.get('media_type', held.get('mime_type'))}"), value
+        else:
+            for key, item in held.items():
+                yield from find_media(item, f"{place}.{key}" if place else str(key))
 
 
 def iter_refs(value: Any) -> Iterator[MediaRef]:
@@ -256,20 +381,17 @@ def _holds_several(kind: str, value: Any) -> bool:
     return hasattr(first, "get_frames_at")
 
 
-def _place(messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row: int) -> list[dict[str, Any]]:
+def _place(
+    messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row: int, tags: list[str]
+) -> list[dict[str, Any]]:
     """Copies `messages` with every media block holding its reference, and the media of the columns in place."""
-    messages = [{key: item for key, item in m.items() if item is not None or key == "content"} for m in messages]
-    placeholders = {kind: [] for kind in _KINDS}
-    for m, message in enumerate(messages):
-        if not isinstance(message.get("content"), list):
-            continue
-        message["content"] = [
-            _parse_block(block, f"prompt[{m}].content[{b}]", row) for b, block in enumerate(message["content"])
-        ]
-        for block in message["content"]:
-            for ref in iter_refs(block):
-                if ref.source is None:
-                    placeholders[ref.kind].append(block)
+    messages = [_parse_message(message, f"prompt[{m}]", row) for m, message in enumerate(messages)]
+    placeholders = _placeholders(messages)
+    tags = [kind for kind in tags if media[kind] and not placeholders[kind]]
+    if tags:
+        for m, message in enumerate(messages):
+            _open_tags(message, tags, f"prompt[{m}].content", row)
+        placeholders = _placeholders(messages)
 
     unplaced = []
     for kind in _KINDS:
@@ -278,6 +400,11 @@ def _place(messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row
             raise blocks[0][kind].error(f"placeholder without {kind}; add the {kind} inline, or in column '{kind}s'")
         if blocks and len(blocks) != len(refs):
             column = refs[0].column.split("[")[0]
+            if kind in tags:
+                raise MediaError(
+                    f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the prompt; "
+                    f"write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
+                )
             raise MediaError(
                 f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; write "
                 f"one {{'type': '{kind}'}} block for each, or none at all"
@@ -295,19 +422,106 @@ def _place(messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row
     return messages
 
 
+def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The blocks that wait for a medium, by kind."""
+    placeholders = {kind: [] for kind in _KINDS}
+    for message in messages:
+        for block in message["content"] if isinstance(message.get("content"), list) else []:
+            for ref in iter_refs(block):
+                if ref.source is None:
+                    placeholders[ref.kind].append(block)
+    return placeholders
+
+
+def _open_tags(message: dict[str, Any], kinds: list[str], where: str, row: int) -> None:
+    """Makes placeholders of literal texts such as `"<image>"`."""
+    if message["role"] in ("assistant", "tool"):
+        return  # what they say of tags isn't about the row's media
+    tag, blocks = re.compile(f"<({'|'.join(kinds)})>"), []
+    for block in _as_blocks(message).get("content") or []:
+        if block["type"] != "text" or not tag.search(block.get("text", "")):
+            blocks.append(block)
+            continue
+        for i, part in enumerate(tag.split(block["text"])):  # text and kind in turns
+            if i % 2:
+                blocks.append({"type": part, part: MediaRef(part, None, {}, where, row)})
+            elif part:
+                blocks.append({**block, "text": part})
+    if any(block["type"] != "text" for block in blocks):
+        message["content"] = blocks
+
+
+def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, Any]:
+    """Copies a message and its blocks."""
+    if not isinstance(message, dict) or "role" not in message:
+        found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
+        raise MediaError(
+            f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}"
+        )
+    message = {key: item for key, item in message.items() if item is not None or key == "content"}
+    content = message.get("content")
+    beside = next((key for key in message if key in _MEDIA_KEYS and message[key]), None)
+    if isinstance(content, list):
+        message["content"] = [_parse_block(block, f"{where}.content[{b}]", row) for b, block in enumerate(content)]
+    elif not isinstance(content, str) and next(find_media(content), None) is not None:
+        beside = "content"
+    if beside is not None:
+        raise MediaError(
+            f"row {row}, column '{where}': nothing reads the media in '{beside}' of a message; give each as a block in a "
+            "list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
+        )
+    return message
+
+
 def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     """Copies a content block. A medium becomes `{"type": kind, kind: MediaRef}`, a placeholder one of source None."""
     if not isinstance(block, dict) or "type" not in block:
         raise MediaError(f"row {row}, column '{where}': a content block must be a dictionary with a 'type'")
     block = {key: item for key, item in block.items() if not _absent(item)}
-    kind = block["type"].removesuffix("_url")
-    if kind not in _KINDS:
-        return block
-    if "base64" in block:
-        block["url"] = f"data:;base64,{block.pop('base64')}"
-    sources = [block.pop(key) for key in (kind, f"{kind}_url", "bytes", "path", "url") if key in block]
-    options = {key: item for key, item in block.items() if key != "type"}
-    return {"type": kind, kind: MediaRef(kind, sources[0] if sources else None, options, where, row)}
+    name = block.pop("type")
+    kind = block_kind(name)
+    sources = [_source(key, block.pop(key)) for key in _source_keys(kind) if key in block]
+    # Nothing reads what is left, but options, and those hold no media
+    files = not sources and name not in _WORD_TYPES
+    stray = next((key for key, item in block.items() if _is_stray(key, item, files)), None)
+    if stray is not None or (kind is not None and name != kind and block and not sources):
+        raise MediaError(
+            f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', so "
+            f"that the model would not get it; known types are {KNOWN_TYPES}, each medium in a block of its own, such as "
+            "{'type': 'audio', 'audio': ...}"
+        )
+    if kind is not None:
+        # OpenAI's hints, which no reader has as an option
+        options = {key: item for key, item in block.items() if key not in ("detail", "format")}
+        return {"type": kind, kind: MediaRef(kind, sources[0] if sources else None, options, where, row)}
+    if name in _TEXT_KEYS and name != "text":
+        return {"type": "text", "text": block.pop(_TEXT_KEYS[name], ""), **block}
+    return {"type": name, **block}
+
+
+def _source_keys(kind: str | None) -> tuple[str, ...]:
+    """Keys of a block that may hold its medium."""
+    if kind is None:
+        return ()
+    return kind, f"{kind}_url", f"input_{kind}", "bytes", "path", "url", "base64", "data"
+
+
+def _source(key: str, value: Any) -> Any:
+    """What a block holds, as readers take it: they don't know which texts are base64."""
+    if isinstance(value, dict):
+        key, value = next(((k, value[k]) for k in ("data", "base64") if value.get(k) is not None), (key, value))
+    if key in ("data", "base64") and isinstance(value, str) and not value.startswith("data:"):
+        return f"data:;base64,{value}"
+    return value
+
+
+def _is_stray(key: str, value: Any, files: bool) -> bool:
+    """Whether a key of a block that nothing reads holds media; `files` whether texts that name some count."""
+    if key in _MEDIA_KEYS:
+        return not isinstance(value, (str, list, dict)) or len(value) > 0
+    if isinstance(value, str) and not files:
+        return False
+    return any(files or not isinstance(medium, str) for _, _, medium in find_media(value, key))
 
 
 def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
-from .columns import MediaError, MediaRef, iter_refs
+from .columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
 from .loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
 
 
@@ -128,6 +128,23 @@ def placeholder_token_ids(
     return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
 
 
+def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> list[str]:
+    """
+    The tokens of [`placeholder_token_ids`] as text.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is searched.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class searched.
+
+    Returns:
+        `list[str]`: Such as `["<|image_pad|>", "<|video_pad|>"]`.
+    """
+    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    return tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholder_token_ids(model, processor).values())))
+
+
 def encode_prompt(
     messages: str | list[dict[str, Any]],
     processor: ProcessorMixin | PreTrainedTokenizerBase,
@@ -136,6 +153,7 @@ def encode_prompt(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_images: bool = False,
+    row: int | None = None,
 ) -> EncodedPrompt:
     """
     Decodes a prompt's media and runs the processor over it, once.
@@ -153,20 +171,21 @@ def encode_prompt(
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
         keep_images (`bool`, *optional*, defaults to `False`):
             Whether to keep the decoded images, for generation engines that process them themselves.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
 
     Returns:
         [`EncodedPrompt`]: The encoded prompt.
 
     Raises:
-        [`MediaError`]: If a medium can't be decoded, if the processing class can't take it, or if the prompt's
-            placeholders don't agree with its media. The message names the row and the column.
+        [`MediaError`]: If a medium can't be decoded, if the processing class can't take it, if the prompt's
+            placeholders don't agree with its media, or if the chat template leaves out a block. The message names the
+            row and the column.
     """
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
     if refs and isinstance(processor, ProcessorMixin):
-        _check_text(
-            messages, refs[0], processor.tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholders.values())))
-        )
+        _check_text(messages, refs[0], placeholder_tokens(model, processor))
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
     input_ids = outputs["input_ids"][0]
@@ -222,6 +241,7 @@ def processor_outputs(
                 f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
+        _check_blocks(messages, processor, template_kwargs or {}, row)
         try:
             encoded = processor.apply_chat_template(
                 [replace_refs(messages, decoded)],
@@ -462,6 +482,30 @@ def _check_text(messages: list[dict[str, Any]], ref: MediaRef, tokens: list[str]
                 raise ref.error(
                     f"the text of the prompt holds the placeholder {found[0]!r} itself; remove it, the chat template "
                     "writes one for each medium"
+                )
+
+
+def _check_blocks(messages: list[dict[str, Any]], processor, template_kwargs: dict, row: int | None) -> None:
+    """Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any."""
+    for m, message in enumerate(messages):
+        content = message.get("content")
+        for b, block in enumerate(content if isinstance(content, list) else []):
+            if block["type"] in ("text", *THOUGHT_TYPES) or block_kind(block["type"]) is not None:
+                continue
+            of_no_type = [*content[:b], {"type": "-"}, *content[b + 1 :]]
+            others = [*messages[:m], {**message, "content": of_no_type}, *messages[m + 1 :]]
+            try:
+                written, other = (
+                    processor.apply_chat_template(chat, tokenize=False, **template_kwargs)
+                    for chat in (messages, others)
+                )
+            except Exception:  # a template that refuses one of them says so, or knows the other
+                continue
+            if written == other:
+                where = f"column 'prompt[{m}].content[{b}]'"
+                raise MediaError(
+                    f"{where if row is None else f'row {row}, {where}'}: the chat template leaves out blocks of type "
+                    f"{block['type']!r}, so that the model would not get it; known types are {KNOWN_TYPES}"
                 )
 
 

@@ -18,7 +18,7 @@ from ..media.encoding import (
     TOKEN_FIELDS,
     decode_media,
     join_media,
-    placeholder_token_ids,
+    placeholder_tokens,
     replace_refs,
     same_prompt,
 )
@@ -92,8 +92,7 @@ class RewardModel:
         # Some classes take any argument and leave out what they don't know
         self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
         tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-        placeholders = set().union(*placeholder_token_ids(self, processor).values())
-        self._placeholders = tokenizer.convert_ids_to_tokens(sorted(placeholders))
+        self._placeholders = placeholder_tokens(self, processor)
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Sequence classifiers score the last token that isn't their config's padding
         self.config.get_text_config().pad_token_id = self._pad

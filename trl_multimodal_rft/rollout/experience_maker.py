@@ -3,6 +3,7 @@
 
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,8 +40,10 @@ from ..media.encoding import (
     encode_prompt,
     join_media,
     placeholder_token_ids,
+    placeholder_tokens,
 )
 from ..media.processors import check_processor
+from ..media.unread import check_columns, check_ignored
 from ..packing import completion_scores
 from ..packing.forward import completion_values
 from ..packing.layout import split_samples
@@ -50,6 +53,8 @@ from ..trainers.reward_checks import check_rewards
 from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
 from .generation import as_generation_config, generate_in_parts
 
+
+logger = logging.getLogger(__name__)  # accelerate's needs its state
 
 # Names of media tensors of models in experiences, where they aren't the same
 MEDIA_FIELDS = {
@@ -93,6 +98,8 @@ class ExperienceConfig:
             For `"gae"`, whether the critic's value stands for what would have come after a response that was cut off.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
+        ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
+            Columns with media that only reward functions read, `audio`, `image` and `video` included.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
         progress (`bool`, *optional*, defaults to `True`):
@@ -116,6 +123,7 @@ class ExperienceConfig:
     reward_clip_range: tuple[float, float] | None = None
     bootstrap_truncated: bool = False
     audio_overlong: str = "raise"
+    ignored_media_columns: Sequence[str] = ()
     label_column: str = "labels"
     progress: bool = True
     accelerator: Accelerator | None = None
@@ -146,6 +154,7 @@ class ExperienceConfig:
             raise ValueError(f"`soft_overlong_cache` must be at least 1, got {self.soft_overlong_cache}.")
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
             raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
+        check_ignored(self.ignored_media_columns)
         if self.kl_in_reward is None:
             self.kl_in_reward = self.advantage_estimator in ("gae", "reinforce", "rloo")
 
@@ -225,6 +234,7 @@ class NaiveExperienceMaker:
             for url in urls
         ]
         self.reward_scale = RunningScale()
+        self._looked_at_rows = False
         if initial_model is actor and actor.model is actor.base_model:
             raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
         if initial_model is not None and initial_model.temperature != actor.temperature:
@@ -343,7 +353,14 @@ class NaiveExperienceMaker:
             prompt if isinstance(prompt, dict) else {"prompt": prompt}
             for prompt in ([all_prompts] if isinstance(all_prompts, str) else all_prompts)
         ]
-        prompts = [row["prompt"] for row in rows_to_messages(rows)]
+        ignored = self.strategy.ignored_media_columns
+        if not self._looked_at_rows:
+            self._looked_at_rows = True
+            warning = check_columns(rows, "The rows", ignored, needs_prompt=False, whole=False)
+            if warning is not None and self._is_main:
+                logger.warning(warning)
+        own_tokens = placeholder_tokens(self.actor.base_model, self.processor or self.tokenizer)
+        prompts = [row["prompt"] for row in rows_to_messages(rows, ignored, own_tokens)]
         encoded = self._encode(prompts)
         # For reward functions, which get the prompts of all micro-batches alike
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
@@ -372,6 +389,7 @@ class NaiveExperienceMaker:
                 model,
                 audio_overlong=self.strategy.audio_overlong,
                 keep_images=True,
+                row=index,
             )
             if len(sample) > self.prompt_max_len:
                 raise ValueError(

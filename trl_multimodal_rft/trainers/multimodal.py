@@ -50,9 +50,11 @@ from ..media.encoding import (
     EncodedPrompt,
     encode_prompt,
     placeholder_token_ids,
+    placeholder_tokens,
     same_prompt,
 )
 from ..media.processors import check_processor, load_processor
+from ..media.unread import check_columns, columns_known, no_prompt
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from ..packing.attention import original_attention
 from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
@@ -108,6 +110,8 @@ class MultimodalMixin:
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
         _refuse_runs_apart(args)
+        if kwargs.get("environment_factory") is None:  # environments read what columns they like
+            warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
         set_seed(args.seed)  # as TRL does before it loads a model
         if isinstance(model, Actor):
             model = _model_of(model, args)
@@ -136,7 +140,7 @@ class MultimodalMixin:
             }
             processing_class = load_processor(*self._processor_source.values())
         check_processor(processing_class)
-        _check_takes_media(model, processing_class, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        _check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if reward_funcs is not None:
             reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
@@ -155,10 +159,13 @@ class MultimodalMixin:
         self._companion_prompts: dict[str, EncodedPrompt] = {}
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
+        # Datasets whose rows are looked at when the first ones come
+        self._unseen = {name for name in ("train_dataset", "eval_dataset") if _is_unknown(kwargs.get(name))}
         self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         self._media_log: MediaLog | None = None  # what the tables of completions show
+        self._own_tokens = placeholder_tokens(model, processing_class)
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
@@ -285,8 +292,13 @@ class MultimodalMixin:
         if self.environment_factories is None:
             for index, row in enumerate(inputs):
                 if "prompt" not in row:
-                    raise ValueError(f"row {index} has no column 'prompt', only {sorted(row)}; rename the right one.")
-        rows = rows_to_messages(inputs) if "prompt" in inputs[0] else inputs
+                    raise ValueError(f"row {index} {no_prompt(row)}")
+            name = "train_dataset" if self.model.training else "eval_dataset"
+            if name in self._unseen:
+                self._unseen.remove(name)
+                warn_of_unread(self.args, whole=False, **{name: inputs})
+        ignored = self.args.ignored_media_columns or ()
+        rows = rows_to_messages(inputs, ignored, self._own_tokens) if "prompt" in inputs[0] else inputs
         refs = list(iter_refs([row.get("prompt") for row in rows]))
         if refs:
             self._refuse_media_where_unsupported(refs[0], {ref.kind for ref in refs})
@@ -342,6 +354,7 @@ class MultimodalMixin:
                     template_kwargs=template_kwargs,
                     audio_overlong=self.args.audio_overlong,
                     keep_images=self.use_vllm,
+                    row=i,
                 )
             )
         self._samples = samples
@@ -1135,7 +1148,7 @@ def _check_name(model, args, processing_class, ref_model, peft_config) -> None:
         )
 
 
-def _check_takes_media(model, processing_class, *datasets) -> None:
+def _check_takes_media(model, processing_class, args, *datasets) -> None:
     """A tokenizer does for text, of a model that takes media, too, but not for rows that have some."""
     if isinstance(processing_class, ProcessorMixin) or not set(MODALITIES) & set(model.input_modalities):
         return
@@ -1144,11 +1157,40 @@ def _check_takes_media(model, processing_class, *datasets) -> None:
         if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
             continue  # streams are read once, and say so then
         rows = [dataset[index] for index in range(min(_ROWS_TO_LOOK_AT, len(dataset)))]
-        for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows)]):
+        for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows, args.ignored_media_columns or ())]):
             raise ref.error(
                 f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
+
+
+def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
+    """
+    Warns of media that nothing reads, or raises, see [`check_columns`].
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+        whole (`bool`, *optional*, defaults to `True`):
+            Whether the datasets have all their rows.
+        datasets:
+            Datasets, dictionaries of them and `None`, under the name of their argument.
+    """
+    for argument, given in datasets.items():
+        supervised = argument == "ptx_dataset"
+        reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
+        ignored = args.ignored_media_columns or ()
+        for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
+            name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
+            if dataset is not None:
+                warning = check_columns(dataset, name, ignored, reads=reads, needs_prompt=not supervised, whole=whole)
+                if warning is not None:
+                    logger.warning(warning)
+
+
+def _is_unknown(dataset) -> bool:
+    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(each is not None and not columns_known(each) for each in datasets)
 
 
 def _refuse_runs_apart(args) -> None:

@@ -4,6 +4,8 @@
 import copy
 from dataclasses import dataclass, field
 
+from ..media.unread import check_ignored
+
 
 @dataclass
 class MultimodalArguments:
@@ -31,6 +33,10 @@ class MultimodalArguments:
 
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
+        ignored_media_columns (`list[str]`, *optional*):
+            Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't put
+            into prompts. Other columns with media that nothing reads are an error where no row has media that are read,
+            and a warning otherwise.
 
         > Parameters that control the logging
 
@@ -78,6 +84,13 @@ class MultimodalArguments:
             "choices": ["raise", "truncate"],
         },
     )
+    ignored_media_columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't "
+            "put into prompts."
+        },
+    )
     max_logged_media: int | None = field(
         default=8,
         metadata={
@@ -104,6 +117,7 @@ class MultimodalArguments:
         super().__post_init__()
         check_choice(self, "packing", ("prefix", "padded"))
         check_choice(self, "audio_overlong", ("raise", "truncate"))
+        check_ignored(self.ignored_media_columns)
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(
                 f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` doesn't split."

@@ -39,7 +39,7 @@ from ..packing.forward import completion_values
 from .ema import MovingAverage
 from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
-from .multimodal import own_config
+from .multimodal import own_config, warn_of_unread
 from .ppo_config import MultimodalPPOConfig
 from .supervised import encode_supervised
 
@@ -169,6 +169,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             raise ValueError(
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
             )
+        warn_of_unread(args, ptx_dataset=ptx_dataset)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -570,6 +571,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             self.eos_token_ids,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
+            ignored_media_columns=self.args.ignored_media_columns or (),
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 

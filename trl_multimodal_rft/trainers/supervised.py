@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows of a supervised dataset as prompts and completions that a policy can score."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ def encode_supervised(
     *,
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: str = "raise",
+    ignored_media_columns: Collection[str] = (),
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
     Encodes prompts with their media, and the completions that are to be learned.
@@ -38,6 +40,8 @@ def encode_supervised(
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             See [`encode_prompt`].
+        ignored_media_columns (`Collection[str]`, *optional*, defaults to `()`):
+            Media columns that are not for the prompt.
 
     Returns:
         `tuple`: The prompts, length `B`, the completions' ids padded on the right, `(B, C)`, and their mask.
@@ -51,7 +55,8 @@ def encode_supervised(
     placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
     chats = [_chat(row, index) for index, row in enumerate(rows)]
     placed = rows_to_messages(
-        [{**row, "prompt": [*chat, *answer]} for row, (chat, answer) in zip(rows, chats, strict=True)]
+        [{**row, "prompt": [*chat, *answer]} for row, (chat, answer) in zip(rows, chats, strict=True)],
+        ignored_media_columns,
     )
     encoded, completions = [], []
     for index, (row, (chat, answer)) in enumerate(zip(rows, chats, strict=True)):
@@ -66,7 +71,12 @@ def encode_supervised(
             before, whole = _written(prompt, answer, processing_class, template_kwargs or {}, index)
         encoded.append(
             encode_prompt(
-                prompt, processing_class, model, template_kwargs=template_kwargs, audio_overlong=audio_overlong
+                prompt,
+                processing_class,
+                model,
+                template_kwargs=template_kwargs,
+                audio_overlong=audio_overlong,
+                row=index,
             )
         )
         ids = _ids_after(before, whole, tokenizer)

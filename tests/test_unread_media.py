@@ -1,0 +1,575 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""No medium is left out without a word: columns and blocks that nothing reads, tags in texts, and prompts by other names."""
+
+import base64
+from functools import partial
+
+import pytest
+import soundfile
+import torch
+from accelerate.logging import MultiProcessAdapter
+from datasets import Audio, Dataset, Image, IterableDataset, load_dataset, load_from_disk
+from families import FAMILIES, RATE, audio, image, video
+from trainer_utils import InjectedOurs, load, make_trainer, run, sound, text_rows, with_media
+from trl.chat_template_utils import qwen3_vl_chat_template
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.media import MediaError, encode_prompt, rows_to_messages
+from trl_multimodal_rft.media.columns import file_kind, iter_refs, restore_media
+from trl_multimodal_rft.trainers.supervised import encode_supervised
+
+
+QUESTION = [{"role": "user", "content": "What is it?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    soundfile.write(folder / "tone.wav", audio(0.4)["audio"], RATE, subtype="FLOAT")
+    image(84, 56)["image"].save(folder / "picture.png")
+    return folder
+
+
+def rows(n: int = 8, **columns) -> Dataset:
+    return Dataset.from_list([{"prompt": QUESTION, **columns} for _ in range(n)])
+
+
+def sounds(folder, column: str) -> Dataset:
+    return rows(**{column: str(folder / "tone.wav")}).cast_column(column, Audio())
+
+
+def pictures(folder, column: str) -> Dataset:
+    return rows(**{column: str(folder / "picture.png")}).cast_column(column, Image())
+
+
+def made(tmp_path, dataset, family="qwen2_audio", trainer_class=InjectedOurs, **options):
+    return make_trainer(trainer_class, family, dataset, tmp_path, **options)
+
+
+def warnings_of(caplog) -> list[str]:
+    messages = [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records]
+    return [message for message in messages if "no prompt gets these media" in message]
+
+
+# Columns
+
+
+def as_parquet(dataset, path):
+    dataset.to_parquet(path / "rows.parquet")
+    return load_dataset("parquet", data_files=str(path / "rows.parquet"), split="train", cache_dir=str(path / "cache"))
+
+
+def as_folder(dataset, path):
+    dataset.save_to_disk(path / "rows")
+    return load_from_disk(path / "rows")
+
+
+def as_stream(dataset, path):
+    dataset.to_parquet(path / "rows.parquet")
+    return load_dataset("parquet", data_files=str(path / "rows.parquet"), split="train", streaming=True)
+
+
+BLOCK = {"type": "image", "image": "data:image/png;base64,AAAA"}
+
+UNREAD = {
+    "feature": (lambda f: sounds(f, "speech"), "'speech' (feature Audio): rename it to 'audio'"),
+    "undecoded": (
+        lambda f: sounds(f, "speech").cast_column("speech", Audio(decode=False)),
+        "'speech' (feature Audio): rename it to 'audio'",
+    ),
+    "list": (lambda f: rows(shots=[image(9, 9)["image"]] * 2), "'shots' (feature Image): rename it to 'images'"),
+    "nested": (
+        lambda f: rows(extra={"view": str(f / "picture.png")}).cast_column("extra", {"view": Image()}),
+        "'extra.view' (feature Image): move it to 'image'",
+    ),
+    "bytes": (lambda f: rows(voice={"bytes": b"RIFF", "path": None}), "'voice' (bytes): rename it to 'audio'"),
+    "binary": (lambda f: rows(data=b"RIFF"), "'data' (bytes): rename it to 'audio', 'image' or 'video'"),
+    "array": (
+        lambda f: rows(clip={"array": [0.5] * 9, "sampling_rate": RATE}),
+        "'clip' (arrays with their rate): rename it to 'audio'",
+    ),
+    "blocks": (
+        lambda f: rows(messages=[{"role": "user", "content": [BLOCK]}]),
+        "'messages.content' (blocks): move them to 'prompt'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_column_of_media_that_nothing_reads_raises(name, folder, tmp_path):
+    dataset, message = UNREAD[name]
+    with pytest.raises(MediaError) as error:
+        made(tmp_path, dataset(folder))
+    assert str(error.value).startswith("`train_dataset`: no prompt gets these media, and there are no others")
+    assert message in str(error.value) and "`ignored_media_columns`" in str(error.value)
+
+
+@pytest.mark.parametrize("load_again", [as_parquet, as_folder, as_stream])
+@pytest.mark.parametrize("make", [sounds, pictures])
+def test_column_is_found_however_it_was_loaded(load_again, make, folder, tmp_path):
+    with pytest.raises(MediaError, match=r"'seen' \(feature .*\): rename it to"):
+        made(tmp_path, load_again(make(folder, "seen"), tmp_path))
+    read = load_again(make(folder, "audio" if make is sounds else "image"), tmp_path)
+    made(tmp_path, read)
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalRLOOTrainer, MultimodalPPOTrainer])
+def test_every_trainer_and_dataset_is_looked_at(trainer_class, folder, tmp_path):
+    speech, heard = sounds(folder, "speech"), sounds(folder, "audio")
+    with pytest.raises(MediaError, match="^`train_dataset`: no prompt gets"):
+        made(tmp_path, speech, trainer_class=trainer_class)
+    for eval_dataset, name in ((speech, ""), ({"clean": heard, "noisy": speech}, r"\['noisy'\]")):
+        with pytest.raises(MediaError, match=f"^`eval_dataset{name}`: no prompt gets"):
+            made(tmp_path, heard, trainer_class=trainer_class, objects={"eval_dataset": eval_dataset})
+
+
+def test_supervised_rows_are_looked_at(folder, tmp_path):
+    supervised = sounds(folder, "speech").add_column("completion", ["A cat."] * 8)
+    objects = {"ptx_dataset": supervised}
+    with pytest.raises(MediaError, match=r"^`ptx_dataset`: no prompt gets .*'speech' \(feature Audio\)"):
+        made(tmp_path, text_rows(), trainer_class=MultimodalPPOTrainer, objects=objects, ptx_coef=1.0)
+    # Both columns are read there
+    chat = [
+        {"role": "user", "content": [BLOCK]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+    ]
+    objects = {"ptx_dataset": Dataset.from_list([{"messages": chat}] * 4)}
+    made(tmp_path, text_rows(), trainer_class=MultimodalPPOTrainer, objects=objects, ptx_coef=1.0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "remedy"),
+    [
+        ("audio_path", "clips/0001.wav", "rename it to 'audio'"),
+        ("image_path", "https://host/a/b.JPG?size=2", "rename it to 'image'"),
+        ("clips", ["clips/my 1.mp4", "clips/my 2.mp4"], "rename it to 'videos'"),
+        ("seen", "data:image/png;base64,AAAA", "rename it to 'image'"),
+        ("extra", {"where": {"picture": "a.webp"}}, "move it to 'image'"),
+        ("audio_path", {"path": "clips/0001.flac"}, "move it to 'audio'"),
+    ],
+)
+def test_text_that_looks_like_a_file_warns(column, value, remedy, tmp_path, caplog):
+    made(tmp_path, rows(**{column: value}))
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"`train_dataset`: no prompt gets these media: '{column}") and remedy in warning
+    assert "what looks like files" in warning and "`ignored_media_columns`" in warning
+    caplog.clear()
+    made(tmp_path, rows(**{column: value}), ignored_media_columns=[column])
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("solution", ["A cat.", "see a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]])
+def test_other_text_does_not_warn(solution, tmp_path, caplog):
+    made(tmp_path, rows(solution=solution, sizes=[[1.0, 2.0]], code=b"".decode()))
+    assert not warnings_of(caplog)
+
+
+def test_kinds_of_files():
+    assert [
+        file_kind(text) for text in ("a.WAV", "/x y/z.mp4", "b.gif#top", "data:audio/wav;base64,A" + "A" * 9999)
+    ] == [
+        "audio",
+        "video",
+        "image",
+        "audio",
+    ]
+    assert not any(map(file_kind, ("", "wav", ".png ", "an a.png", "a.pngs", "line\n/a.png", "data:text/plain,a.png")))
+
+
+def test_column_beside_media_that_are_read_warns_once(folder, tmp_path, caplog):
+    beside = sounds(folder, "audio").add_column("reference", [str(folder / "tone.wav")] * 8)
+    inline = Dataset.from_list([{"prompt": [{"role": "user", "content": [BLOCK]}], "reference": b"RIFF"}] * 4)
+    few = rows(40, reference=b"RIFF").add_column("image", [None] * 39 + [str(folder / "picture.png")])
+    for dataset in (beside.cast_column("reference", Audio()), inline, few):
+        made(tmp_path, dataset)
+        (warning,) = warnings_of(caplog)
+        assert warning.startswith("`train_dataset`: no prompt gets these media: 'reference'")
+        caplog.clear()
+    for absent in ([None] * 8, [[] for _ in range(8)]):
+        with pytest.raises(MediaError, match="and there are no others"):
+            made(tmp_path, rows(reference=b"RIFF").add_column("images", absent))
+
+
+def test_looking_decodes_nothing(tmp_path):
+    """What can't be decoded raises when it is used."""
+    broken = rows(audio={"bytes": b"broken", "path": None}, solution="a cat").cast_column("audio", Audio())
+    made(tmp_path, broken)
+    with pytest.raises(MediaError, match="'speech'"):
+        made(tmp_path, broken.rename_column("audio", "speech"))
+
+
+def test_rows_are_spread_over_the_dataset(tmp_path, caplog):
+    paths = [None] * 500 + ["a.wav"] * 500
+    made(tmp_path, rows(1000).add_column("path", paths))
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("form", ["stream", "transform"])
+def test_rows_that_are_not_known_yet_are_looked_at_when_they_come(form, folder, tmp_path, caplog):
+    read = []
+
+    def generate():
+        for i in range(100):
+            read.append(i)
+            yield {"prompt": QUESTION, "speech": sound(0.4)}
+
+    def transform(batch):
+        read.extend(batch["prompt"])
+        return {**batch, "speech": [sound(0.4)] * len(batch["prompt"])}
+
+    dataset = IterableDataset.from_generator(generate) if form == "stream" else rows().with_transform(transform)
+    trainer = made(tmp_path, dataset, max_steps=2)
+    assert not read and not warnings_of(caplog)
+    trainer.train()
+    (warning,) = warnings_of(caplog)
+    assert "and there are no others" in warning and "'speech' (of type dict): rename it to 'audio'" in warning
+
+
+def test_environments_read_columns_themselves(folder, tmp_path):
+    class Environment:
+        def reset(self, **columns):
+            return None
+
+        def listen(self) -> str:
+            """Tells what the sound is."""
+            return "a bird"
+
+    model, processor = load("qwen3_vl")
+    processor.chat_template = processor.tokenizer.chat_template = qwen3_vl_chat_template
+    objects = {"model": model, "processing_class": processor, "environment_factory": Environment}
+    made(tmp_path, sounds(folder, "speech"), objects=objects)
+
+
+# Ignored columns
+
+
+@pytest.mark.parametrize("column", ["audio", "speech"])
+def test_ignored_column_goes_to_rewards_alone(column, folder):
+    heard = []
+
+    def listening(completions, **columns):
+        heard.extend(columns[column])
+        return [float(i) for i in range(len(completions))]
+
+    dataset = sounds(folder, column).cast_column(column, Audio(decode=False))
+    result = run(InjectedOurs, "qwen2_audio", dataset, reward=listening, ignored_media_columns=[column])
+    assert {medium["path"] for medium in heard} == {str(folder / "tone.wav")}
+    assert result.trainer._kinds_seen == set()
+
+
+def test_ignored_media_do_not_hide_others(folder, tmp_path):
+    both = pictures(folder, "image").add_column("speech", [b"RIFF"] * 8)
+    with pytest.raises(MediaError, match="and there are no others"):
+        made(tmp_path, both, ignored_media_columns=["image"])
+
+
+@pytest.mark.parametrize(("value", "message"), [("audio", r"write \['audio'\]"), (["prompt"], "always read")])
+def test_ignored_columns_are_names(value, message, tmp_path):
+    for config in (partial(MultimodalGRPOConfig, str(tmp_path), use_cpu=True, bf16=False), EvaluationConfig):
+        with pytest.raises(ValueError, match=f"`ignored_media_columns`.*{message}"):
+            config(ignored_media_columns=value)
+
+
+# Prompts by other names
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "conversation", "question", "problem", "query"])
+def test_prompt_by_another_name_is_named(column, tmp_path):
+    wrong = text_rows().rename_column("prompt", column).add_column("answer", ["a"] * 8)
+    message = f"has no column 'prompt', only .*; rename '{column}' to 'prompt'"
+    with pytest.raises(ValueError, match=f"^`train_dataset` {message}"):
+        made(tmp_path, wrong)
+    with pytest.raises(ValueError, match=rf"^`eval_dataset\['b'\]` {message}"):
+        made(tmp_path, text_rows(), objects={"eval_dataset": {"a": text_rows(), "b": wrong}})
+
+
+def test_prompt_by_an_unknown_name_is_not_guessed(tmp_path):
+    with pytest.raises(ValueError, match=r"has no column 'prompt', only \['ask'\]; rename the right one"):
+        made(tmp_path, text_rows().rename_column("prompt", "ask"))
+
+
+# Evaluation and experience
+
+
+def silent(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def test_evaluation_looks_at_its_rows(folder, caplog):
+    MultiProcessAdapter.warning_once.cache_clear()
+    config = EvaluationConfig(max_completion_length=2)
+    speech = sounds(folder, "speech").cast_column("speech", Audio(decode=False)).select(range(2))
+    for dataset in (speech, list(speech)):
+        with pytest.raises(MediaError, match="^The dataset: no prompt gets these media, and there are no others"):
+            evaluate(*load("qwen2_audio"), dataset, silent, config)
+    with pytest.raises(ValueError, match="^The dataset has no column 'prompt', only .*rename 'question' to 'prompt'"):
+        evaluate(*load("qwen2_audio"), text_rows(2).rename_column("prompt", "question"), silent, config)
+    transformed = with_media(text_rows(2), "speech", [sound(0.4)] * 2)
+    evaluate(*load("qwen2_audio"), transformed, silent, config)
+    assert len(warnings_of(caplog)) == 1
+    for column in ("speech", "audio"):
+        config = EvaluationConfig(max_completion_length=2, ignored_media_columns=[column])
+        dataset = speech if column == "speech" else speech.rename_column("speech", "audio")
+        found = evaluate(*load("qwen2_audio"), dataset, silent, config)
+        assert found.rows[0]["prompt"] == "What is it?"
+
+
+# Blocks
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def user(*blocks):
+    return [{"role": "user", "content": list(blocks)}]
+
+
+def encoded(family, prompt, **columns):
+    model, processor = FAMILIES[family].build()
+    (row,) = rows_to_messages([{"prompt": prompt, **columns}])
+    return encode_prompt(row["prompt"], processor, model)
+
+
+def assert_same(a, b):
+    assert a.input_ids.tolist() == b.input_ids.tolist()
+    assert a.media.keys() == b.media.keys() and a.media
+    assert all(torch.equal(a.media[name], b.media[name]) for name in a.media)
+
+
+def in_base64(path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+@pytest.mark.parametrize("form", ["input_audio", "data", "bytes", "audio_url", "nested audio_url", "uri"])
+def test_audio_blocks_of_others_are_the_same(form, folder):
+    path = folder / "tone.wav"
+    block = {
+        "input_audio": {"type": "input_audio", "input_audio": {"data": in_base64(path), "format": "wav"}},
+        "data": {"type": "input_audio", "data": in_base64(path), "format": "wav", "input_audio": None},
+        "bytes": {"type": "input_audio", "input_audio": {"data": path.read_bytes(), "format": "wav"}},
+        "audio_url": {"type": "audio_url", "audio_url": str(path)},
+        "nested audio_url": {"type": "audio_url", "audio_url": {"url": path.as_uri()}},
+        "uri": {"type": "audio", "audio": {"data": f"data:audio/wav;base64,{in_base64(path)}"}},
+    }[form]
+    native = user({"type": "audio", "audio": str(path)}, text("What?"))
+    assert_same(
+        encoded("qwen2_audio", native), encoded("qwen2_audio", user(block, {"type": "input_text", "text": "What?"}))
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("form", ["image_url", "flat image_url", "input_image", "nested input_image", "base64"])
+def test_image_blocks_of_others_are_the_same(family, form, folder):
+    path = folder / "picture.png"
+    uri = f"data:image/png;base64,{in_base64(path)}"
+    block = {
+        "image_url": {"type": "image_url", "image_url": {"url": uri, "detail": "high"}},
+        "flat image_url": {"type": "image_url", "image_url": str(path)},
+        "input_image": {"type": "input_image", "image_url": uri, "detail": "auto"},
+        "nested input_image": {"type": "input_image", "image_url": {"url": uri}},
+        "base64": {"type": "image", "image": {"base64": in_base64(path)}},
+    }[form]
+    native = user({"type": "image", "image": str(path)}, text("What?"))
+    assert_same(encoded(family, native), encoded(family, user(block, {"type": "input_text", "text": "What?"})))
+
+
+@pytest.mark.parametrize("block_type", ["video_url", "input_video"])
+def test_video_blocks_of_others_are_the_same(block_type):
+    frames = list(video(4, 56, 56)["video"])
+    native = user({"type": "video", "video": frames}, text("What?"))
+    assert_same(
+        encoded("qwen2_5_vl", native),
+        encoded("qwen2_5_vl", user({"type": block_type, "video_url": frames}, text("What?"))),
+    )
+
+
+def test_text_blocks_of_others_are_text():
+    prompt = [
+        *user({"type": "input_text", "text": "What?"}),
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "This."}, {"type": "refusal", "refusal": "No."}],
+        },
+    ]
+    (row,) = rows_to_messages([{"prompt": prompt}])
+    assert [message["content"] for message in row["prompt"]] == [[text("What?")], [text("This."), text("No.")]]
+
+
+PNG = image(9, 9)["image"]
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"type": "sound", "sound": "a.wav"}, "sound"),
+        ({"type": "sound", "sound": {"array": [0.1], "sampling_rate": 8000}}, "sound"),
+        ({"type": "picture", "picture": PNG}, "picture"),
+        ({"type": "pdf", "pdf": b"%PDF"}, "pdf"),
+        ({"type": "document", "parts": [{"page": {"image": "pages/1.png"}}]}, "parts"),
+        ({"type": "thinking", "thinking": "A bird?", "image": "i.png"}, "image"),
+        ({"type": "tool_result", "content": [{"type": "image", "path": "i.png"}]}, "content"),
+        ({"type": "text", "text": "What?", "audio": "a.wav"}, "audio"),
+        ({"type": "text", "text": "What?", "image": PNG}, "image"),
+        ({"type": "text", "text": "What?", "image_url": {"url": "http://host/i"}}, "image_url"),
+        ({"type": "text", "text": "What?", "shown": PNG}, "shown"),
+        ({"type": "image", "image": "i.png", "audio": "a.wav"}, "audio"),
+        ({"type": "image", "file": "i.png"}, "file"),
+        ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}, "source"),
+        ({"type": "input_image", "file_id": "file-1"}, "file_id"),
+    ],
+)
+def test_block_with_media_that_nothing_reads_raises(block, key):
+    dataset = [
+        {"prompt": "fine"},
+        {"prompt": [*user(text("Look.")), *user(text("Well?"), block)], "images": ["i.png"]},
+    ]
+    with pytest.raises(MediaError) as error:
+        rows_to_messages(dataset)
+    assert str(error.value).startswith(
+        f"row 1, column 'prompt[1].content[1]': nothing reads '{key}' of a block of type '{block['type']}'"
+    )
+    assert "known types are 'text', 'image', 'audio' and 'video'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        (
+            {"role": "user", "content": "What?", "images": ["i.png"]},
+            "nothing reads the media in 'images' of a message",
+        ),
+        ({"role": "user", "content": {"type": "image", "image": "i.png"}}, "nothing reads the media in 'content'"),
+        ({"from": "human", "value": "<image>What?"}, "a message must be .* got \\['from', 'value'\\]"),
+    ],
+)
+def test_message_of_another_layout_raises(message, found):
+    with pytest.raises(MediaError, match=rf"^row 0, column 'prompt\[0\]': {found}"):
+        rows_to_messages([{"prompt": [message]}])
+
+
+def test_what_arrow_and_others_leave_empty_is_nothing():
+    block = {"type": "text", "text": "What?", "audio": None, "image": "", "images": [], "source": "page 3.png"}
+    (row,) = rows_to_messages([{"prompt": [{"role": "user", "content": [block], "images": []}]}])
+    assert not list(iter_refs(row))
+
+
+def test_unread_block_raises_in_training():
+    prompts = [{"prompt": user(text("Look."))}] * 3 + [
+        {"prompt": user(text("Hear."), {"type": "sound", "of": "a.wav"})}
+    ]
+    with pytest.raises(
+        MediaError, match=r"column 'prompt\[0\].content\[1\]': nothing reads 'of' of a block of type 'sound'"
+    ):
+        run(InjectedOurs, "qwen2_audio", Dataset.from_list(prompts))
+
+
+def test_block_that_the_template_leaves_out_raises():
+    dataset = Dataset.from_list([{"prompt": user(text("Look."), {"type": "citation", "text": "A book."})}] * 4)
+    with pytest.raises(
+        MediaError, match=r"row 0, column 'prompt\[0\].content\[1\]': the chat template leaves out .*'cit"
+    ):
+        run(InjectedOurs, "qwen2_audio", dataset)
+    model, processor = load("qwen2_audio")
+    written = "{% elif block.type == 'citation' %}({{ block.text }}){% endif %}{% endfor %}"
+    processor.chat_template = processor.chat_template.replace("{% endif %}{% endfor %}", written)
+    result = run(InjectedOurs, "qwen2_audio", dataset, objects={"model": model, "processing_class": processor})
+    assert result.history
+    thought = [{"role": "assistant", "content": [{"type": "thinking", "thinking": "A bird in a.wav?"}, text("Yes.")]}]
+    run(InjectedOurs, "qwen2_audio", Dataset.from_list([{"prompt": [*user(text("?")), *thought]}] * 4))
+
+
+# Tags
+
+
+def test_tags_are_places():
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<image>\nLike <image>? <audio>"},
+        {"role": "assistant", "content": "An <image>."},
+        *user(text("And <image>?")),
+    ]
+    row = {"prompt": prompt, "images": ["i", "j", "k"], "audio": "a", "video": "v"}
+    (out,) = rows_to_messages([row])
+    assert [message["content"] for message in restore_media(out["prompt"])] == [
+        [text("Be brief.")],
+        [
+            {"type": "video", "video": "v"},
+            {"type": "image", "image": "i"},
+            text("\nLike "),
+            {"type": "image", "image": "j"},
+            text("? "),
+            {"type": "audio", "audio": "a"},
+        ],
+        [text("An <image>.")],
+        [text("And "), {"type": "image", "image": "k"}, text("?")],
+    ]
+    assert row["prompt"][1]["content"] == "<image>\nLike <image>? <audio>"  # the row is as it was
+
+
+def test_tags_are_text_without_their_media_and_beside_blocks():
+    prompt = user({"type": "image"}, text("What does <image> do, what <audio>?"))
+    (row,) = rows_to_messages([{"prompt": prompt, "image": "i.png"}])
+    assert row["prompt"][0]["content"][1:] == prompt[0]["content"][1:]
+
+
+@pytest.mark.parametrize("prompt", ["<image> and <image>?", [{"role": "user", "content": "<image> and <image>?"}]])
+@pytest.mark.parametrize("images", [["i"], ["i", "j", "k"]])
+def test_as_many_tags_as_media(prompt, images):
+    with pytest.raises(MediaError) as error:
+        rows_to_messages([{"prompt": "fine"}, {"prompt": prompt, "images": images}])
+    assert str(error.value).startswith(
+        f"row 1, column 'images': {len(images)} for 2 '<image>' in the text of the prompt; write one for each"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_tags_are_encoded_as_blocks(family, folder):
+    path = str(folder / "picture.png")
+    blocks = encoded(family, user(text("Is "), {"type": "image", "image": path}, text(" red?")))
+    assert_same(blocks, encoded(family, [{"role": "user", "content": "Is <image> red?"}], image=path))
+
+
+def test_tags_are_trained_on(folder):
+    """At their place, not as words beside an image at the start."""
+    tagged = pictures(folder, "image").map(lambda row: {"prompt": "Is <image> red?"})
+    blocks = user(text("Is "), {"type": "image"}, text(" red?"))
+    placed = Dataset.from_list([{"prompt": blocks, "image": str(folder / "picture.png")}] * 8)
+    ids = []
+
+    class Remembers(InjectedOurs):
+        def _tokenize_prompts(self, prompts):
+            tokens = super()._tokenize_prompts(prompts)
+            ids.append(tokens[0])
+            return tokens
+
+    run(Remembers, "qwen2_5_vl", tagged, max_steps=1)
+    run(Remembers, "qwen2_5_vl", placed, max_steps=1)
+    assert ids[0] == ids[1]
+
+
+def test_plain_text_keeps_the_token_of_its_model(folder):
+    """Such a text may have its template applied; encoding says so, as of any placeholder in a text."""
+    dataset = pictures(folder, "image").map(lambda row: {"prompt": "USER: <image>\nWhat? ASSISTANT:"})
+    with pytest.raises(
+        MediaError, match="row 0, column 'image': the text of the prompt holds the placeholder '<image>'"
+    ):
+        run(InjectedOurs, "llava", dataset)
+    (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], own_tokens=["<image>"])
+    assert restore_media(row["prompt"]) == user(
+        {"type": "image", "image": "i"}, text("<image> "), {"type": "audio", "audio": "a"}
+    )
+
+
+def test_supervised_rows_have_tags_and_ignored_columns(folder):
+    model, processor = load("qwen2_5_vl")
+    row = {"prompt": "Is <image> red?", "completion": "No, see <image>.", "image": str(folder / "picture.png")}
+    ends = [processor.tokenizer.eos_token_id]
+    (prompt,), ids, _ = encode_supervised([row], processor, model, ends)
+    assert_same(
+        prompt, encoded("qwen2_5_vl", user(text("Is "), {"type": "image", "image": row["image"]}, text(" red?")))
+    )
+    assert processor.tokenizer.decode(ids[0][:-1]) == "No, see <image>."
+    (prompt,), _, _ = encode_supervised([row], processor, model, ends, ignored_media_columns=["image"])
+    assert prompt.modalities == frozenset()

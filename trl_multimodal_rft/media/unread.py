@@ -1,0 +1,247 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Media of a dataset that nothing reads, found before a model would train on text alone."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, IterableDataset, LargeList, List, Value
+
+from .columns import MEDIA_COLUMNS, MediaError, _absent, block_kind, find_media
+
+
+# Rows that are looked at, from all over a dataset
+_N_ROWS = 16
+
+# What prompts are called elsewhere
+_PROMPTS = ("messages", "conversations", "conversation", "question", "problem", "query", "instruction")
+
+_FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
+
+# What tells the kind of media whose data don't
+_NAMES = {
+    "audio": "audio|sound|speech|voice|wav|music",
+    "image": "image|img|picture|photo|figure|screenshot",
+    "video": "video|movie|film",
+}
+
+
+@dataclass
+class _Unread:
+    column: str
+    place: str  # in the column
+    kind: str | None
+    several: bool
+    how: str
+    certain: bool
+
+    def describe(self, columns: Collection[str]) -> str:
+        kind = self.kind or next((k for k, names in _NAMES.items() if re.search(names, self.place.lower())), None)
+        column = f"{kind}s" if self.several else kind
+        if self.how == "blocks":
+            remedy = "move them to 'prompt'"
+        elif kind == "PDF":
+            remedy = "give images of the pages in 'images'"
+        elif kind is None:
+            remedy = "rename it to 'audio', 'image' or 'video'"
+        else:
+            verb = "rename" if self.place == self.column and column not in columns else "move"
+            remedy = f"{verb} it to {column!r}"
+        return f"{self.place!r} ({self.how}): {remedy}"
+
+
+def check_columns(
+    dataset: Dataset | IterableDataset | Sequence[dict[str, Any]],
+    name: str,
+    ignored: Collection[str] = (),
+    *,
+    reads: Collection[str] = ("prompt",),
+    needs_prompt: bool = True,
+    whole: bool = True,
+) -> str | None:
+    """
+    Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded. No
+    row is read of a stream, whose features count if they are known, nor of a dataset with a transform.
+
+    Args:
+        dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
+            What to look at.
+        name (`str`):
+            What messages call it.
+        ignored (`Collection[str]`, *optional*, defaults to `()`):
+            Columns whose media aren't for the prompt.
+        reads (`Collection[str]`, *optional*, defaults to `("prompt",)`):
+            Columns whose messages are read.
+        needs_prompt (`bool`, *optional*, defaults to `True`):
+            Whether there must be a column `prompt`.
+        whole (`bool`, *optional*, defaults to `True`):
+            Whether these are all rows. Where they aren't, others may have media, and there are warnings only.
+
+    Returns:
+        `str`: A warning, where a column that nothing reads holds media, or what looks like files of them; else `None`.
+
+    Raises:
+        `ValueError`: If there is no column `prompt`. The message names the likely one.
+        [`MediaError`]: If a column that nothing reads holds media, and no row has others. The message names the likely
+            column.
+    """
+    features, rows, has_media = _look(dataset, reads, ignored)
+    columns = list(features or dict.fromkeys(key for row in rows for key in row))
+    if needs_prompt and columns and "prompt" not in columns:
+        raise ValueError(f"{name} {no_prompt(columns)}")
+    others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
+    looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
+    unread = [found for found in looked if found is not None]
+    if not unread:
+        return None
+    has_media = has_media or any(_has_media(row, reads, ignored) for row in rows)
+    alone = not has_media and any(found.certain for found in unread)
+    message = (
+        f"{name}: no prompt gets these media{', and there are no others, so that the model would get text alone' * alone}: "
+        f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it in "
+        "`ignored_media_columns`."
+    )
+    if alone and whole:
+        raise MediaError(message)
+    return message
+
+
+def no_prompt(columns: Collection[str]) -> str:
+    """
+    What to say of rows without a prompt.
+
+    Args:
+        columns (`Collection[str]`):
+            The columns that they have.
+
+    Returns:
+        `str`: A sentence without its subject.
+    """
+    likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
+    remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
+    return f"has no column 'prompt', only {sorted(columns)}; {remedy}."
+
+
+def check_ignored(columns: Collection[str] | None) -> None:
+    """
+    Checks `ignored_media_columns`.
+
+    Args:
+        columns (`Collection[str]`, *optional*):
+            Its value.
+
+    Raises:
+        `ValueError`: If it isn't a list, or names the prompt.
+    """
+    if isinstance(columns, str):
+        raise ValueError(f"`ignored_media_columns` must be a list of names, got {columns!r}; write [{columns!r}].")
+    if "prompt" in (columns or ()):
+        raise ValueError("`ignored_media_columns` names 'prompt', which is always read; leave it out.")
+
+
+def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]]) -> bool:
+    """
+    Whether a dataset tells its columns before its rows are read.
+
+    Args:
+        dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
+            The dataset.
+
+    Returns:
+        `bool`: `False` for a dataset with a transform, and for a stream without features.
+    """
+    if isinstance(dataset, Dataset):
+        return dataset.format["type"] != "custom"
+    return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
+
+
+def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
+    """The features of a dataset, rows as far as they hold text, and whether it is known to have media that are read."""
+    if not columns_known(dataset):
+        return {}, [], False
+    n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
+    indices = [i * len(dataset) // n for i in range(n)]
+    if isinstance(dataset, Sequence):
+        return {}, [dataset[i] for i in indices], False
+    features = dict(dataset.features)
+    filled = {column for column in features if column in MEDIA_COLUMNS}
+    rows = []
+    if isinstance(dataset, Dataset):
+        features = {column: features[column] for column in dataset.format["columns"]}
+        filled = {c for c in filled & features.keys() if dataset.data.column(c).null_count < len(dataset.data)}
+        # Others tell by their features, and would be decoded
+        texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
+        values = dataset.select_columns(texts).with_format(None)[indices]
+        rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
+    return features, rows, _has_media_features(features, filled, reads, ignored)
+
+
+def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
+    """The media in a column, those first that are sure to be some."""
+    for place, kind, how in _in_feature(feature, column):
+        return _Unread(column, place, kind, isinstance(feature, (list, List, LargeList)), how, certain=True)
+    found = [(isinstance(value, (list, tuple)), *each) for value in values for each in find_media(value, column)]
+    for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
+        if isinstance(medium, str):
+            return _Unread(
+                column, place, kind, several, f"what looks like files, such as {medium[:60]!r}", certain=False
+            )
+        is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
+        how = "blocks" if is_block else f"of type {type(medium).__name__}"
+        return _Unread(column, place, kind, several, how, certain=True)
+    return None
+
+
+def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str]]:
+    """Where a feature has media, of what kind, and how it tells."""
+    name = type(feature).__name__
+    if name in _FEATURES:
+        yield place, _FEATURES[name], f"feature {name}"
+    elif isinstance(feature, (List, LargeList)):
+        yield from _in_feature(feature.feature, place)
+    elif isinstance(feature, list):
+        yield from _in_feature(feature[0], place)
+    elif isinstance(feature, dict) and {"array", "sampling_rate"} <= feature.keys():
+        yield place, "audio", "arrays with their rate"
+    elif isinstance(feature, dict):
+        for key, item in feature.items():
+            yield from _in_feature(item, place if key == "bytes" else f"{place}.{key}")
+    elif isinstance(feature, Value) and "binary" in feature.dtype:
+        yield place, None, "bytes"
+
+
+def _leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """What a feature is made of, under the last key that leads there."""
+    if isinstance(feature, (List, LargeList)):
+        yield from _leaves(feature.feature, key)
+    elif isinstance(feature, list):
+        yield from _leaves(feature[0], key)
+    elif isinstance(feature, dict):
+        for name, item in feature.items():
+            yield from _leaves(item, name)
+    elif not (isinstance(feature, Value) and feature.dtype == "null"):
+        yield key, feature
+
+
+def _holds_text(feature: Any) -> bool:
+    leaves = [leaf for _, leaf in _leaves(feature)]
+    return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
+
+
+def _has_media_features(
+    features: dict, filled: Collection[str], reads: Collection[str], ignored: Collection[str]
+) -> bool:
+    if any(column not in ignored and [*_leaves(features[column])] for column in filled):
+        return True
+    keys = {"bytes", "path", "url", "base64"}
+    leaves = [key for column in reads for key, _ in _leaves(features.get(column, Value("null")))]
+    return any(key in keys or block_kind(key) is not None for key in leaves)
+
+
+def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
+    """Whether a prompt gets media."""
+    columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
+    if any(not _absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
+        return True
+    return any(not isinstance(row.get(c), str) and next(find_media(row.get(c)), None) is not None for c in reads)
