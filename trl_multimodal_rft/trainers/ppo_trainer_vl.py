@@ -661,6 +661,7 @@ class PPOTrainerVL:
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
         """Rows of a batch, whose tuples are those of the reference system."""
         if all(isinstance(row, dict) for row in batch):
+            self.trainer._columns_seen.update(*batch)
             return list(batch)
         media = next((names for names in self._columns if len(names) + 3 == len(batch)), None)
         if media is None or any(isinstance(column, (str, dict)) for column in batch):
@@ -676,6 +677,7 @@ class PPOTrainerVL:
                 if value is not None:
                     row[name] = value if isinstance(value, list) else [value]
             rows.append(row)
+        self.trainer._columns_seen.update(*rows)
         return rows
 
     def _rollout_sizes(self, dataloader: DataLoader) -> tuple[int, int]:
@@ -847,6 +849,7 @@ class PPOTrainerVL:
         prompts: list[EncodedPrompt] = []
         for item in items:
             prompts.append(self._prompt(item, prompts))
+        trainer._kinds_seen.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.sequences) - len(item.action_mask) :] for item in items]
         mask = placed([item.action_mask.long() for item in items])
         scorable = torch.tensor([_is_scorable(item) for item in items], device=device).long()
