@@ -1059,6 +1059,13 @@ def test_adaptive_coefficient(in_reward, tmp_path):
     assert ppo.experience_maker.kl_ctl.value == pytest.approx(before * 1.04)
 
 
+def test_coefficient_adapts_once_for_each_rollout(tmp_path):
+    ppo = make(tmp_path, config=SMALL, ref=reference_of("image"), kl_target=1e-6, kl_horizon=40, max_epochs=3)
+    fit(ppo, loader(image_rows(4)))
+    assert logged(ppo, "kl_coef") == pytest.approx([0.1 * 1.04, 0.1 * 1.04**2])
+    assert ppo.trainer.state.global_step == 6
+
+
 def test_policy_without_its_adapter_is_the_reference(tmp_path):
     policy = actor_of("image", lora_rank=4)
     with torch.no_grad():

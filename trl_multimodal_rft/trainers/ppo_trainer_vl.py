@@ -481,7 +481,8 @@ class PPOTrainerVL:
         self._clear_metrics()
         statistics = self._statistics(items)
         n_tokens = trainer.accelerator.reduce(_n_actions(items).to(self.actor.device)).item() / (n // size)
-        for _ in range(args.num_ppo_epochs):
+        for epoch in range(args.num_ppo_epochs):
+            trainer.is_first_epoch = epoch == 0
             order = self._shuffled(items)
             for start in range(0, n, size * window):
                 part = order[start : start + size * window]
@@ -489,6 +490,7 @@ class PPOTrainerVL:
                 for first in range(0, len(part), size):
                     micro = slice(first, first + size)
                     self._step(part[micro], weights and weights[micro], n_tokens)
+        trainer.is_first_epoch = True
         return statistics | self._status()
 
     def training_step(
@@ -990,6 +992,7 @@ class _ExperienceTrainer(MultimodalPPOTrainer):
         super().__init__(*args, **kwargs)
         self.is_prepared = False  # whether the engine has models and optimizer
         self.half_done: set[str] = set()  # what an update that has begun changes
+        self.is_first_epoch = True  # on the samples at hand
         self.replay_buffer: ReplayBuffer | None = None
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
@@ -1007,9 +1010,8 @@ class _ExperienceTrainer(MultimodalPPOTrainer):
         with self._overridden(top_entropy_quantile=quantile):
             return super()._compute_loss(model, inputs)
 
-    def _adapt_kl(self, *args):
-        if "policy" in self._trained:
-            super()._adapt_kl(*args)
+    def _counts_for_kl(self):
+        return self._trains("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
         own = {"client_states": self.client_states, "pending_logs": self.pending_logs}
