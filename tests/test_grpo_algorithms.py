@@ -589,6 +589,17 @@ def test_kl_target_moves_the_coefficient(options, target):
     assert result.trainer.args.beta == 0.1
 
 
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_each_completion_adapts_the_coefficient_once(in_reward):
+    """Of two epochs of two updates each, in the first. Far from the target, by 20 % of 8 in 40 completions."""
+    options = {**REUSED, "max_steps": 8, "kl_in_reward": in_reward}
+    result = ours(beta=0.1, kl_target=1e-9, kl_horizon=40, objects=moved(FAMILY), **options)
+    betas = [0.1, *logged(result, "kl_coef")]
+    changes = [abs(after / before - 1) for before, after in itertools.pairwise(betas)]  # k1 may be below 0
+    assert changes == pytest.approx([0.04, 0.04, 0, 0] * 2)
+    assert [moment.beta for moment in result.trainer.micro_batches] == [beta for beta in betas[:-1] for _ in range(2)]
+
+
 # High-entropy tokens
 
 

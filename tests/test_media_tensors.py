@@ -8,6 +8,7 @@ import torch
 from families import FAMILIES, audio, chat, image, text
 from test_packing import encode_chats
 
+from trl_multimodal_rft.actors.inputs import bare_prompt
 from trl_multimodal_rft.media.columns import MediaError
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, join_media, placeholder_token_ids
 from trl_multimodal_rft.media.tensors import check_media, modality_of, split_media, token_fields
@@ -55,6 +56,14 @@ def test_modalities_of_what_processors_return(name):
     _, prompts = encoded(name)
     for prompt in prompts:
         assert modalities(prompt) == ({"image"} if name == "internvl" and prompt.media else prompt.modalities)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bare_prompt_knows_its_media(name):
+    model, prompts = encoded(name)
+    for prompt in prompts:
+        bare = bare_prompt(model, prompt.input_ids, prompt.media, prompt.token_fields)
+        assert bare.modalities == modalities(prompt)
 
 
 # Gemma 3n's processor numbers audio in a field of its own meaning, which its forward doesn't read; PaliGemma's means

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, RATE, encode
+from huggingface_hub import ModelCard
 from processes import python_command, python_environment
 from safetensors.torch import load_file
 from test_remote_rewards import Server
@@ -1058,6 +1059,13 @@ def test_adaptive_coefficient(in_reward, tmp_path):
     assert ppo.experience_maker.kl_ctl.value == pytest.approx(before * 1.04)
 
 
+def test_coefficient_adapts_once_for_each_rollout(tmp_path):
+    ppo = make(tmp_path, config=SMALL, ref=reference_of("image"), kl_target=1e-6, kl_horizon=40, max_epochs=3)
+    fit(ppo, loader(image_rows(4)))
+    assert logged(ppo, "kl_coef") == pytest.approx([0.1 * 1.04, 0.1 * 1.04**2])
+    assert ppo.trainer.state.global_step == 6
+
+
 def test_policy_without_its_adapter_is_the_reference(tmp_path):
     policy = actor_of("image", lora_rank=4)
     with torch.no_grad():
@@ -1931,6 +1939,17 @@ def test_truncated_responses_are_worth_what_the_critic_expects(kind, critic, tmp
     assert 0 < n_cut < len(items)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_card_names_media_and_columns(kind, tmp_path):
+    ppo = make(tmp_path, kind, config=SMALL)
+    fit(ppo, loader(KINDS[kind].rows(2)))
+    ppo.save_model()
+    ppo.trainer.create_model_card()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.pipeline_tag == f"{kind}-text-to-text" and kind in card.data.tags
+    assert f"`{kind}`" in card.text and "`prompt`" in card.text
+
+
 # Processes
 
 
@@ -1961,7 +1980,7 @@ def processes(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_two_processes_train_as_one(engine, kind, processes):
     (first, second), (alone,) = processes(engine, 2)[f"fit_{kind}"], processes("ddp", 1)[f"fit_{kind}"]

@@ -27,9 +27,18 @@ from trl_multimodal_rft.trainers import PPOTrainerAL, PPOTrainerVL
 
 
 ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])
+
+
+def mixed_rows(n):
+    """Every other one without its image, so that processes lack different media."""
+    rows = enumerate(image_rows(n))
+    return [row if i % 2 else {name: value for name, value in row.items() if name != "image"} for i, row in rows]
+
+
 KINDS = {
     "image": ("qwen2_5_vl", PPOTrainerVL, ActorVL, image_rows),
     "audio": ("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
+    "mixed": ("qwen2_5_vl", PPOTrainerVL, ActorVL, mixed_rows),
 }
 N_PROMPTS = 4  # of a rollout, over all processes
 GROUP = 4

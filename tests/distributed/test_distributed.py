@@ -250,7 +250,8 @@ def test_estimator_gets_the_whole_batch_on_each_process(two, one):
 @on(["ddp"], "adaptive_kl")
 def test_adaptive_coefficient_moves(two):
     coefficients = [step["kl_coef"] for step in two[0]["steps"]]
-    assert len(set(coefficients)) == 4
+    # After the first of the two updates on each batch of completions
+    assert coefficients[0] == coefficients[1] != coefficients[2] == coefficients[3]
 
 
 @on(["ddp"], "experience")

@@ -84,4 +84,5 @@ def bare_prompt(
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
     fields = {name: value.cpu() for name, value in (fields or {}).items()} or token_fields(model, ids)
-    return EncodedPrompt(ids, fields, media, prompt_position_ids(model, ids, media, fields))
+    positions = prompt_position_ids(model, ids, media, fields)
+    return EncodedPrompt(ids, fields, media, positions, modalities=frozenset(map(modality_of, media)))

@@ -186,6 +186,8 @@ def encode_prompt(
     placeholders = placeholder_token_ids(model, processor)
     if refs and isinstance(processor, ProcessorMixin):
         _check_text(messages, refs[0], placeholder_tokens(model, processor))
+    if is_conversational({"prompt": messages}):
+        _check_blocks(messages, processor, template_kwargs or {}, row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
     input_ids = outputs["input_ids"][0]
@@ -241,7 +243,6 @@ def processor_outputs(
                 f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
-        _check_blocks(messages, processor, template_kwargs or {}, row)
         try:
             encoded = processor.apply_chat_template(
                 [replace_refs(messages, decoded)],

@@ -560,15 +560,22 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
     def _adapt_kl(self, logps, mask, inputs) -> None:
-        kl = approx_kl(logps.detach(), inputs["ref_per_token_logps"], mask, self.args.kl_estimator)
-        self._kl_window.append(torch.stack([kl.sum(), mask.sum().float(), mask.new_tensor(len(mask)).float()]))
+        if self._counts_for_kl():
+            kl = approx_kl(logps.detach(), inputs["ref_per_token_logps"], mask, self.args.kl_estimator)
+            self._kl_window.append(torch.stack([kl.sum(), mask.sum().float(), mask.new_tensor(len(mask)).float()]))
         if self.accelerator.sync_gradients:
-            window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
-            total, n_tokens, n_samples = window.tolist()
-            self._kl_controller.update(total / max(n_tokens, 1.0), int(n_samples))
-            self.beta = self._kl_controller.value
-            self._kl_window.clear()
+            if self._kl_window:
+                window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
+                total, n_tokens, n_samples = window.tolist()
+                self._kl_controller.update(total / max(n_tokens, 1.0), int(n_samples))
+                self.beta = self._kl_controller.value
+                self._kl_window.clear()
             self._metrics["train"]["kl_coef"].append(self.beta)
+
+    def _counts_for_kl(self) -> bool:
+        """Whether the controller hears of the completions at hand, which it does in their first epoch."""
+        steps = self.args.steps_per_generation
+        return self._step % (steps * self.num_iterations) < steps
 
     def _token_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
         """Mean over the valid tokens of all processes."""

@@ -481,7 +481,8 @@ class PPOTrainerVL:
         self._clear_metrics()
         statistics = self._statistics(items)
         n_tokens = trainer.accelerator.reduce(_n_actions(items).to(self.actor.device)).item() / (n // size)
-        for _ in range(args.num_ppo_epochs):
+        for epoch in range(args.num_ppo_epochs):
+            trainer.is_first_epoch = epoch == 0
             order = self._shuffled(items)
             for start in range(0, n, size * window):
                 part = order[start : start + size * window]
@@ -489,6 +490,7 @@ class PPOTrainerVL:
                 for first in range(0, len(part), size):
                     micro = slice(first, first + size)
                     self._step(part[micro], weights and weights[micro], n_tokens)
+        trainer.is_first_epoch = True
         return statistics | self._status()
 
     def training_step(
@@ -661,6 +663,7 @@ class PPOTrainerVL:
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
         """Rows of a batch, whose tuples are those of the reference system."""
         if all(isinstance(row, dict) for row in batch):
+            self.trainer._columns_seen.update(*batch)
             return list(batch)
         media = next((names for names in self._columns if len(names) + 3 == len(batch)), None)
         if media is None or any(isinstance(column, (str, dict)) for column in batch):
@@ -676,6 +679,7 @@ class PPOTrainerVL:
                 if value is not None:
                     row[name] = value if isinstance(value, list) else [value]
             rows.append(row)
+        self.trainer._columns_seen.update(*rows)
         return rows
 
     def _rollout_sizes(self, dataloader: DataLoader) -> tuple[int, int]:
@@ -847,6 +851,7 @@ class PPOTrainerVL:
         prompts: list[EncodedPrompt] = []
         for item in items:
             prompts.append(self._prompt(item, prompts))
+        trainer._kinds_seen.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.sequences) - len(item.action_mask) :] for item in items]
         mask = placed([item.action_mask.long() for item in items])
         scorable = torch.tensor([_is_scorable(item) for item in items], device=device).long()
@@ -987,6 +992,7 @@ class _ExperienceTrainer(MultimodalPPOTrainer):
         super().__init__(*args, **kwargs)
         self.is_prepared = False  # whether the engine has models and optimizer
         self.half_done: set[str] = set()  # what an update that has begun changes
+        self.is_first_epoch = True  # on the samples at hand
         self.replay_buffer: ReplayBuffer | None = None
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
@@ -1004,9 +1010,8 @@ class _ExperienceTrainer(MultimodalPPOTrainer):
         with self._overridden(top_entropy_quantile=quantile):
             return super()._compute_loss(model, inputs)
 
-    def _adapt_kl(self, *args):
-        if "policy" in self._trained:
-            super()._adapt_kl(*args)
+    def _counts_for_kl(self):
+        return self._trains("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
         own = {"client_states": self.client_states, "pending_logs": self.pending_logs}
