@@ -36,6 +36,16 @@ def files(tmp_path_factory):
     return folder
 
 
+def assert_same_features(prompt, expected):
+    """A prompt holds what its processor returned."""
+    assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+    for key in expected.keys() - {"input_ids", "attention_mask", "labels"}:
+        got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
+        if "second_per_grid" in key:  # a rate is unknown for frames given as an array
+            continue
+        assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key
+
+
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "idefics3"])
 def test_equals_the_processor(name):
     model, processor = FAMILIES[name].build()
@@ -45,13 +55,8 @@ def test_equals_the_processor(name):
             if block["type"] == "audio":
                 block["sampling_rate"] = RATE
         prompt = encode_prompt(rows_to_messages([{"prompt": chat}])[0]["prompt"], processor, model)
-        assert torch.equal(prompt.input_ids, expected["input_ids"][0])
         assert prompt.modalities == {b["type"] for b in chat[0]["content"]} - {"text"}
-        for key in expected.keys() - {"input_ids", "attention_mask"}:
-            got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
-            if "second_per_grid" in key:  # a rate is unknown for frames given as an array
-                continue
-            assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key
+        assert_same_features(prompt, expected)
 
 
 def test_positions_are_those_of_the_model():

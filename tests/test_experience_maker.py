@@ -1353,14 +1353,21 @@ def test_errors_of_makers(tmp_path):
         make(arguments={"remote_rm_url": []})
     with pytest.raises(ValueError, match="There is no source of reward"):
         make(reward_model=[])
-    for name, value, error in (
-        ("padding_side", "right", 'pads on the right.*`padding_side="left"`'),
-        ("pad_token", None, "no token for padding; set its `pad_token`"),
-    ):
-        words = load("qwen2_5_vl")[1].tokenizer
-        setattr(words, name, value)
-        with pytest.raises(ValueError, match=error):
-            NaiveExperienceMaker(actor(), None, None, None, words, 8, None, ExperienceConfig(), reward_fn=by_length)
+    words = load("qwen2_5_vl")[1].tokenizer
+    words.pad_token = None
+    with pytest.raises(ValueError, match="no token for padding; set its `pad_token`"):
+        NaiveExperienceMaker(actor(), None, None, None, words, 8, None, ExperienceConfig(), reward_fn=by_length)
+
+
+def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
+    words = load("qwen2_5_vl")[1].tokenizer
+    words.padding_side = "right"
+    right = NaiveExperienceMaker(actor(), None, None, None, words, 8, None, ExperienceConfig(), reward_fn=by_length)
+    assert right.tokenizer is words
+    for name, value in make().tokenize_fn(TEXT, 8).items():
+        assert torch.equal(right.tokenize_fn(TEXT, 8)[name], value)
+    assert (value[:, 0] == 0).any() and value[:, -1].all()
+    assert words.padding_side == "right"
 
 
 @pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])

@@ -430,13 +430,6 @@ def test_rewards_of_none_count_as_in_trl():
 # Refusals
 
 
-def test_right_padding_raises():
-    processor = AutoProcessor.from_pretrained(saved("qwen2_audio"), padding_side="right")
-    objects = {"model": load("qwen2_audio")[0], "processing_class": processor}
-    with pytest.raises(ValueError, match='pads on the right.*padding_side="left"'):
-        run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), objects=objects)
-
-
 TRAINERS = [
     (MultimodalGRPOTrainer, GRPOConfig, "MultimodalGRPOConfig"),
     (MultimodalGRPOTrainer, MultimodalRLOOConfig, "MultimodalGRPOConfig"),

@@ -1,0 +1,551 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What users name instead of building it: folders of checkpoints, whose processors hear as transformers has them hear.
+
+Tokenizers of checkpoints seldom say that they pad on the left, so none does here.
+"""
+
+import base64
+import functools
+import json
+import shutil
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import evaluate as script
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from accelerate import Accelerator
+from datasets import Dataset
+from families import FAMILIES, RATE, MelExtractor
+from test_encoding import assert_same_features
+from torch import nn
+from trainer_utils import (
+    InjectedOurs,
+    audio_rows,
+    image_rows,
+    length_and_sum,
+    load,
+    make_trainer,
+    relative_difference,
+    run,
+    saved,
+    sound,
+    text_rows,
+    with_media,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from trl import ModelConfig
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
+from trl_multimodal_rft.media import encode_prompt, rows_to_messages
+from trl_multimodal_rft.media.columns import iter_refs
+from trl_multimodal_rft.media.encoding import decode_media
+from trl_multimodal_rft.media.processors import check_processor, load_processor
+from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
+from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+
+
+FOLDERS = tempfile.TemporaryDirectory()
+AUDIO, IMAGE, OMNI = "qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"
+STEP = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "max_completion_length": 4}
+POLICIES = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
+
+
+@functools.cache
+def checkpoint(family: str, side: str | None = None) -> str:
+    """Folder of a family whose tokenizer pads on a side, or says nothing of it."""
+    folder = Path(FOLDERS.name, f"{family}-{side}")
+    shutil.copytree(saved(family), folder)
+    path = folder / "tokenizer_config.json"
+    if path.exists():  # Voxtral's tokenizer is Mistral's own
+        settings = json.loads(path.read_text())
+        assert settings.pop("padding_side") == "left"
+        path.write_text(json.dumps(settings if side is None else {**settings, "padding_side": side}))
+    return str(folder)
+
+
+def plain(folder) -> hf.ProcessorMixin:
+    return hf.AutoProcessor.from_pretrained(folder)
+
+
+def rows(family: str, n: int = 4):
+    media = {"audio": [sound(0.3 + 0.2 * (i % 3), seed=i) for i in range(n)]}
+    return {
+        AUDIO: lambda: audio_rows(n),
+        IMAGE: lambda: image_rows(n),
+        OMNI: lambda: with_media(image_rows(n), "audio", media["audio"]),
+    }[family]()
+
+
+def assert_saved_as_it_was(folder, source) -> None:
+    """The processor in a folder is that of the checkpoint."""
+    with tempfile.TemporaryDirectory() as expected:
+        plain(source).save_pretrained(expected)
+        files = [path.name for path in Path(expected).iterdir()]
+        assert {"processor_config.json", "tokenizer_config.json"} <= set(files)
+        for name in files:
+            assert Path(folder, name).read_bytes() == Path(expected, name).read_bytes(), name
+    for name in ("processor_config.json", "tokenizer_config.json"):
+        before, after = (json.loads(Path(each, name).read_text()) for each in (source, folder))
+        for part in (None, *(key for key, value in before.items() if isinstance(value, dict))):
+            a, b = (each if part is None else each[part] for each in (before, after))
+            assert a.get("padding_side", "right") == b.get("padding_side", "right"), (name, part)
+
+
+class Heard:
+    """Remembers its prompts, and what it made of them."""
+
+    def _tokenize_prompts(self, prompts):
+        result = super()._tokenize_prompts(prompts)
+        self.heard = list(zip(prompts, self._samples, strict=True))
+        return result
+
+
+def assert_heard(prompts, samples, folder, model) -> None:
+    for prompt, sample in zip(prompts, samples, strict=True):
+        expected = encode_prompt(prompt, plain(folder), model)
+        assert torch.equal(sample.input_ids, expected.input_ids)
+        assert sample.media.keys() == expected.media.keys() and sample.media
+        for name, value in sample.media.items():
+            assert torch.equal(value, expected.media[name]), name
+
+
+# The processor alone
+
+
+@pytest.fixture
+def mel_extractor(monkeypatch):
+    """Lets transformers load the substitute extractor of Granite Speech."""
+
+    class Loadable(MelExtractor):
+        def __init__(self, feature_size, **settings):
+            super().__init__(feature_size)
+            self.padding_side = settings.get("padding_side", self.padding_side)
+
+    Loadable.__name__ = "MelExtractor"
+    mapping = hf.models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING
+    monkeypatch.setattr(mapping, "_extra_content", {hf.GraniteSpeechConfig: Loadable})
+
+
+def as_users_write(block: dict) -> dict:
+    if block["type"] != "audio":
+        return block
+    if "base64" in block:
+        return {"type": "audio", "audio": {"bytes": base64.b64decode(block["base64"])}}
+    return {**block, "sampling_rate": RATE}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_those_of_the_checkpoint(family, mel_extractor):
+    folder = checkpoint(family)
+    model, built = FAMILIES[family].build()
+    theirs, ours = plain(folder), load_processor(folder)
+    template = (
+        {} if theirs.chat_template else {"chat_template": built.chat_template}
+    )  # which Phi-4's processor forgets
+    for chat in FAMILIES[family].prompts():
+        prompt = rows_to_messages(
+            [{"prompt": [{**chat[0], "content": list(map(as_users_write, chat[0]["content"]))}]}]
+        )
+        prompt, options = prompt[0]["prompt"], dict(template)
+        if any(block["type"] == "video" for block in chat[0]["content"]):  # frames don't say when they were
+            options["processor_kwargs"] = decode_media(list(iter_refs(prompt)), theirs, "raise")[1]
+        expected = theirs.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **options
+        )
+        assert_same_features(encode_prompt(prompt, ours, model, template_kwargs=template), expected)
+
+
+# Doors
+
+
+@pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
+@pytest.mark.parametrize("trainer_class", POLICIES)
+def test_a_step_by_name(trainer_class, family, tmp_path):
+    folder = checkpoint(family)
+    objects = {"model": folder}
+    if trainer_class is MultimodalPPOTrainer:
+        objects["value_model"] = folder
+    kind = type("Hearing", (Heard, trainer_class), {})
+    trainer = make_trainer(kind, family, rows(family), tmp_path, objects=objects, **STEP)
+    trainer.train()
+    assert_heard(*zip(*trainer.heard, strict=True), folder, trainer._unwrapped(trainer.model))
+    trainer.save_model(tmp_path)
+    assert_saved_as_it_was(tmp_path, folder)
+
+
+@pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
+def test_evaluation_by_name(family, monkeypatch):
+    folder, seen = checkpoint(family), []
+
+    def remember(prompt, *args, **kwargs):
+        seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
+        return seen[-1][1]
+
+    monkeypatch.setattr("trl_multimodal_rft.evaluation.evaluator.encode_prompt", remember)
+    model_args = ModelConfig(model_name_or_path=folder, dtype="float32")
+    model, processor = script.load_model(model_args, Accelerator(cpu=True), trust_remote_code=False)
+    dataset = rows(family).add_column("solution", ["a bird"] * 4)
+    evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=2))
+    assert_heard(*zip(*seen, strict=True), folder, model)
+    processor.save_pretrained(seen_folder := tempfile.mkdtemp(dir=FOLDERS.name))
+    assert_saved_as_it_was(seen_folder, folder)
+
+
+def judge_class(family: str) -> type:
+    """A sequence classifier of a family; transformers has none that hears."""
+    if family == "gemma3":
+        return hf.Gemma3ForSequenceClassification
+    policy = type(load(family)[0])
+    parent = next(each for each in policy.__mro__ if each.__name__.endswith("PreTrainedModel"))
+    names = {"config_class": policy.config_class, "input_modalities": policy.input_modalities}
+    return type("Judge", (GenericForSequenceClassification, parent), names)
+
+
+@pytest.mark.parametrize(("family", "policy"), [(AUDIO, AUDIO), ("gemma3", IMAGE), (OMNI, OMNI)])
+def test_reward_models_by_name(family, policy, tmp_path, monkeypatch):
+    shutil.copytree(checkpoint(family), folder := tmp_path / "judge")
+    judges = judge_class(family)
+    if family != "gemma3":
+        mapping = hf.AutoModelForSequenceClassification._model_mapping
+        monkeypatch.setattr(mapping, "_extra_content", {judges.config_class: judges})
+    config = hf.AutoConfig.from_pretrained(folder, num_labels=1)
+    torch.manual_seed(0)
+    judge = judges(config).eval()
+    with torch.no_grad():
+        for parameter in judge.parameters():
+            if parameter.ndim >= 2 and parameter.abs().max() < 0.5:
+                parameter.mul_(6)
+    judge.save_pretrained(folder)
+    by_name, by_instance = (
+        _rewards(policy, each, tmp_path) for each in (str(folder), RewardModel(judge, plain(folder)))
+    )
+    assert torch.equal(by_name, by_instance) and by_name.std() > 0.01
+
+
+def _rewards(policy: str, reward, folder) -> torch.Tensor:
+    trainer = make_trainer(InjectedOurs, policy, rows(policy), folder, reward=reward, **STEP)
+    trainer.train()
+    return trainer._rewards_per_func
+
+
+@pytest.mark.parametrize(("family", "cls"), [(AUDIO, ActorAL), (IMAGE, ActorVL), (OMNI, ActorOmni)])
+def test_actors_by_name(family, cls, tmp_path, monkeypatch):
+    folder, seen = checkpoint(family), []
+    kind = type("Hearing", (Heard, MultimodalGRPOTrainer), {})
+    actor = cls(folder, bf16=False)
+    trainer = make_trainer(kind, family, rows(family), tmp_path, objects={"model": actor}, **STEP)
+    trainer.train()
+    assert_heard(*zip(*trainer.heard, strict=True), folder, actor.base_model)
+    trainer.save_model(tmp_path)
+    assert_saved_as_it_was(tmp_path, folder)
+
+    def remember(prompt, *args, **kwargs):
+        seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
+        return seen[-1][1]
+
+    monkeypatch.setattr("trl_multimodal_rft.rollout.experience_maker.encode_prompt", remember)
+    processor, critic = load_processor(folder), Critic.from_pretrained(folder, type(actor.base_model))
+    settings = ExperienceConfig("gae", n_samples_per_prompt=2, micro_rollout_batch_size=4, progress=False)
+    maker = NaiveExperienceMaker(
+        *(actor, critic, None, None, processor.tokenizer, 512, None, settings),
+        reward_fn=length_and_sum,
+        processor=processor,
+    )
+    assert len(maker.make_experience_list(list(rows(family, 2)), max_new_tokens=3)) == 1
+    assert_heard(*zip(*seen, strict=True), folder, actor.base_model)
+
+
+# What a model hears
+
+
+def tones(n: int, seed: int) -> Dataset:
+    """A low or a high tone of a quarter of the model's second, and which it is."""
+    generator = np.random.default_rng(seed)
+    high = generator.integers(0, 2, n)
+    pitches = np.where(high, 2000, 300) * generator.uniform(0.8, 1.2, n)
+    waves = [np.sin(2 * np.pi * pitch * np.arange(RATE // 4) / RATE).astype("float32") / 2 for pitch in pitches]
+    table = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": "What do you hear?"}], "solution": "bc"[each]} for each in high]
+    )
+    return with_media(table, "audio", [{"array": wave, "sampling_rate": RATE} for wave in waves])
+
+
+@functools.cache
+def listener() -> str:
+    """Folder of an audio model that has learned to tell the tones apart, and its processor."""
+    shutil.copytree(checkpoint(AUDIO), folder := Path(FOLDERS.name, "listener"))
+    model, processor = hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), plain(folder)
+    data = list(tones(32, seed=0))
+    prompts = [encode_prompt(row["prompt"], processor, model) for row in rows_to_messages(data)]
+    ids = torch.stack([prompt.input_ids for prompt in prompts])
+    media = {name: torch.cat([prompt.media[name] for prompt in prompts]) for name in prompts[0].media}
+    answers = torch.tensor([processor.tokenizer(row["solution"])["input_ids"][0] for row in data])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(30):
+        logits = model(input_ids=ids, **media).logits[:, -1]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits, answers).backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def policies(folder: str, output_dir) -> list:
+    """Trainers of a model by name, and of it and its processor."""
+    given = {"model": hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), "processing_class": plain(folder)}
+    return [
+        make_trainer(InjectedOurs, AUDIO, tones(8, 1), output_dir, objects=objects, **STEP)
+        for objects in ({"model": folder}, given)
+    ]
+
+
+def test_accuracy_by_name_is_that_by_instance(tmp_path):
+    held_out, config = tones(40, seed=2), EvaluationConfig(max_completion_length=1)
+    by_name, by_instance = (
+        evaluate_trainer(trainer, held_out, accuracy_reward, config) for trainer in policies(listener(), tmp_path)
+    )
+    loaded = script.load_model(
+        ModelConfig(model_name_or_path=listener(), dtype="float32"), Accelerator(cpu=True), False
+    )
+    by_script = evaluate(*loaded, held_out, accuracy_reward, config)
+    assert by_instance.metrics["accuracy"] > 0.9
+    for other in (by_name, by_script):
+        assert other.metrics["accuracy"] == by_instance.metrics["accuracy"]
+        assert [r["completions"] for r in other.rows] == [r["completions"] for r in by_instance.rows]
+
+
+def test_sounds_move_log_probs_by_name_as_by_instance(tmp_path):
+    heard = {row["solution"]: row for row in tones(8, seed=2)}
+    moved = []
+    for trainer in policies(listener(), tmp_path):
+        prompts = [
+            encode_prompt(row["prompt"], trainer.processing_class, trainer.model)
+            for row in rows_to_messages([heard["b"], heard["c"]])
+        ]
+        ids = torch.tensor([[60, 61, 62]] * 2)
+        with torch.no_grad():
+            logps = trainer._score(trainer.model, prompts, ids, torch.ones_like(ids), packed=False)[0]
+        moved.append(logps[0] - logps[1])
+    assert torch.equal(*moved) and moved[0].abs().max() > 0.5
+
+
+# A processor that the wrong side was saved into
+
+
+@pytest.mark.parametrize("family", [AUDIO, OMNI, "gemma3n", "gemma4", "phi4_multimodal", "granite_speech", "voxtral"])
+def test_saved_with_the_wrong_side(family, tmp_path, mel_extractor):
+    folder = checkpoint(family)
+    hf.AutoProcessor.from_pretrained(folder, padding_side="left").save_pretrained(tmp_path)
+    part = "audio_processor" if family in ("phi4_multimodal", "granite_speech") else "feature_extractor"
+    remedy = rf"pads audio on the left.*delete `padding_side` of `{part}` in its `processor_config.json`"
+    with pytest.raises(ValueError, match=remedy):
+        load_processor(tmp_path)
+    path = tmp_path / "processor_config.json"
+    settings = json.loads(path.read_text())
+    del settings[part]["padding_side"]
+    path.write_text(json.dumps(settings))
+    assert load_processor(tmp_path).to_dict()[part] == plain(folder).to_dict()[part]
+
+
+def test_doors_refuse_the_wrong_side(tmp_path):
+    processor = hf.AutoProcessor.from_pretrained(checkpoint(AUDIO), padding_side="left")
+    processor.save_pretrained(wrong := tmp_path / "wrong")
+    model = load(AUDIO)[0]
+    model.save_pretrained(wrong)
+    actor, settings = Actor(model, bf16=False), ExperienceConfig()
+    doors = [
+        lambda: evaluate(model, processor, rows(AUDIO), accuracy_reward),
+        lambda: RewardModel(model, processor),
+        lambda: script.load_model(ModelConfig(model_name_or_path=str(wrong)), Accelerator(cpu=True), False),
+        lambda: NaiveExperienceMaker(
+            *(actor, None, None, None, processor.tokenizer, 8, None, settings),
+            reward_fn=length_and_sum,
+            processor=processor,
+        ),
+    ]
+    for trainer in POLICIES:
+        for objects in ({"model": model, "processing_class": processor}, {"model": str(wrong)}):
+            doors.append(
+                functools.partial(make_trainer, trainer, AUDIO, rows(AUDIO), tmp_path, objects=objects, **STEP)
+            )
+    for door in doors:
+        with pytest.raises(ValueError, match="encoders would hear the padding and miss the sound"):
+            door()
+
+
+def test_an_extractor_may_have_a_side_of_its_own(mel_extractor):
+    class FromTheLeft(hf.WhisperFeatureExtractor):
+        def __init__(self, **settings):
+            super().__init__(**{"padding_side": "left", **settings})
+
+    processor = plain(checkpoint(AUDIO))
+    settings = processor.feature_extractor.to_dict()
+    del settings["padding_side"]
+    processor.feature_extractor = FromTheLeft(**settings)
+    check_processor(processor)
+    processor.feature_extractor.padding_side = "right"
+    with pytest.raises(ValueError, match="pads audio on the right, FromTheLeft by itself on the left"):
+        check_processor(processor)
+
+
+# Tokenizers of any side
+
+
+@pytest.mark.parametrize("trainer_class", POLICIES)
+def test_the_side_of_a_given_tokenizer_does_not_matter(trainer_class, tmp_path):
+    def train(side, bare):
+        model, processor = load(AUDIO)
+        processor.tokenizer.padding_side = side
+        given = processor.tokenizer if bare else processor
+        result = run(
+            trainer_class,
+            AUDIO,
+            text_rows(4) if bare else audio_rows(4),
+            objects={"model": model, "processing_class": given},
+            **STEP,
+        )
+        assert result.trainer.processing_class is given and processor.tokenizer.padding_side == side
+        return result
+
+    for bare in (False, True):
+        left, right = train("left", bare), train("right", bare)
+        assert max(value.abs().max() for value in left.update.values()) > 0
+        assert relative_difference(left.update, right.update) == 0
+
+
+# Released omni models
+
+
+SPEAKER = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def released(family: str) -> hf.PreTrainedModel:
+    """An omni model with its parts that speak, around a thinker of the family."""
+    thinker = FAMILIES[family].build()[0]
+    if family == OMNI:
+        model_class, config_class = hf.Qwen2_5OmniForConditionalGeneration, hf.Qwen2_5OmniConfig
+        small = {**SPEAKER, "hidden_size": 32, "head_dim": 16}
+        parts = {
+            "talker_config": {
+                **small,
+                "vocab_size": 64,
+                "embedding_size": 64,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            },
+            "token2wav_config": {
+                "dit_config": {
+                    **small,
+                    "ff_mult": 1,
+                    "emb_dim": 16,
+                    "num_embeds": 32,
+                    "mel_dim": 8,
+                    "enc_emb_dim": 8,
+                    "enc_dim": 8,
+                    "enc_channels": [8, 8, 8],
+                    "enc_kernel_sizes": [3, 3, 3],
+                    "enc_dilations": [1, 1, 1],
+                    "enc_attention_channels": 4,
+                    "enc_se_channels": 4,
+                },
+                "bigvgan_config": {
+                    "mel_dim": 8,
+                    "upsample_initial_channel": 32,
+                    "resblock_kernel_sizes": [3],
+                    "resblock_dilation_sizes": [[1, 1, 1]],
+                    "upsample_rates": [2],
+                    "upsample_kernel_sizes": [4],
+                },
+            },
+        }
+    else:
+        model_class, config_class = hf.Qwen3OmniMoeForConditionalGeneration, hf.Qwen3OmniMoeConfig
+        small = {**SPEAKER, "hidden_size": 32, "head_dim": 16, "vocab_size": 64}
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+        rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        parts = {
+            "talker_config": {
+                "text_config": {**small, **experts, "shared_expert_intermediate_size": 16, "rope_parameters": rope},
+                "code_predictor_config": {**small, "num_code_groups": 2},
+                "thinker_hidden_size": 64,
+                "num_code_groups": 2,
+                "spatial_merge_size": 2,
+            },
+            "code2wav_config": {
+                **SPEAKER,
+                "hidden_size": 32,
+                "codebook_size": 8,
+                "decoder_dim": 32,
+                "upsample_rates": [2],
+                "upsampling_ratios": [2],
+                "num_quantizers": 2,
+            },
+        }
+    model = model_class(config_class(thinker_config=thinker.config.to_dict(), **parts)).float()
+    model.thinker.load_state_dict(thinker.state_dict())
+    return model
+
+
+@functools.cache
+def whole_omni(family: str) -> tuple[str, hf.PreTrainedModel]:
+    """Folder of an omni model as it is released, and its thinker."""
+    shutil.copytree(checkpoint(family), folder := Path(FOLDERS.name, f"whole-{family}"))
+    (folder / "model.safetensors").unlink()
+    model = released(family)
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    if family == OMNI:
+        settings["architectures"] = ["Qwen2_5OmniModel"]  # what the release says, and transformers doesn't have
+        (folder / "config.json").write_text(json.dumps(settings))
+    assert settings["model_type"] == family and settings["talker_config"]
+    return str(folder), model.thinker
+
+
+def assert_equal_weights(model, expected) -> None:
+    assert type(model) is type(expected)
+    weights, others = model.state_dict(), expected.state_dict()
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.parametrize("family", [OMNI, "qwen3_omni_moe"])
+@pytest.mark.parametrize("trainer_class", POLICIES)
+def test_a_released_omni_model_trains_as_its_thinker(trainer_class, family, tmp_path):
+    folder, thinker = whole_omni(family)
+    is_ppo = trainer_class is MultimodalPPOTrainer
+    objects = {"model": folder, **({"value_model": folder} if is_ppo else {})}
+    trainer = make_trainer(trainer_class, family, rows(OMNI), tmp_path, objects=objects, beta=0.1, **STEP)
+    with trainer._policy_alone() if is_ppo else nullcontext():
+        assert_equal_weights(trainer.model, thinker)
+    assert_equal_weights(trainer.ref_model, thinker)
+    if is_ppo:
+        expected = thinker.model.state_dict()
+        assert all(torch.equal(v, expected[n]) for n, v in trainer.critic.model.model.state_dict().items())
+    trainer.train()
+    trainer.save_model(tmp_path)
+    again, info = type(thinker).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    with trainer._policy_alone() if is_ppo else nullcontext():
+        assert_equal_weights(again, trainer.model)
+    assert any(not torch.equal(a, b) for a, b in zip(again.parameters(), thinker.parameters(), strict=True))
+    assert_saved_as_it_was(tmp_path, folder)
+
+
+@pytest.mark.parametrize("family", [OMNI, "qwen3_omni_moe"])
+def test_a_released_omni_model_is_its_thinker_elsewhere(family):
+    folder, thinker = whole_omni(family)
+    model, processor = script.load_model(
+        ModelConfig(model_name_or_path=folder, dtype="float32"), Accelerator(cpu=True), trust_remote_code=False
+    )
+    assert_equal_weights(model, thinker)
+    assert type(processor) is type(FAMILIES[family].build()[1])
+    assert_equal_weights(ActorOmni(folder, bf16=False).base_model, thinker)
+    critic = Critic.from_pretrained(folder, type(thinker)).model.base_model
+    assert_equal_weights(critic, thinker.base_model)
