@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 from trl.trainer.utils import get_callable_name, is_async_callable
@@ -53,3 +53,24 @@ def checked_reward(reward_func: Callable) -> Callable:
 
     wrapper.__name__ = name
     return wrapper
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """
+    Names under which metrics are kept apart, as of two lambdas.
+
+    Args:
+        names (`Sequence[str]`):
+            Names of reward functions.
+
+    Returns:
+        `list[str]`: The same, with `_2`, `_3` and so on after those that came before.
+    """
+    distinct: list[str] = []
+    for name in names:
+        own, number = name, 1
+        while own in distinct or number > 1 and own in names:
+            number += 1
+            own = f"{name}_{number}"
+        distinct.append(own)
+    return distinct
