@@ -63,6 +63,12 @@ def test_text_goes_before_letters():
     assert named_choice("C.", ["c", "d", "e"]) == 0
 
 
+@pytest.mark.parametrize("answer", ["A." * 995, "A. " * 3000, "(A)\n" * 3000 + "Man"])
+def test_letters_without_end(answer):
+    assert named_choice(answer, ["Man", "Woman"]) == 0
+    assert choice_reward([answer], solution=["Man"], choices=[["Man", "Woman"]]) == [1.0]
+
+
 def test_without_letters():
     assert without_letters(["(A) Man", "(B) A dog"]) == ["Man", "A dog"]
     assert without_letters(["A. Man", "B. Woman", "C) Child"]) == ["Man", "Woman", "Child"]

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import subprocess
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ from trl_multimodal_rft.evaluation import (
     pass_at_k,
     wilson_interval,
 )
-from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+from trl_multimodal_rft.rewards import RemoteReward, accuracy_reward, format_reward
 
 
 ROOT = Path(__file__).parent.parent
@@ -507,7 +508,56 @@ def test_columns_that_a_table_can_not_hold_are_left_out():
     assert "thing" not in result.rows[0] and result.rows[0]["correct"] == [False]
 
 
+@pytest.mark.parametrize("column", ["day", "correct"])
+def test_groups_of_a_column_that_a_table_can_not_hold(column):
+    """Or that has the name of one of the table's own."""
+    days = [date(2026, 1, 1 + i // 2) for i in range(4)]
+    rows = [{"prompt": "?", "n": i, column: day} for i, day in enumerate(days)]
+
+    def second_day(n, **kwargs):
+        return [float(i >= 2) for i in n]
+
+    config = EvaluationConfig(max_completion_length=2, group_by=column, batch_size=3)
+    result = evaluate(*load("qwen2_audio"), rows, second_day, config)
+    groups = {name: value for name, value in result.metrics.items() if name.startswith("accuracy/")}
+    assert groups["accuracy/2026-01-01"] == 0 and groups["accuracy/2026-01-02"] == 1 and len(groups) == 6
+    assert all(isinstance(name, str) and name.isprintable() for name in result.rows[0])
+    assert [row["correct"] for row in result.rows] == [[False], [False], [True], [True]]
+    with pytest.raises(ValueError, match="`group_by` is 'image', a column of media"):
+        evaluate(*load("qwen2_5_vl"), image_rows(1), second_day, EvaluationConfig(group_by="image"))
+
+
 # Trainers
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "options"),
+    [
+        (MultimodalGRPOTrainer, {"log_completions": True, "soft_overlong_cache": 2}),
+        (MultimodalRLOOTrainer, {}),
+        (MultimodalPPOTrainer, {"num_generations": 2}),
+    ],
+)
+def test_rewards_of_one_name_have_metrics_of_their_own(trainer_class, options, tmp_path):
+    class Judge(RemoteReward):
+        """One that needs no server."""
+
+        def __call__(self, prompts, completions, **columns):
+            return [float(self.url)] * len(completions)
+
+    rewards = [
+        *(Judge("1"), Judge("2"), Judge("3", name="other")),
+        *(lambda completions, value=value, **_: [value] * len(completions) for value in (4.0, 5.0)),
+    ]
+    trainer = make_trainer(
+        trainer_class, "qwen2_audio", audio_rows(4), tmp_path, reward=rewards, max_steps=1, **options
+    )
+    trainer.train()
+    names = ["remote_reward", "remote_reward_2", "other", "<lambda>", "<lambda>_2"]
+    [entry] = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert [entry[f"rewards/{name}/mean"] for name in names] == [1, 2, 3, 4, 5]
+    metrics = evaluate_trainer(trainer, audio_rows(2)).metrics
+    assert [metrics[f"reward/{name}"] for name in names] == [1, 2, 3, 4, 5]
 
 
 def test_trainers_answer_as_their_models(tmp_path):
@@ -596,6 +646,29 @@ def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_pat
     assert len(logged_rewards(trainer)) == 2
     assert callback.result.metrics["accuracy"] == 0.5
     assert json.loads((tmp_path / "results" / "step-1" / "metrics.json").read_text())["metrics"]["accuracy"] == 0
+
+
+@pytest.mark.parametrize("freq", [1, 2, "epoch"])
+def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
+    """Those of the trainer have the metrics of their own step, also where the callback would have had none."""
+    seen = []
+
+    def by_turn(completions, **kwargs):
+        seen.append(len(completions))
+        return [float(i < (1, 4, 2, 0)[len(seen) - 1]) for i in range(len(completions))]
+
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path,
+        objects={"eval_dataset": audio_rows(2)},
+        eval_strategy="steps", eval_steps=1, max_steps=3, metric_for_best_model="eval_accuracy",
+        greater_is_better=True, save_strategy="best", save_only_model=True,
+    )  # fmt: skip
+    config = EvaluationConfig(max_completion_length=2)
+    trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), by_turn, config, freq=freq))
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    assert [(entry["step"], entry["eval_accuracy"]) for entry in entries] == [(1, 0.25), (2, 1.0), (3, 0.5)]
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
 
 
 def logged_rewards(trainer):

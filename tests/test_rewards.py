@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+from trl_multimodal_rft.rewards import accuracy_reward, answers, format_reward
 
 
 def accuracy(completion, solution, **columns):
@@ -136,9 +136,55 @@ def test_symbolic_comparison_works_outside_the_main_thread():
     assert rewards == [1.0, 0.0]
 
 
-def test_without_math_verify_answers_are_compared_as_text(monkeypatch):
+PLAIN = [
+    ("7.", "7", 1.0),
+    ("8", "7", 0.0),
+    ("0.50", ".5", 1.0),
+    ("1,000", "1000", 1.0),
+    ("1.000", "1000", 0.0),
+    ("-5", "5", 0.0),
+    ("+5", "5", 1.0),
+    ("0.333333", "0.33333333", 1.0),  # math-verify's precision
+    ("0.333333", "0.333334", 0.0),
+    ("0.0000001", "0", 0.0),
+    ("b", "B", 1.0),
+    ("E", "B", 0.0),
+    ("B", "7", 0.0),
+    ("?", "7", 0.0),
+    ("seven", r"\frac{1}{2}", 0.0),
+    ("", "7", 0.0),
+]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(("answer", "solution", "reward"), PLAIN)
+def test_plain_answers_need_no_math_verify(answer, solution, reward, installed, monkeypatch):
+    if installed:
+        pytest.importorskip("math_verify")
+    else:
+        monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert accuracy(answer, solution) == reward
+
+
+@pytest.mark.parametrize(("answer", "solution", "reward"), PLAIN)
+def test_plain_answers_score_as_with_math_verify(answer, solution, reward):
+    pytest.importorskip("math_verify")
+    if answer and answer != "seven":
+        same_text = answers.normalize_answer(answer) == answers.normalize_answer(solution)
+        assert (same_text or answers._symbolically_equal(answer, solution)) == bool(reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution"),
+    [("0.5", r"$\frac{1}{2}$"), ("0.5", "1/2"), ("3+4", "7"), ("7%", "7"), ("e", "2.718282"), ("x + y", "y + x")],
+)
+def test_expressions_without_math_verify_are_an_error(answer, solution, monkeypatch):
+    """With it, they all are right: a score of 0 would be wrong without a word."""
+    pytest.importorskip("math_verify")
+    assert accuracy(answer, solution) == 1.0
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert accuracy_reward(completions=["7.", "0.5"], solution=["7", "1/2"]) == [1.0, 0.0]
+    with pytest.raises(ImportError, match=r"pip install trl-multimodal-rft\[rewards\]"):
+        accuracy(answer, solution)
 
 
 @pytest.mark.parametrize(

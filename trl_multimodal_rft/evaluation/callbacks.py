@@ -34,7 +34,8 @@ class GenerationEvalCallback(TrainerCallback):
             How to sample and count, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
             Number of steps between evaluations, or after each epoch. By default after each evaluation of the trainer,
-            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and early stopping.
+            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and early stopping. With
+            `freq`, the trainer's evaluations have the metrics of their step, too, where `metric_for_best_model` names one.
         output_dir (`str`, *optional*):
             Folder for the results, each in a folder `step-<number>`, see [`EvaluationResult.save`].
 
@@ -71,6 +72,7 @@ class GenerationEvalCallback(TrainerCallback):
         self.freq = freq
         self.output_dir = output_dir
         self.result: EvaluationResult | None = None  # the latest
+        self._logged: dict[str, float] = {}  # of it
         self._last_step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -81,30 +83,38 @@ class GenerationEvalCallback(TrainerCallback):
             self._evaluate(state, control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        if self.freq == "epoch":
+        if self.freq == "epoch" and state.global_step != self._last_step:
             self._evaluate(state, control)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        # A trainer with several datasets evaluates more than once in a step
-        if self.freq is None and not (self.trainer.is_in_train and state.global_step == self._last_step):
-            logged = self._evaluate(state, control)
-            if metrics is not None:
-                metrics.update(logged)
+        # A trainer with several datasets evaluates more than once in a step, and `freq` comes before it
+        current = self.trainer.is_in_train and state.global_step == self._last_step
+        if not current and (self.freq is None or self.trainer.is_in_train and self._chooses(args, metrics)):
+            self._evaluate(state, control)
+            current = True
+        if current and metrics is not None:
+            metrics.update(self._logged)
+
+    def _chooses(self, args, metrics: dict[str, float] | None) -> bool:
+        """Whether the best weights are those with the best value of a metric of ours."""
+        name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+        if args.metric_for_best_model is None or metrics is None or name in metrics:
+            return False
+        return self.result is None or name in self._logged
 
     def on_train_end(self, args, state, control, **kwargs):
         # The best weights may have been loaded since
         if state.global_step != self._last_step or args.load_best_model_at_end:
             self._evaluate(state, control)
 
-    def _evaluate(self, state, control) -> dict[str, float]:
+    def _evaluate(self, state, control) -> None:
         self.result = evaluate_trainer(self.trainer, self.eval_dataset, self.reward_funcs, self.args)
         self._last_step = state.global_step
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
-        metrics = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
+        self._logged = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
         # A log of the steps so far may be due, which logging here would take for done
         due = control.should_log
         # TRL's `log` adds the training metrics since its last call, and would leave them out of the next
-        Trainer.log(self.trainer, dict(metrics))
+        Trainer.log(self.trainer, dict(self._logged))
         control.should_log = due
-        return metrics

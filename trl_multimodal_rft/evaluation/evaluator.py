@@ -57,7 +57,7 @@ from ..trainers.fetch import FetchOnce
 from ..trainers.media_logs import as_text
 from ..trainers.multimodal import MultimodalMixin
 from ..trainers.random_state import kept_random_state
-from ..trainers.reward_checks import checked_reward
+from ..trainers.reward_checks import checked_reward, distinct_names
 from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
 
 
@@ -65,6 +65,9 @@ logger = get_logger(__name__)
 
 # Columns of the dataset that reward functions get under other names, as in TRL
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
+
+# Where a record keeps its value of `group_by` until the metrics are made
+_GROUP = "\0group"
 
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 
@@ -403,6 +406,8 @@ def _evaluate(
     rows = FetchOnce(dataset) if is_table else _Rows(dataset)
     if args.group_by is not None and args.group_by not in rows.__getitems__([0])[0]:
         raise ValueError(f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs.")
+    if args.group_by in MEDIA_COLUMNS:
+        raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
     n_prompts = max(args.batch_size // args.num_samples, 1)
     batches = [range(start, min(start + n_prompts, len(dataset))) for start in range(0, len(dataset), n_prompts)]
     config = _generation_config(policy, args)
@@ -428,6 +433,8 @@ def _evaluate(
                         record = {"index": index, **record}
                         others = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
                         left_out.update(name for name, value in others.items() if not _is_plain(value))
+                        if args.group_by is not None:  # which may be left out, or have the name of another entry
+                            others[_GROUP] = str((record if args.group_by == "prompt" else row).get(args.group_by))
                         records.append({**record, **others})
                     logged += metrics
     if accelerator.num_processes > 1:
@@ -441,6 +448,8 @@ def _evaluate(
     metrics = _metrics(records, names, args)
     for name in sorted({name for name, _ in logged}):
         metrics[f"metric/{name}"] = _mean([value for own, value in logged if own == name])
+    for record in records:
+        record.pop(_GROUP, None)
     settings = {
         **asdict(args),
         "model": policy.base.config._name_or_path,
@@ -470,9 +479,12 @@ def _checked(reward_funcs: Callable | list[Callable]) -> list[Callable]:
                 "`reward_funcs`."
             )
     names = [get_callable_name(reward_func) for reward_func in reward_funcs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"Reward functions must have different names, but are called {names}; rename one.")
-    return [checked_reward(reward_func) for reward_func in reward_funcs]
+    if len(set(map(id, reward_funcs))) < len(reward_funcs):
+        raise ValueError(f"Reward functions must have different names, but are called {names}; one is there twice.")
+    checked = [checked_reward(reward_func) for reward_func in reward_funcs]
+    for reward_func, name in zip(checked, distinct_names(names), strict=True):
+        reward_func.__name__ = name
+    return checked
 
 
 def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationConfig:
@@ -645,8 +657,8 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
         add(f"majority@{k}", votes, one_each=n < 2 * k)
     if args.group_by is not None:
-        for value in sorted({str(record[args.group_by]) for record in scored}):
-            of_group = [i for i, record in enumerate(scored) if str(record[args.group_by]) == value]
+        for value in sorted({record[_GROUP] for record in scored}):
+            of_group = [i for i, record in enumerate(scored) if record[_GROUP] == value]
             add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
     for name in names:
         metrics[f"reward/{name}"] = _mean(_flat(record[f"reward/{name}"] for record in records))

@@ -7,6 +7,7 @@ Both functions read the completions and nothing else. A prompt of this recipe sh
 
 import re
 import threading
+from decimal import Decimal
 from importlib.util import find_spec
 
 
@@ -19,6 +20,9 @@ _PUNCTUATION = re.compile(r"(?<!\d)!|[.,;:?\"'`“”‘’](?!\d)")
 # with a word in it, after LaTeX commands are set aside, numbers side by side, and clock times.
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _PROSE = re.compile(r"[^\W\d_]{2,}|\d\s+\d|:")
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
+# Letters that have a value, so that they may equal a number
+_CONSTANTS = ("e", "π")
 
 
 def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
@@ -26,9 +30,10 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
 
     The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
-    It equals the reference when the two are the same text apart from case, whitespace and punctuation, or else, with
-    `math_verify` installed and both of them a bare expression, when they are symbolically equal (`"0.5"` and
-    `"\\frac{1}{2}"`). Text around a tag never counts, and a number inside a sentence is not an expression.
+    It equals the reference when the two are the same text apart from case, whitespace and punctuation, or the same
+    number (`"0.5"` and `".50"`), or else, both of them a bare expression, when they are symbolically equal (`"0.5"` and
+    `"\\frac{1}{2}"`), which takes `math_verify`. Text around a tag never counts, and a number inside a sentence is not
+    an expression.
 
     `math_verify` limits its time with a signal, which works in the main thread only: called from another thread, the
     comparison is the same without that limit.
@@ -47,6 +52,7 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
     Raises:
         ValueError: If there is no `solution`, or not one for each completion.
+        ImportError: If `math_verify` is needed and not installed.
 
     Example:
     ```python
@@ -137,18 +143,42 @@ def normalize_answer(text: str) -> str:
 
 
 def _equal(answer: str, reference: str) -> bool:
-    if normalize_answer(answer) == normalize_answer(reference):
+    texts = [normalize_answer(answer), normalize_answer(reference)]
+    if texts[0] == texts[1]:
         return True
-    return _is_expression(answer) and _is_expression(reference) and _symbolically_equal(answer, reference)
+    if not (_is_expression(answer) and _is_expression(reference)):
+        return False
+    numbers = [_number(text) for text in texts]
+    if None not in numbers:
+        # As math_verify does: decimal fractions agree up to their sixth place
+        fractions = all("." in text for text in texts)
+        return numbers[0] == numbers[1] or fractions and round(numbers[0], 6) == round(numbers[1], 6)
+    letters = [len(text) == 1 and text.isalpha() for text in texts]
+    if all(letters):
+        return False
+    if all(letter or number is not None for letter, number in zip(letters, numbers, strict=True)):
+        if not set(texts) & set(_CONSTANTS):
+            return False
+    return _symbolically_equal(answer, reference)
 
 
 def _is_expression(text: str) -> bool:
-    return bool(text) and _PROSE.search(_LATEX_COMMAND.sub("", text)) is None
+    return any(map(str.isalnum, text)) and _PROSE.search(_LATEX_COMMAND.sub("", text)) is None
+
+
+def _number(text: str) -> Decimal | None:
+    """The number that a text is, if it is one in plain digits."""
+    if _NUMBER.fullmatch(text) is None or not any(map(str.isdigit, text)):
+        return None
+    return Decimal(text.replace(",", ""))
 
 
 def _symbolically_equal(answer: str, reference: str) -> bool:
     if find_spec("math_verify") is None:
-        return False
+        raise ImportError(
+            f"accuracy_reward can't compare the answer {answer!r} with the solution {reference!r} as expressions without "
+            "math-verify; install it with `pip install trl-multimodal-rft[rewards]`."
+        )
     from math_verify import parse, verify  # imported on use: it brings sympy, and most answers are words
 
     limit = 5 if threading.current_thread() is threading.main_thread() else None

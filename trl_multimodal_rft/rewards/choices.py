@@ -88,16 +88,24 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     [1, 1, None, 1, None]
     ```
     """
-    index = _by_text(answer, choices)
-    if index is not None:
-        return index
-    letter = _LETTER.match(answer.strip())
-    if letter is not None:
-        index = ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
-        if index < len(choices):
-            named = named_choice(letter[4], choices) if letter[4] else None
-            return index if named in (None, index) else None
-    return _by_words(answer, choices)
+    # "A." many times over makes neither a deep recursion nor as many readings of all the text
+    letters, left, lengths = [], _n_characters(answer), {_n_characters(choice) for choice in choices}
+    while True:
+        index = _by_text(answer, choices) if left in lengths else None
+        if index is not None:
+            break
+        letter = _LETTER.match(answer.strip())
+        own = len(choices) if letter is None else ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
+        if own >= len(choices):
+            index = _by_words(answer, choices)
+            break
+        letters.append(own)
+        answer, left = letter[4], left - 1
+        if not answer:
+            break
+    for own in reversed(letters):
+        index = own if index in (None, own) else None
+    return index
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
@@ -127,7 +135,13 @@ def without_letters(choices: Sequence[str]) -> list[str]:
 
 def _by_text(answer: str, choices: Sequence[str]) -> int | None:
     texts = [normalize_answer(choice) for choice in choices]
-    return texts.index(normalize_answer(answer)) if normalize_answer(answer) in texts else None
+    said = normalize_answer(answer)
+    return texts.index(said) if said in texts else None
+
+
+def _n_characters(text: str) -> int:
+    """Those that a text keeps when it is compared with another."""
+    return sum(map(str.isalnum, text.casefold()))
 
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:

@@ -46,6 +46,8 @@ class RemoteReward:
             after twice the wait of the one before.
         sampling_rate (`int`, *optional*, defaults to `16000`):
             Rate of the audio that is sent, in Hz.
+        name (`str`, *optional*, defaults to `"remote_reward"`):
+            What its metrics are called, `rewards/<name>/mean` and so on.
 
     Raises:
         `RuntimeError`: When called, if the server can't be reached, refuses a request, or answers something else than
@@ -63,6 +65,7 @@ class RemoteReward:
         retries: int = 5,
         backoff: float = 1.0,
         sampling_rate: int = 16000,
+        name: str = "remote_reward",
     ):
         self.url = url
         self.label_column = label_column
@@ -77,7 +80,7 @@ class RemoteReward:
             allowed_methods=["POST"],
             raise_on_status=False,
         )
-        self.__name__ = "remote_reward"
+        self.__name__ = name
 
     def __call__(self, prompts: list, completions: list, **columns) -> list[float | None]:
         """

@@ -23,6 +23,7 @@ from ..replay import Group, ReplayBuffer, join_groups, split_groups
 from .fetch import EndlessRows
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin, own_config
+from .reward_checks import distinct_names
 
 
 # Loss types that are a mean over a micro-batch, divided by the accumulation steps
@@ -153,7 +154,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
             self.reward_funcs = [*self.reward_funcs, penalty]
             self.reward_processing_classes = [*self.reward_processing_classes, None]
-            self.reward_func_names = [*self.reward_func_names, "soft_overlong_punishment"]
+            self.reward_func_names = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
         self._inputs: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
         self._reward_scale = RunningScale()

@@ -66,7 +66,7 @@ from .fetch import FetchOnce
 from .hub import explain, explained, how_to_upload, private_files, uploads
 from .media_logs import MediaLog, log_completions
 from .model_card import card_values, task_of
-from .reward_checks import checked_reward
+from .reward_checks import checked_reward, distinct_names
 from .self_check import Remedies, SelfCheck, check_engine, run_self_check
 from .token_budget import DeferredParts, backward_by_parts
 
@@ -189,6 +189,7 @@ class MultimodalMixin:
                 quantization_config=quantization_config,
                 **kwargs,
             )
+        self.reward_func_names = distinct_names(self.reward_func_names)
         for i, loaded in enumerate(loaded_rewards):
             if isinstance(self.reward_funcs[i], nn.Module):
                 self._let_reward_model_see(i, reward_processors[i], loaded)

@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -81,3 +81,24 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
             )
         values[row] = value
     return values
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """
+    Names under which metrics are kept apart, as of two lambdas.
+
+    Args:
+        names (`Sequence[str]`):
+            Names of reward functions.
+
+    Returns:
+        `list[str]`: The same, with `_2`, `_3` and so on after those that came before.
+    """
+    distinct: list[str] = []
+    for name in names:
+        own, number = name, 1
+        while own in distinct or number > 1 and own in names:
+            number += 1
+            own = f"{name}_{number}"
+        distinct.append(own)
+    return distinct
