@@ -550,8 +550,8 @@ def check_estimator(estimator: Callable) -> None:
         signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         raise ValueError(
-            f"The advantage estimator '{_name(estimator)}' {signature} can't be called with {', '.join(names)} as keyword "
-            f"arguments ({error}); let it take those that it needs by these names, and `**kwargs`."
+            f"The advantage estimator '{_name(estimator)}' {signature} can't be called with {', '.join(names)} as "
+            f"keyword arguments ({error}); let it take those that it needs by these names, and `**kwargs`."
         ) from None
 
 

@@ -100,8 +100,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, if what is loaded by the model's name is missing
-            and it has none, or if groups are to be exchanged that can't be.
+        `ValueError`: If the processing class pads audio on the wrong side, if something is to be loaded by the
+            name of a model that has none, or if groups are to be exchanged that can't be.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -432,8 +432,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
                 The quantile. In the loss, 1 minus `top_entropy_quantile`.
 
         Returns:
-            `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't trained
-            on. Shape `(B, C)`.
+            `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't
+            trained on. Shape `(B, C)`.
         """
         inputs = vars(self).get("_inputs")
         if inputs is None:  # not asked for the loss of a micro-batch

@@ -1129,8 +1129,8 @@ def own_config(config_class: type, args, model):
         return config_class(f"{name.split('/')[-1]}-{algorithm}")
     if not isinstance(args, config_class):
         raise TypeError(
-            f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those of this "
-            "package."
+            f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
+            "of this package."
         )
     return args
 
@@ -1144,14 +1144,15 @@ def _check_name(model, args, processing_class, ref_model, peft_config) -> None:
         raise ValueError(f"{lacks} its processor would be loaded; pass `processing_class`.")
     if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
-            f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or set "
-            "`beta=0`."
+            f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
+            "set `beta=0`."
         )
 
 
 def _check_takes_media(model, processing_class, args, *datasets) -> None:
     """A tokenizer does for text, of a model that takes media, too, but not for rows that have some."""
-    if isinstance(processing_class, ProcessorMixin) or not set(MODALITIES) & set(model.input_modalities):
+    takes_media = any(kind in model.input_modalities for kind in MODALITIES)
+    if isinstance(processing_class, ProcessorMixin) or not takes_media:
         return
     datasets = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
     for dataset in datasets:

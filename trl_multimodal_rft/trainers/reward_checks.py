@@ -65,8 +65,8 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
         values = list(rewards)
     except TypeError:  # also of arrays and tensors without a dimension
         raise ValueError(
-            f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None where "
-            "the reward doesn't apply."
+            f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None "
+            "where the reward doesn't apply."
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")

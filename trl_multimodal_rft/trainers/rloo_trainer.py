@@ -53,8 +53,8 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, or if what is loaded by the model's name is missing
-            and it has none.
+        `ValueError`: If the processing class pads audio on the wrong side, or if something is to be loaded by the
+            name of a model that has none.
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
