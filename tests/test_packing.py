@@ -13,6 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_multimodal_rft.media import encode_prompt, rows_to_messages
 from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt
 from trl_multimodal_rft.packing import (
+    Scores,
     attention,
     completion_scores,
     forward,
@@ -185,6 +186,28 @@ def test_load_balancing_loss(name):
     # one completion: the rows differ by the copy of the last prompt token and the last completion token only
     assert (packed - padded).abs() / padded < 0.1
     packed.backward()
+
+
+def test_rows_of_scores_stay_together():
+    numbers = torch.arange(12.0).reshape(4, 3)
+    scores = Scores(logps=numbers, values=-numbers, aux_loss=torch.tensor(2.0))
+    places = [[2, 0], [3], [1]]
+    parts = [scores.rows(own) for own in places]
+    parts[1].supervised = torch.ones(7, 5)
+    parts[2].aux_loss = None
+    joined = Scores.join(parts, places)
+    assert joined.logps.equal(numbers) and joined.values.equal(-numbers) and joined.entropies is None
+    assert joined.aux_loss == 2 and joined.supervised is parts[1].supervised
+    chosen = joined.rows(slice(2))
+    assert chosen.values.equal(-numbers[:2]) and chosen.aux_loss == 2 and chosen.supervised.shape == (7, 5)
+    with pytest.raises(ValueError, match="different shapes"):
+        Scores(logps=numbers, values=numbers[:3])
+    for wrong in ([[2, 0], [3]], [[2], [3, 0], [1]], [[2, 0, 4], [3], [1]]):
+        with pytest.raises(ValueError):
+            Scores.join(parts, wrong)
+    parts[0].supervised = parts[1].supervised
+    with pytest.raises(ValueError, match="2 of 3 parts have supervised rows"):
+        Scores.join(parts, places)
 
 
 def test_masked_completions_get_no_place():

@@ -2,6 +2,7 @@
 """The supervised loss beside the policy's: what is learned, of which rows, and how much it moves the weights."""
 
 import io
+from unittest import mock
 
 import pytest
 import soundfile
@@ -394,8 +395,10 @@ OPTIONS = {
 }
 
 
-def test_rows_of_a_run():
-    """Two for each micro-batch, in the order of the seed; of evaluations none."""
+def test_rows_of_a_run(monkeypatch):
+    """Two for each micro-batch, in the order of the seed, which is made once an epoch; of evaluations none."""
+    shuffled = mock.Mock(wraps=torch.randperm)
+    monkeypatch.setattr(torch, "randperm", shuffled)
     data = supervised("text")
     objects = {"ptx_dataset": data, "eval_dataset": text_rows(4)}
     options = {
@@ -408,7 +411,10 @@ def test_rows_of_a_run():
         "per_device_eval_batch_size": 4,
     }
     result = run(Supervised, "qwen2_5_vl", text_rows(), objects=objects, **options)
-    _, ids, mask = encoded(EndlessRows(data, 7).at(0, 20), "qwen2_5_vl")
+    assert [call.args[0] for call in shuffled.call_args_list].count(len(data)) == 4
+    # A run that goes on from a checkpoint relies on this order
+    places = [torch.randperm(5, generator=torch.Generator().manual_seed(7 + epoch)).tolist() for epoch in range(4)]
+    _, ids, mask = encoded([data[place] for epoch in places for place in epoch], "qwen2_5_vl")
     drawn = completions(ids, mask)
     assert result.trainer.rows == [drawn[i : i + 2] for i in range(0, 20, 2)]
     for epoch in range(4):

@@ -90,20 +90,27 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
     if lora is not None:
         names = linear_layers(FAMILIES[family].build()[0], lora)
         objects["peft_config"] = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
-    trainer, result = train(
-        folder,
-        family,
-        [{**columns, **each} for each in rows],
-        len(steps[0]) * GROUP // options.get("gradient_accumulation_steps", 1),
-        trainer_class,
-        end_ids=list(range(20, 400, 5)),
-        objects=objects,
-        **options,
-    )
+    with mock.patch.object(multimodal, "find_tower", wraps=multimodal.find_tower) as find_tower:
+        trainer, result = train(
+            folder,
+            family,
+            [{**columns, **each} for each in rows],
+            len(steps[0]) * GROUP // options.get("gradient_accumulation_steps", 1),
+            trainer_class,
+            end_ids=list(range(20, 400, 5)),
+            objects=objects,
+            **options,
+        )
     evaluations = [
         [entry["eval_reward"], entry["eval_entropy"]] for entry in trainer.state.log_history if "eval_reward" in entry
     ]
-    return {**result, "evaluations": evaluations, "samples": trainer.samples, "forwards": trainer.forwards}
+    return {
+        **result,
+        "evaluations": evaluations,
+        "samples": trainer.samples,
+        "forwards": trainer.forwards,
+        "searches": find_tower.call_count,
+    }
 
 
 # Rows

@@ -57,7 +57,7 @@ ENGINE_MATTERS = [
 ]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef"]
 # Means over micro-batches, which one process makes of other completions than two do
-MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean"]
+MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = [
     *["straddling_group", "straddling_groups", "mixed_rows", "in_forwards_apart", "rloo", *GREEDY, "greedy_apart"],
     *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],

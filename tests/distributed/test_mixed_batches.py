@@ -65,6 +65,12 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
         assert not any(beside for _, beside in alone[name][0]["forwards"]), name
     for rank in results["mixed_parts"] + results["mixed_parts_shared"]:
         assert all(step["token_budget/parts"] >= 2 for step in rank["steps"])
+    # What there is to train is found once a run, in the policy and where there is one in the critic
+    for name, kinds in ENCODERS.items():
+        n_towers = max(len(kinds), 1) * (2 if name == "mixed_critic" else 1)
+        assert all(rank["searches"] in ([n_towers] if engine == "ddp" else [0, n_towers]) for rank in results[name]), (
+            name
+        )
     # The media were in the earlier micro-batch, in the later one, and in one on each process
     held = [[own for own, _ in rank["forwards"]] for rank in results["mixed_accumulated"]]
     assert held == [[["image"], [], [], [], [], ["image"]], [[], [], [], ["image"], ["video"], []]]

@@ -55,6 +55,7 @@ class EndlessRows:
     def __init__(self, dataset: Dataset, seed: int):
         self.rows = FetchOnce(dataset)
         self.seed = seed
+        self._orders: dict[int, torch.Tensor] = {}  # of the epochs read last
 
     def at(self, start: int, n: int) -> list[dict]:
         """
@@ -69,11 +70,16 @@ class EndlessRows:
         Returns:
             `list[dict]`: The rows.
         """
-        size, orders = len(self.rows), {}
-        for epoch in range(start // size, (start + n - 1) // size + 1):
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            orders[epoch] = torch.randperm(size, generator=generator).tolist()
-        return self.rows.__getitems__([orders[place // size][place % size] for place in range(start, start + n)])
+        size = len(self.rows)
+        epochs = range(start // size, (start + n - 1) // size + 1)
+        self._orders = {
+            epoch: self._orders[epoch] if epoch in self._orders else self._order(epoch) for epoch in epochs
+        }
+        places = [divmod(place, size) for place in range(start, start + n)]
+        return self.rows.__getitems__([self._orders[epoch][place].item() for epoch, place in places])
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        return torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.seed + epoch))
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:

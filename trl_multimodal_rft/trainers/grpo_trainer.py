@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import nanmax, nanmin, use_adapter
+from trl.trainer.utils import use_adapter
 
 from ..algorithms.advantages import estimate_advantages, group_statistics
 from ..algorithms.entropy import high_entropy_mask
@@ -23,6 +23,7 @@ from ..replay import Group, ReplayBuffer, join_groups, split_groups
 from .fetch import EndlessRows
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin, own_config
+from .pending_metrics import PendingMetrics
 from .reward_checks import distinct_names
 
 
@@ -162,6 +163,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
+        self._pending = PendingMetrics(self.accelerator)  # metrics of the micro-batch
         self._kl_window = []  # what the controller gets at the end of the optimizer step
         self._exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
         if self._exchanges_groups and (rollout_func is not None or environment_factory is not None):
@@ -279,7 +281,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             live = live.live[live.index].to(rewards.device)
             if args.kl_in_reward:
                 kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
-                self._metrics[mode]["kl"].append(self._token_mean(kl, mask))
+                self._pending.add_token_mean(self._metrics[mode]["kl"].append, kl, mask)
+                self._pending.gather()
         if self.model.training and self._exchanges_groups:
             output["live"] = live[rows]
 
@@ -450,6 +453,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     # Loss
 
+    def compute_loss(self, *args, **kwargs):
+        self._pending.clear()
+        loss = super().compute_loss(*args, **kwargs)
+        self._pending.gather()
+        return loss
+
     def _compute_loss(self, model, inputs):
         self._entropy_weights = 1.0
         args = self.args
@@ -480,7 +489,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         if self._entropy_bonus_enabled and (own_policy or own_kl):  # with which TRL logs it
             # Like TRL, before the division by accumulation steps where the loss type has it
             scale = self._accumulation() if args.loss_type in MEAN_LOSS_TYPES else 1
-            metrics["policy_loss"][-1] += scale * self.accelerator.gather(own_loss.detach()).mean().item()
+            logged = metrics["policy_loss"]
+            self._pending.add(lambda mean: logged.append(logged.pop() + scale * mean), own_loss, torch.mean)
         loss = loss + own_loss
         if args.kl_target is not None and self.model.training:
             self._adapt_kl(logps, mask, inputs)
@@ -525,10 +535,10 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         low_clipped = (log_ratio < low) & (token_advantages < 0)
         high_clipped = (log_ratio > high) & (token_advantages > 0)
         for name, clipped in (("low", low_clipped), ("high", high_clipped), ("region", low_clipped | high_clipped)):
-            metrics[f"clip_ratio/{name}_mean"].append(self._token_mean(clipped.float(), mask))
-        for name, clipped, extreme in (("low_min", low_clipped, nanmin), ("high_max", high_clipped, nanmax)):
+            self._pending.add_token_mean(metrics[f"clip_ratio/{name}_mean"].append, clipped.float(), mask)
+        for name, clipped, largest in (("low_min", low_clipped, False), ("high_max", high_clipped, True)):
             per_completion = (clipped * mask).sum(1) / mask.sum(1)
-            metrics[f"clip_ratio/{name}"].append(extreme(self.accelerator.gather(per_completion)).item())
+            self._pending.add_extreme(metrics[f"clip_ratio/{name}"].append, per_completion, largest)
         return loss
 
     def _kl_loss(self, logps, old_logps, mask, inputs) -> torch.Tensor:
@@ -538,7 +548,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         # GMPO's is plain, as TRL's trainer for it has it
         if args.kl_estimator == "k3" and args.use_bias_correction_kl and args.loss_type != "gmpo":
             kl = kl * torch.where(mask.bool(), logps - old_logps, 0).exp()
-        self._metrics["train" if self.model.training else "eval"]["kl"].append(self._token_mean(kl, mask))
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        self._pending.add_token_mean(metrics["kl"].append, kl, mask)
         return self._aggregate(kl, mask, inputs)
 
     def _aggregate(self, values, mask, inputs) -> torch.Tensor:
@@ -577,12 +588,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         """Whether the controller hears of the completions at hand, which it does in their first epoch."""
         steps = self.args.steps_per_generation
         return self._step % (steps * self.num_iterations) < steps
-
-    def _token_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
-        """Mean over the valid tokens of all processes."""
-        total = torch.stack([torch.where(mask.bool(), values.detach(), 0).sum(), mask.sum().float()])
-        total, count = self.accelerator.reduce(total, reduction="sum").tolist()
-        return total / max(count, 1.0)
 
     # Checkpoints
 

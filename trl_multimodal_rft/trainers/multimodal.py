@@ -161,6 +161,7 @@ class MultimodalMixin:
         self._columns_seen: set[str] = set()
         # Datasets whose rows are looked at when the first ones come
         self._unseen = {name for name in ("train_dataset", "eval_dataset") if _is_unknown(kwargs.get(name))}
+        self._encoders_to_train: tuple[nn.Module, set[str]] | None = None  # and the wrapped model that they are of
         self._encoders_used: set[str] = set()  # kinds whose encoders got a gradient on any process
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
@@ -454,7 +455,13 @@ class MultimodalMixin:
         return self._companion_prompts[kind]
 
     def _trained_encoders(self) -> set[str]:
-        """Kinds whose media reach weights to train before the language model does."""
+        """Kinds whose media reach weights to train before the language model does, when an engine wraps the model."""
+        # It decides then, too, which gradients it waits for
+        if self._encoders_to_train is None or self._encoders_to_train[0] is not self.model_wrapped:
+            self._encoders_to_train = self.model_wrapped, self._find_trained_encoders()
+        return self._encoders_to_train[1]
+
+    def _find_trained_encoders(self) -> set[str]:
         policy = self._unwrapped(self.model)
         kinds = {kind for kind in ("image", "audio") if kind in policy.input_modalities}
         trained = set()

@@ -499,7 +499,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if supervised is not None:
             mask = supervised[2]
             likelihood = (scores.supervised * mask).sum() / mask.sum()
-            metrics["ptx_loss"].append(self.accelerator.gather(-likelihood.detach()).mean().item())
+            self._pending.add(metrics["ptx_loss"].append, -likelihood, torch.mean)
             loss = loss - args.ptx_coef * self._trains("policy") * likelihood / self._accumulation()
         if self.is_deepspeed_enabled and self._any_process(not loss.isfinite().item()):
             # It steps within the backward, before anybody has seen the gradient
@@ -534,8 +534,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         mask = self._loss_mask(inputs) * inputs["scorable"][:, None]
         plain = value_loss(values, inputs["old_values"], inputs["returns"])
         loss = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        metrics["value_loss"].append(self._token_mean(loss, mask))
-        metrics["value_clip_ratio"].append(self._token_mean((loss > plain).float(), mask))
+        self._pending.add_token_mean(metrics["value_loss"].append, loss, mask)
+        self._pending.add_token_mean(metrics["value_clip_ratio"].append, (loss > plain).float(), mask)
         return self._aggregate(loss, mask, inputs)
 
     def _log_policy(self, loss: torch.Tensor, inputs: dict[str, Any]) -> None:
@@ -543,12 +543,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         metrics, mask = self._metrics["train"], self._loss_mask(inputs)
         if not self._entropy_bonus_enabled:
             scale = self._accumulation() if self.args.loss_type in MEAN_LOSS_TYPES else 1
-            metrics["policy_loss"].append(scale * self.accelerator.gather(loss.detach()).mean().item())
+            self._pending.add(metrics["policy_loss"].append, scale * loss, torch.mean)
         ratio = self._log_ratio.exp()
-        metrics["ratio/mean"].append(self._token_mean(ratio, mask))
-        largest = torch.where(mask.bool(), ratio, 0).max()
-        metrics["ratio/max"].append(self.accelerator.gather(largest).max().item())
-        metrics["approx_kl"].append(self._token_mean(ratio - 1 - self._log_ratio, mask))
+        self._pending.add_token_mean(metrics["ratio/mean"].append, ratio, mask)
+        self._pending.add(metrics["ratio/max"].append, torch.where(mask.bool(), ratio, 0).max(), torch.max)
+        self._pending.add_token_mean(metrics["approx_kl"].append, ratio - 1 - self._log_ratio, mask)
         if self.accelerator.sync_gradients:
             if self.beta != 0 and self.args.kl_target is None:
                 metrics["kl_coef"].append(self.beta)
