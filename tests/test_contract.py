@@ -73,6 +73,8 @@ OVERRIDDEN = {
         "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"
     ),
     "transformers:Trainer._get_output_dir": "self trial",
+    "transformers:Trainer._get_grad_norm": "self model grad_norm",
+    "transformers:Trainer.save_model": "self output_dir _internal_call",
     "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
     "transformers:Trainer._finish_current_push": "self",
     "transformers:Trainer.init_hf_repo": "self token private",
@@ -89,8 +91,6 @@ OVERRIDDEN_PPO = {
     "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
     "transformers:Trainer.create_optimizer": "self model",
     "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
-    "transformers:Trainer._get_grad_norm": "self model grad_norm",
-    "transformers:Trainer.save_model": "self output_dir _internal_call",
     "transformers:Trainer._save": "self output_dir state_dict",
 }
 

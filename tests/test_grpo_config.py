@@ -319,6 +319,7 @@ MEDIA_AND_PACKING = {
     "max_logged_media",  # these two change no update, see test_media_logs.py
     "max_logged_megabytes",
     "self_check",
+    "max_skipped_updates",
 }
 TWICE = {"num_iterations": 2}
 WHITENED = {"advantage_estimator": "reinforce_baseline"}

@@ -445,6 +445,13 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
             assert counts == ({5} if is_critic else {3})  # no moments from before
 
 
+def test_coefficient_adapts_once_for_each_rollout_and_not_while_the_policy_is_frozen():
+    """Of five rollouts of one update in each of two epochs, the first is frozen, and of the second the first epoch."""
+    adaptive = {"beta": 0.1, "kl_in_reward": False, "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
+    result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 10})
+    assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)])
+
+
 def test_frozen_policy_leaves_the_gradient_norm_alone():
     """Or it would decide how far the critic's gradient is clipped."""
     result = ppo(
@@ -843,6 +850,31 @@ def test_too_many_skipped_updates_in_a_row_raise():
         broken(1, 2, 3, max_skipped_updates=2)
     with pytest.raises(FloatingPointError, match="The gradient of 1 updates in a row"):
         broken(1, max_skipped_updates=0)
+
+
+class BrokenReference(Ours):
+    """While the policy is frozen, its loss isn't finite."""
+
+    broken = True
+
+    def _compute_loss(self, model, inputs):
+        if self.broken and not self._trains("policy"):
+            inputs = {**inputs, "ref_per_token_logps": inputs["ref_per_token_logps"] * torch.nan}
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens_per_microbatch": 110}, {"shared_trunk": True}], ids=str)
+def test_loss_of_a_frozen_policy_does_not_count(options):
+    """Not even where it isn't finite."""
+    options = {"beta": 0.1, "kl_in_reward": False, "freezing_actor_steps": 2, **options}
+    results = []
+    for broken in (True, False):
+        trainer_class = type("Reference", (BrokenReference,), {"broken": broken})
+        results.append(ppo(trainer_class=trainer_class, objects=moved(FAMILY), **options, **{**TWICE, "max_steps": 3}))
+    assert logged(results[0], "skipped_updates") == [0, 0, 0]
+    assert [loss is None for loss in logged(results[0], "policy_loss")] == [True, True, False]  # which is NaN
+    assert all(norm(part) > 1e-3 for part in halves(results[0].update))
+    assert identical(results[0].update, results[1].update)
 
 
 # References

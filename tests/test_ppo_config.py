@@ -169,10 +169,9 @@ def test_schedule_that_follows_a_metric_is_refused():
         update_with((("value_lr_scheduler_type", "reduce_lr_on_plateau"),))
 
 
-# Every option changes a result. Those of updates that aren't finite, of the average and of supervised rows have tests of
-# their own.
+# Every option changes a result. Those of the average and of supervised rows have tests of their own.
 
-ELSEWHERE = {"max_skipped_updates", "ema_decay", "ptx_coef", "per_device_ptx_batch_size"}
+ELSEWHERE = {"ema_decay", "ptx_coef", "per_device_ptx_batch_size"}
 LINEAR = {"value_lr_scheduler_type": "linear"}
 PAIRS = {
     "advantage_estimator": ({}, {"advantage_estimator": "reinforce"}),

@@ -299,6 +299,18 @@ def test_checkpoint_without_state_goes_on_with_new_completions(straight, tmp_pat
     assert trainer.trained_on != rest(uninterrupted, 6)
 
 
+def test_reference_that_follows_the_policy_must_be_there(straight, tmp_path):
+    case = CASES["synchronised reference"]
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(checkpoint(straight("synchronised reference"), 3), folder)
+    shutil.rmtree(folder / "ref_model")
+    with pytest.raises(ValueError, match="checkpoint-3 has no folder 'ref_model' with a reference that follows"):
+        case.make(tmp_path, save_strategy="no").train(resume_from_checkpoint=str(folder))
+    trainer = case.make(tmp_path, save_strategy="no", sync_ref_model=False)
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
 class Foreign:
     """Makes a folder when it is unpickled."""
 

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import hashlib
+import shutil
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -11,6 +12,7 @@ from accelerate.state import AcceleratorState
 from families import FAMILIES
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
+    ENGINE,
     GROUP,
     SHORT_AND_LONG,
     InjectingRLOO,
@@ -22,14 +24,14 @@ from training import (
     train,
     weights,
 )
-from transformers import AutoProcessor
+from transformers import AutoProcessor, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.actors import Actor
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, local_part, save_rollout_state
 
 
 # Scenarios that one process and two train alike
@@ -113,6 +115,48 @@ def token_budget(folder, trainer_class=PartsTrainer):
 
 def rloo_token_budget(folder):
     return token_budget(folder, PartsRLOO)
+
+
+class BreakingTrainer(InjectingTrainer):
+    """In some steps the first micro-batch of the first process has a gradient that isn't finite."""
+
+    broken = (1,)
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        breaks = self.state.global_step in self.broken and self._step % 2 == 0
+        return loss * torch.nan if breaks and self.accelerator.is_main_process else loss
+
+
+class Poison(TrainerCallback):
+    """After the second step, the last process holds a weight that isn't finite."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2 and PartialState().is_last_process:
+            with torch.no_grad():
+                local_part(model.get_output_embeddings().weight).view(-1)[7] = torch.nan
+
+
+def not_finite(folder):
+    """An update that is skipped between others, as many in a row as end a run, and weights that aren't saved."""
+    options = {**REUSED, "lr_scheduler_type": "linear", "weight_decay": 0.1, "gradient_checkpointing": True}
+    _, result = train(folder / "once", "qwen2_5_vl", image_rows(), 2 * GROUP, BreakingTrainer, **options)
+    errors = []
+    for name, own, saving in (("twice", {"max_skipped_updates": 0}, {}), ("poisoned", {}, {"callbacks": [Poison()]})):
+        trainer_class = InjectingTrainer if saving else BreakingTrainer
+        own |= {"save_strategy": "steps", "save_steps": 1}
+        try:
+            train(
+                folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, trainer_class, objects=saving, **options, **own
+            )
+        except FloatingPointError as error:
+            errors.append(str(error))
+        PartialState().wait_for_everyone()
+    saved = [
+        sorted(each.name for each in (folder / name / "output").iterdir() if each.is_dir())
+        for name in ("twice", "poisoned")
+    ]
+    return {**result, "errors": errors, "saved": saved}
 
 
 # Losses beside those of TRL's default and of the algorithms below
@@ -274,6 +318,41 @@ def resumed(folder):
         **result,
         "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
         "logs": logs,
+    }
+
+
+def resumed_reference(folder):
+    """The reference has followed the policy before the stop, and does after it."""
+    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    options |= {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4, "num_iterations": 2}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainers, updates = [], []
+    for name, own in (("straight", saving), ("again", {"checkpoint": folder / "straight/output/checkpoint-3"})):
+        trainer, result = train(folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **own)
+        PartialState().wait_for_everyone()
+        trainers.append(trainer)
+        updates.append(result["update"])
+    references = [weights(trainer.accelerator.unwrap_model(trainer.ref_model)) for trainer in trainers]
+    first = weights(FAMILIES["qwen2_5_vl"].build()[0]) if ENGINE != "zero3" else None
+    message = ""
+    if PartialState().is_main_process:
+        shutil.rmtree(folder / "straight/output/checkpoint-3/ref_model")
+    PartialState().wait_for_everyone()
+    try:
+        train(folder / "without", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **own)
+    except ValueError as error:
+        message = str(error)
+    return {
+        **result,
+        "otherwise": [
+            name
+            for a, b in (updates, references)
+            for name in a | b
+            if name not in b or not torch.equal(a[name], b[name])
+        ],
+        "moved": first is None or any(not torch.equal(first[name], references[0][name]) for name in first),
+        "kl": [step["kl"] for step in result["steps"]],
+        "message": message,
     }
 
 

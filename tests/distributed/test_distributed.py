@@ -238,6 +238,21 @@ def test_positions_of_the_encoder_are_not_trained(two):
     assert [v.any() for name, v in two[0]["update"].items() if "audio_tower.embed_positions" in name] == [False]
 
 
+@on(["ddp", *PARTS], "not_finite")
+def test_what_is_not_finite_is_neither_trained_on_nor_saved(two, one):
+    """On no engine: an update is skipped as on one process, too many end the run, and checkpoints stay whole."""
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    for rank in two:
+        assert [step["skipped_updates"] for step in rank["steps"]] == [0, 1, 0, 0]
+        assert [step["learning_rate"] for step in rank["steps"]] == pytest.approx([0.5, 0.375, 0.25, 0.125])
+        too_many, not_saved = rank["errors"]
+        assert too_many.startswith("The gradient of 1 updates in a row isn't finite.")
+        assert not_saved.startswith("Weights aren't finite after step 2, ")
+        assert rank["saved"] == [["checkpoint-1"], ["checkpoint-1"]]
+    assert "such as 'lm_head.weight'" in two[1]["errors"][1]
+
+
 @on(["ddp"], "own_estimator")
 def test_estimator_gets_the_whole_batch_on_each_process(two, one):
     first, second, alone = (rank["estimated"] for rank in (*two, *one))
@@ -347,6 +362,15 @@ def test_resumed_run_is_the_uninterrupted_run(two):
         assert rank["otherwise"] == []
         assert rank["logs"][0] == rank["logs"][1]
     assert any(step.get("replay/frac", 0) > 0 for step in two[0]["logs"][0][3:])
+
+
+@on(["ddp", *PARTS], "resumed_reference")
+def test_reference_that_follows_the_policy_is_restored(two):
+    assert_same_ranks(two)
+    for rank in two:
+        assert rank["otherwise"] == []
+        assert rank["moved"] and rank["kl"][-1] > 1e-6
+        assert "has no folder 'ref_model' with a reference that follows the policy" in rank["message"]
 
 
 @on(["ddp"], "resumed_by_more")

@@ -5,6 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from ..replay import SAVED_CLASSES
 
@@ -43,3 +51,69 @@ def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, 
         return None
     with torch.serialization.safe_globals([*SAVED_CLASSES]):
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def save_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path, is_main_process: bool) -> None:
+    """
+    Saves a model as `from_pretrained` reads it, also where processes hold its weights in part. All of them have to call
+    this.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the model.
+        model (`torch.nn.Module`):
+            Model as prepared by it, or by TRL's functions for models that aren't trained.
+        folder (`str` or `Path`):
+            Folder.
+        is_main_process (`bool`):
+            Whether this process writes.
+    """
+    state = None
+    if is_deepspeed_zero3_enabled():
+        state = model._zero3_consolidated_16bit_state_dict()  # in the dtype that the weights have
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        state = accelerator.get_state_dict(model)
+    if is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state)
+
+
+def load_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
+    """
+    Gives a model the weights that are saved in a folder. All processes have to call this.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the model.
+        model (`torch.nn.Module`):
+            Model as in [`save_whole`].
+        folder (`str` or `Path`):
+            Folder.
+    """
+    model = accelerator.unwrap_model(model)
+    model_class = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # On other processes, transformers may leave out what it loads
+        first = accelerator.is_main_process
+        state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        return
+    saved = model_class.from_pretrained(folder, dtype=model.dtype)
+    if is_deepspeed_zero3_enabled():  # which has split what was loaded, too
+        SyncRefModelCallback.sync_target_model(saved, model, 1.0)
+    else:
+        model.load_state_dict(saved.state_dict())
+
+
+def local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """
+    What this process holds of a parameter.
+
+    Args:
+        parameter (`torch.nn.Parameter`):
+            Parameter of a model on any engine.
+
+    Returns:
+        `torch.Tensor`: The part; without an engine that splits weights, all of it.
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

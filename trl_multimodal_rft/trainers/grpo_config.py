@@ -63,7 +63,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts at
             `beta`. `None` keeps the coefficient.
         kl_horizon (`int`, *optional*, defaults to `10000`):
-            Number of completions over which the adaptive controller adapts.
+            Number of completions, each counted in its first epoch, over which the adaptive controller adapts.
 
         > Parameters that control the loss
 

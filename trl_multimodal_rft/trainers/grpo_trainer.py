@@ -319,9 +319,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         """Rows of all processes, padded on the right."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
 
-    def _any_process(self, condition: bool) -> bool:
-        return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
-
     # Groups without signal
 
     def _exchange_groups(self, batch: dict[str, Any]) -> dict[str, Any]:

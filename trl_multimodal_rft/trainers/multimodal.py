@@ -2,6 +2,7 @@
 """The seam with TRL: everything this package overrides in TRL's trainers."""
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -61,7 +62,7 @@ from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, 
 from ..packing.scores import Scores
 from ..rewards import RewardModel
 from ..rollout import generate_in_parts, trim_after_eos
-from .checkpoint import load_rollout_state, save_rollout_state
+from .checkpoint import load_rollout_state, load_whole, local_part, save_rollout_state, save_whole
 from .fetch import FetchOnce
 from .hub import explain, explained, how_to_upload, private_files, uploads
 from .media_logs import MediaLog, log_completions
@@ -167,6 +168,7 @@ class MultimodalMixin:
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         self._media_log: MediaLog | None = None  # what the tables of completions show
         self._own_tokens = placeholder_tokens(model, processing_class)
+        self._n_skipped = 0  # updates skipped in a row
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
@@ -721,6 +723,58 @@ class MultimodalMixin:
         parts = split_samples(samples, apart)
         return self._most_over_ranks([_kinds([samples[i] for i in part]) for part in parts], apart)
 
+    def _any_process(self, condition: bool) -> bool:
+        return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
+
+    # Numbers that aren't finite
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Leaves out an update whose gradient isn't finite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        # The same on all processes, which hold the same gradient. DeepSpeed may have no norm, or -1.
+        skipped = norm is not None and not (math.isfinite(norm) and norm >= 0)
+        scaler = self.accelerator.scaler
+        if skipped and self.accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() > 1):
+            skipped = False  # the scale of the loss is why; it is lowered, and the step left out, by the scaler
+        elif skipped:
+            self._skip_update()
+        else:
+            self._n_skipped = 0
+        self._metrics["train"]["skipped_updates"].append(float(skipped))
+        return norm
+
+    def _skip_update(self) -> None:
+        step = self.state.global_step
+        if self.is_deepspeed_enabled:
+            if not self.accelerator.optimizer_step_was_skipped:
+                raise FloatingPointError(
+                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Go on from a checkpoint, with "
+                    "`bf16.check_grad_overflow` and `zero_optimization.compute_grad_norm` as they are by default."
+                )
+            self.optimizer.optimizer.overflow = False  # so that the schedule goes on, as without DeepSpeed
+        self._n_skipped += 1
+        if self._n_skipped > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
+                f"{step - self._n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
+            )
+        self.optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
+
+    @torch.no_grad()
+    def _check_weights(self, folder: str | None) -> None:
+        """Refuses to save what can't be trained or used any more. All processes have to call this."""
+        trained = {name: local_part(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {name: value for name, value in trained.items() if value.numel() > 0}
+        # The largest weight isn't finite if one isn't
+        largest = nn.utils.get_total_norm(trained.values(), math.inf)
+        if self._any_process(not largest.isfinite().item()):
+            broken = [name for name, value in trained.items() if not value.isfinite().all()]
+            raise FloatingPointError(
+                f"Weights aren't finite after step {self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so "
+                f"the model isn't saved in {folder or self.args.output_dir!r}; what is saved there stays. Go on from an "
+                "earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+            )
+
     # Logs
 
     def log(self, logs, start_time=None):
@@ -881,6 +935,7 @@ class MultimodalMixin:
             "metrics": dict(self._metrics["train"]),
             "self_check": None if self._self_check is None else asdict(self._self_check),
             "remedies": asdict(self._remedies),
+            "n_skipped": self._n_skipped,
         }
 
     def _batches(self) -> dict[str, Any]:
@@ -914,6 +969,21 @@ class MultimodalMixin:
         self._remedies = Remedies(**state["remedies"])
         if state["self_check"] is not None:
             self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
+        self._n_skipped = state.get("n_skipped", 0)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Saves the model and its processor. All processes have to call this.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder. Defaults to the `output_dir` of the config.
+
+        Raises:
+            `FloatingPointError`: If weights aren't finite. What the folder holds stays as it is.
+        """
+        self._check_weights(output_dir)
+        super().save_model(output_dir, _internal_call)
 
     def _get_output_dir(self, trial):
         return super()._get_output_dir(trial) if self._partial is None else str(self._partial)
@@ -968,13 +1038,21 @@ class MultimodalMixin:
     def _save_beside_model(self, folder: Path) -> None:
         """Adds to a checkpoint what TRL leaves out."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
-        if self.args.sync_ref_model and self._is_whole and self.args.should_save:
-            self._unwrapped(self.ref_model).save_pretrained(folder / _REFERENCE)
+        if self.args.sync_ref_model:
+            save_whole(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        if self.args.sync_ref_model:
+            if not Path(checkpoint, _REFERENCE).is_dir():
+                raise ValueError(
+                    f"{checkpoint} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
+                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved with it "
+                    "and without `save_only_model`, or set `sync_ref_model=False`."
+                )
+            load_whole(self.accelerator, self.ref_model, Path(checkpoint, _REFERENCE))
         # A process that the run before hadn't takes what is the same for all from the first
         state = load_rollout_state(checkpoint, self.accelerator.process_index) or load_rollout_state(checkpoint, 0)
         if state is None:
@@ -984,26 +1062,22 @@ class MultimodalMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._reload_weights(self.model, resume_from_checkpoint)
-        if self.args.sync_ref_model:
-            self._reload_weights(self.ref_model, Path(resume_from_checkpoint, _REFERENCE))
+        self._reload_weights(resume_from_checkpoint)
 
     def _load_best_model(self):
         super()._load_best_model()
-        self._reload_weights(self.model, self.state.best_model_checkpoint)
+        self._reload_weights(self.state.best_model_checkpoint)
 
     @property
     def _is_whole(self) -> bool:
         """Whether each process holds all weights."""
         return not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
 
-    def _reload_weights(self, model, folder: str | Path) -> None:
+    def _reload_weights(self, folder: str | Path) -> None:
         # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and restores
         # nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
-        model = self.accelerator.unwrap_model(model)
-        if self._is_whole and not is_peft_model(model):
-            saved = type(model).from_pretrained(folder, dtype=model.dtype)
-            model.load_state_dict(saved.state_dict())
+        if self._is_whole and not is_peft_model(self.accelerator.unwrap_model(self.model)):
+            load_whole(self.accelerator, self.model, folder)
 
     # Hub
 

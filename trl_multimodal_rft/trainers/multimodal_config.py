@@ -52,6 +52,8 @@ class MultimodalArguments:
             Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
             that the media change the log-probabilities, that prompts in one row don't see each other, and that
             recomputed log-probabilities are those of sampling.
+        max_skipped_updates (`int`, *optional*, defaults to `5`):
+            Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
@@ -112,6 +114,10 @@ class MultimodalArguments:
             "are those of sampling."
         },
     )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,6 +134,8 @@ class MultimodalArguments:
             )
         if self.max_logged_megabytes <= 0:
             raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
+        if self.max_skipped_updates < 0:
+            raise ValueError(f"`max_skipped_updates` must be at least 0, got {self.max_skipped_updates}.")
 
     def __getstate__(self):
         # Saved with the model, and published with it

@@ -53,8 +53,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
 
         num_ppo_epochs (`int`, *optional*, defaults to `4`):
             Number of times each batch of completions is trained on, in another order each time.
-        max_skipped_updates (`int`, *optional*, defaults to `5`):
-            Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
         ema_decay (`float`, *optional*):
             Decay of an exponential moving average of the policy's weights, per optimizer step, such as 0.992. It is saved
             in the folder `ema` beside the model. `None` keeps none.
@@ -108,10 +106,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     num_ppo_epochs: int = field(
         default=4, metadata={"help": "Number of times each batch of completions is trained on."}
     )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
-    )
     ema_decay: float | None = field(
         default=None,
         metadata={"help": "Decay of an exponential moving average of the policy's weights, per optimizer step."},
@@ -143,7 +137,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             ("value_warmup_steps", 0),
             ("freezing_actor_steps", 0),
             ("num_ppo_epochs", 1),
-            ("max_skipped_updates", 0),
             ("ptx_coef", 0),
             ("per_device_ptx_batch_size", 1),
         ):

@@ -213,7 +213,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._joint: dict[str, Any] | None = None  # what the forward of an update takes and gives beside the policy's
         self._critic_groups: list[bool] = []  # which parameter groups of the optimizer are the critic's
         self._trained = {"policy", "critic"}  # what an update may change
-        self._n_skipped = 0  # updates skipped in a row
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.__class__ = _SyncPolicy
@@ -380,21 +379,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
         return part in self._trained and not frozen
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
-        if math.isfinite(norm):
-            self._n_skipped = 0
-        else:
-            # The same on all processes, which hold the same gradient
-            self._n_skipped += 1
-            if self._n_skipped > self.args.max_skipped_updates:
-                raise FloatingPointError(
-                    f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
-                    f"{self.state.global_step - self._n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
-                )
-            self.optimizer.zero_grad()
-        self._metrics["train"]["skipped_updates"].append(float(not math.isfinite(norm)))
-        return norm
+    def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """
+        The loss of a part from its scores, or a zero in its place, whatever the loss is: engines wait for the gradients of
+        all weights.
+        """
+        return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
 
     # Rollout
 
@@ -492,19 +482,26 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         finally:
             self._joint = None
         self._log_policy(policy_loss, inputs)
-        # Times 0 rather than left out: engines wait for the gradients of all weights
-        loss = policy_loss * self._trains("policy")
+        loss = self._if_trained("policy", policy_loss, scores.logps)
         if self.critic is not None:
-            loss = loss + args.vf_coef * self._trains("critic") * self._value_loss(scores.values, inputs)
+            values = scores.values
+            loss = loss + args.vf_coef * self._if_trained("critic", self._value_loss(values, inputs), values)
         if supervised is not None:
             mask = supervised[2]
             likelihood = (scores.supervised * mask).sum() / mask.sum()
             self._pending.add(metrics["ptx_loss"].append, -likelihood, torch.mean)
-            loss = loss - args.ptx_coef * self._trains("policy") * likelihood / self._accumulation()
-        if self.is_deepspeed_enabled and self._any_process(not loss.isfinite().item()):
-            # It steps within the backward, before anybody has seen the gradient
-            raise FloatingPointError(f"The loss isn't finite at step {self.state.global_step}.")
+            likelihood = self._if_trained("policy", likelihood, scores.supervised)
+            loss = loss - args.ptx_coef * likelihood / self._accumulation()
         return loss
+
+    def _counts_for_kl(self):
+        return self._trains("policy") and super()._counts_for_kl()
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._joint is not None:
+            self._joint["logps"] = scores[0]
+        return scores
 
     def _score(self, model, *args, **overrides):
         if self._joint is None:
@@ -687,13 +684,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _batches(self) -> dict[str, Any]:
         args = self.args
         return {**super()._batches(), "gae": [args.gamma, args.lam, args.bootstrap_truncated]}
-
-    def _rollout_state(self) -> dict[str, Any]:
-        return {**super()._rollout_state(), "n_skipped": self._n_skipped}
-
-    def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        super()._load_rollout_state(state)
-        self._n_skipped = state["n_skipped"]
 
 
 class _Averaging(TrainerCallback):
