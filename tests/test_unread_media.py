@@ -11,6 +11,7 @@ from accelerate.logging import MultiProcessAdapter
 from datasets import Audio, Dataset, Image, IterableDataset, load_dataset, load_from_disk
 from families import FAMILIES, RATE, audio, image, video
 from trainer_utils import InjectedOurs, load, make_trainer, run, sound, text_rows, with_media
+from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOTrainer, MultimodalRLOOTrainer
@@ -269,6 +270,12 @@ def test_ignored_columns_are_names(value, message, tmp_path):
     for config in (partial(MultimodalGRPOConfig, str(tmp_path), use_cpu=True, bf16=False), EvaluationConfig):
         with pytest.raises(ValueError, match=f"`ignored_media_columns`.*{message}"):
             config(ignored_media_columns=value)
+
+
+def test_ignored_columns_from_the_command_line():
+    line = "--output_dir out --use_cpu true --bf16 false --ignored_media_columns audio reference"
+    (args,) = TrlParser(MultimodalGRPOConfig).parse_args_and_config(line.split())
+    assert args.ignored_media_columns == ["audio", "reference"]
 
 
 # Prompts by other names

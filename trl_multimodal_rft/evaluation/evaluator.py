@@ -99,13 +99,13 @@ class EvaluationConfig:
             Smallest value of the first reward function at which a completion counts as correct.
         group_by (`str`, *optional*):
             Column by whose values accuracy is told apart too, such as `"task"` of MMAU.
-        ignored_media_columns (`list[str]`, *optional*):
-            Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default those of the
-            trainer, if there is one.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
             Seed of sampling. Each batch has its own seed, made of this one and of its place.
+        ignored_media_columns (`list[str]`, *optional*):
+            Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default those of the
+            trainer, if there is one.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -130,11 +130,11 @@ class EvaluationConfig:
     group_by: str | None = field(
         default=None, metadata={"help": "Column by whose values accuracy is told apart too, such as `task` of MMAU."}
     )
+    confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
+    seed: int = field(default=0, metadata={"help": "Seed of sampling."})
     ignored_media_columns: list[str] | None = field(
         default=None, metadata={"help": "Columns with media that only reward functions read."}
     )
-    confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
-    seed: int = field(default=0, metadata={"help": "Seed of sampling."})
 
     def __post_init__(self):
         for name in ("num_samples", "max_completion_length", "batch_size"):

@@ -460,7 +460,7 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         )
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
-    beside = next((key for key in message if key in _MEDIA_KEYS and message[key]), None)
+    beside = next((key for key in message if key in _MEDIA_KEYS and _is_stray(key, message[key], False)), None)
     if isinstance(content, list):
         message["content"] = [_parse_block(block, f"{where}.content[{b}]", row) for b, block in enumerate(content)]
     elif not isinstance(content, str) and next(find_media(content), None) is not None:

@@ -98,14 +98,14 @@ class ExperienceConfig:
             For `"gae"`, whether the critic's value stands for what would have come after a response that was cut off.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
-        ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
-            Columns with media that only reward functions read, `audio`, `image` and `video` included.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
         accelerator ([`~accelerate.Accelerator`], *optional*):
             With several processes, statistics are those of all. Policies and critics score in its mixed precision.
+        ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
+            Columns with media that only reward functions read, `audio`, `image` and `video` included.
 
     Raises:
         `ValueError`: If an argument has no such value, or if the estimator needs several responses to a prompt.
@@ -123,10 +123,10 @@ class ExperienceConfig:
     reward_clip_range: tuple[float, float] | None = None
     bootstrap_truncated: bool = False
     audio_overlong: str = "raise"
-    ignored_media_columns: Sequence[str] = ()
     label_column: str = "labels"
     progress: bool = True
     accelerator: Accelerator | None = None
+    ignored_media_columns: Sequence[str] = ()
 
     def __post_init__(self):
         self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
