@@ -20,6 +20,7 @@ from training import (
     RecordingTrainer,
     RemembersParts,
     audio_rows,
+    engine_options,
     image_rows,
     train,
     weights,
@@ -152,6 +153,13 @@ def not_finite(folder):
         except FloatingPointError as error:
             errors.append(str(error))
         PartialState().wait_for_everyone()
+    unchecked = engine_options(PartialState())
+    if "deepspeed" in unchecked:
+        unchecked["deepspeed"]["zero_optimization"]["compute_grad_norm"] = False
+        try:
+            train(folder / "unchecked", "qwen2_5_vl", image_rows(), 2 * GROUP, **unchecked)
+        except ValueError as error:
+            errors.append(str(error))
     saved = [
         sorted(each.name for each in (folder / name / "output").iterdir() if each.is_dir())
         for name in ("twice", "poisoned")

@@ -239,17 +239,19 @@ def test_positions_of_the_encoder_are_not_trained(two):
 
 
 @on(["ddp", *PARTS], "not_finite")
-def test_what_is_not_finite_is_neither_trained_on_nor_saved(two, one):
+def test_what_is_not_finite_is_neither_trained_on_nor_saved(two, one, engine):
     """On no engine: an update is skipped as on one process, too many end the run, and checkpoints stay whole."""
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
     for rank in two:
         assert [step["skipped_updates"] for step in rank["steps"]] == [0, 1, 0, 0]
         assert [step["learning_rate"] for step in rank["steps"]] == pytest.approx([0.5, 0.375, 0.25, 0.125])
-        too_many, not_saved = rank["errors"]
+        too_many, not_saved, *unchecked = rank["errors"]
         assert too_many.startswith("The gradient of 1 updates in a row isn't finite.")
         assert not_saved.startswith("Weights aren't finite after step 2, ")
         assert rank["saved"] == [["checkpoint-1"], ["checkpoint-1"]]
+        assert len(unchecked) == engine.startswith("zero")
+        assert all(message.startswith("`zero_optimization.compute_grad_norm` is false") for message in unchecked)
     assert "such as 'lm_head.weight'" in two[1]["errors"][1]
 
 

@@ -111,6 +111,7 @@ class MultimodalMixin:
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
         _refuse_runs_apart(args)
+        _refuse_unchecked_steps(args)
         if kwargs.get("environment_factory") is None:  # environments read what columns they like
             warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
         set_seed(args.seed)  # as TRL does before it loads a model
@@ -748,8 +749,8 @@ class MultimodalMixin:
         if self.is_deepspeed_enabled:
             if not self.accelerator.optimizer_step_was_skipped:
                 raise FloatingPointError(
-                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Go on from a checkpoint, with "
-                    "`bf16.check_grad_overflow` and `zero_optimization.compute_grad_norm` as they are by default."
+                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Go on from a checkpoint, with ZeRO-1, "
+                    "2 or 3, which leave out such steps."
                 )
             self.optimizer.optimizer.overflow = False  # so that the schedule goes on, as without DeepSpeed
         self._n_skipped += 1
@@ -1294,6 +1295,17 @@ def _refuse_runs_apart(args) -> None:
             f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
             f"with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )
+
+
+def _refuse_unchecked_steps(args) -> None:
+    """DeepSpeed steps before anybody else has seen the gradient, so that only its own checks can leave out an update."""
+    config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if config.get(section, {}).get(option) is False:
+            raise ValueError(
+                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that aren't "
+                "finite; remove it."
+            )
 
 
 def _model_of(actor: Actor, args) -> nn.Module:
