@@ -168,7 +168,6 @@ class MultimodalMixin:
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         self._media_log: MediaLog | None = None  # what the tables of completions show
-        self._own_tokens = placeholder_tokens(model, processing_class)
         self._n_skipped = 0  # updates skipped in a row
         placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
         if args.use_vllm and placeholders:
@@ -193,6 +192,7 @@ class MultimodalMixin:
                 quantization_config=quantization_config,
                 **kwargs,
             )
+        self._own_tokens = placeholder_tokens(model, self.processing_class)
         self.reward_func_names = distinct_names(self.reward_func_names)
         for i, loaded in enumerate(loaded_rewards):
             if isinstance(self.reward_funcs[i], nn.Module):

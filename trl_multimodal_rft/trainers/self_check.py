@@ -352,9 +352,9 @@ class _Check:
         if trainer.use_vllm:
             return self._scripted(prompt)
         config = copy.deepcopy(trainer.generation_config)
-        config.update(
-            max_new_tokens=_NEW_TOKENS, min_new_tokens=None, return_dict_in_generate=True, output_logits=True
-        )
+        # Beams have logits of their own
+        config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
+        config.update(return_dict_in_generate=True, output_logits=True)
         output = self._attempt(
             "sampling",
             lambda: trainer._sample_completions([prompt, prompt], config, self.remedies.share_prefill),
