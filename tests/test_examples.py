@@ -46,7 +46,7 @@ def check_results(output_dir, output, *more):
     assert (output_dir / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     assert re.findall(r"'eval_accuracy': '?(\d[\d.e-]*)", output)[0] == f"{metrics['accuracy_before']:.4g}"
     card = (output_dir / "README.md").read_text()
-    assert "self-check: packed = padded" in card and "trl-multimodal-rft" in card
+    assert "self-check: features = processor's" in card and "trl-multimodal-rft" in card
     assert re.search(r"Accuracy on held-out \w+ before training: \d+\.\d%", output)
     assert "'reward':" in output and "'packing/shared_frac':" in output
 
