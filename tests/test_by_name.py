@@ -331,7 +331,7 @@ def test_sounds_move_log_probs_by_name_as_by_instance(tmp_path):
         ]
         ids = torch.tensor([[60, 61, 62]] * 2)
         with torch.no_grad():
-            logps = trainer._score(trainer.model, prompts, ids, torch.ones_like(ids), packed=False)[0]
+            logps = trainer._score(trainer.model, prompts, ids, torch.ones_like(ids), packed=False).logps
         moved.append(logps[0] - logps[1])
     assert torch.equal(*moved) and moved[0].abs().max() > 0.5
 

@@ -361,7 +361,8 @@ def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
     monkeypatch.setattr(layout, "MASK_ENTRIES", 0)
-    packed_logps, packed_entropies, _ = packed_scores(model, model, prompts, ids, mask)
+    packed = packed_scores(model, model, prompts, ids, mask)
+    packed_logps, packed_entropies = packed.logps, packed.entropies
     packed_grads = backward(model, packed_logps, packed_entropies, mask)
     assert (packed_logps - logps * mask).abs().max() <= 1e-5
     assert (packed_entropies - entropies * mask).abs().max() <= 1e-5
@@ -371,7 +372,7 @@ def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
 def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     model, prompts = build("qwen2_5_vl")
     ids, mask = random_completions(len(prompts))
-    expected, _, _ = packed_scores(model, model, prompts, ids, mask)
+    expected = packed_scores(model, model, prompts, ids, mask).logps
     assert held_masks(layouts[0]) > 0
     monkeypatch.setattr(
         attention, "_takes_varlen", lambda base, query, kind, layout, **_: kind in layout.causal_layers
@@ -379,7 +380,7 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     monkeypatch.setattr(
         attention, "varlen_attn", lambda q, k, v, starts, ends, *_, **__: slow_varlen(q, k, v, starts, ends)
     )
-    logps, _, _ = packed_scores(model, model, prompts, ids, mask)
+    logps = packed_scores(model, model, prompts, ids, mask).logps
     assert (logps - expected).abs().max() <= 1e-5
     assert held_masks(layouts[1]) == 0
 
@@ -397,7 +398,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     sizes = [len(prompt) for prompt in group_by_prompt(prompts)]
     ids, mask = random_completions(len(prompts), 240)
     longest = int(mask.sum(1).max())
-    logps, _, _ = packed_scores(model, model, prompts, ids, mask)
+    logps = packed_scores(model, model, prompts, ids, mask).logps
     held = held_masks(layouts[0])
     if name == "qwen2_5_vl":
         limit = 4 * longest * (max(sizes) + longest)

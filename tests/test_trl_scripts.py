@@ -179,7 +179,12 @@ class Remember(hf.TrainerCallback):
         self.seen = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.seen.append((state.global_step, sorted(key for key in logs if not key.startswith("packing/"))))
+        self.seen.append(
+            (
+                state.global_step,
+                sorted(key for key in logs if key != "skipped_updates" and not key.startswith("packing/")),
+            )
+        )
 
 
 # What each script changes: arguments of the trainer and, all others, of the config. A function makes them afresh.

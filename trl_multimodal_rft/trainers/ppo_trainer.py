@@ -478,11 +478,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._joint = {"inputs": inputs, "supervised": supervised}
         try:
             policy_loss = super()._compute_loss(model, inputs)
-            scores = self._joint["scores"]
+            scores, logps = self._joint["scores"], self._joint["logps"]
         finally:
             self._joint = None
         self._log_policy(policy_loss, inputs)
-        loss = self._if_trained("policy", policy_loss, scores.logps)
+        loss = self._if_trained("policy", policy_loss, logps)
         if self.critic is not None:
             values = scores.values
             loss = loss + args.vf_coef * self._if_trained("critic", self._value_loss(values, inputs), values)
