@@ -31,12 +31,6 @@ AUDIO_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention
 AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
 
 
-def _whisper_tokens(model, frames):
-    encoder = model.get_encoder(modality="audio")
-    rule = getattr(encoder, "_get_feat_extract_output_lengths", None)
-    return None if rule is None else rule(frames)[1]
-
-
 def _qwen3_omni_tokens(model, frames):
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
@@ -68,7 +62,7 @@ class Family:
         audio_limit (`Callable`, *optional*):
             From a processor to the seconds after which it cuts audio without a word. The others split long audio in windows.
         audio_tokens (`Callable`, *optional*):
-            From a model and the sums of a mask of audio to the tokens of each clip, `None` if that can't be told.
+            From a model and the sums of its mask of audio to the tokens of each clip, where Whisper's rule isn't it.
         has_frame_mask (`bool`, *optional*, defaults to `True`):
             Whether the mask of audio is one of frames, so that all ones stand for it where it is left out.
         takes_base64_audio (`bool`, *optional*, defaults to `False`):
@@ -88,7 +82,7 @@ class Family:
     token_field_fill: Mapping[str, int] = field(default_factory=dict)
     token_fields_mark_media: bool = True
     audio_limit: Callable[[Any], float] | None = None
-    audio_tokens: Callable[[Any, Any], Any] = _whisper_tokens
+    audio_tokens: Callable[[Any, Any], Any] | None = None
     has_frame_mask: bool = True
     takes_base64_audio: bool = False
     has_qwen_vl_utils: bool = False

@@ -176,8 +176,12 @@ def _token_counts(model, modality, tensors) -> list[int] | None:
     mask = next((tensors[name] for name in ("feature_attention_mask", "input_features_mask") if name in tensors), None)
     if modality != "audio" or mask is None:
         return None
-    counts = family_of(model).audio_tokens(model, mask.sum(1).long())
-    return None if counts is None else counts.tolist()
+    lengths = mask.sum(1).long()
+    own_rule = family_of(model).audio_tokens
+    if own_rule is not None:
+        return own_rule(model, lengths).tolist()
+    whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
+    return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
 
 
 def _count_media(model, modality, masks, tensors) -> list[int]:
