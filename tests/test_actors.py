@@ -32,8 +32,9 @@ from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.actors.actor import _score_logits
 from trl_multimodal_rft.actors.towers import find_tower, linear_layers
 from trl_multimodal_rft.algorithms.responses import mask_responses
+from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, join_media, placeholder_token_ids
+from trl_multimodal_rft.media.encoding import all_placeholder_ids, join_media, placeholder_token_ids
 from trl_multimodal_rft.media.tensors import token_fields
 from trl_multimodal_rft.packing.forward import left_pad
 from trl_multimodal_rft.packing.masks import field_fill
@@ -208,7 +209,7 @@ def cases(name):
 
 
 def name_joins_only_equal(model):
-    return model.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+    return family_of(model).apart is not None
 
 
 def arguments(name, batch):
@@ -774,7 +775,7 @@ def test_generate_equals_that_of_transformers(name):
     model = copy.deepcopy(model)
     model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
     batch = make_batch(prompts, pad=processor.tokenizer.pad_token_id)
-    suppressed = sorted(set().union(*placeholder_token_ids(model, model).values()))
+    suppressed = sorted(all_placeholder_ids(model, model))
     expected = model.generate(
         input_ids=batch.prompt_ids,
         attention_mask=batch.prompt_mask,
@@ -811,7 +812,7 @@ def test_what_is_sampled_is_what_is_scored():
     n = actions.size(1)
     output = actor(sequences, None, mask, return_output=True, **batch.media)
     logits = output.logits[:, -n - 1 : -1].clone()
-    logits[..., sorted(set().union(*placeholder_token_ids(actor.model, actor.model).values()))] = -torch.inf
+    logits[..., sorted(all_placeholder_ids(actor.model, actor.model))] = -torch.inf
     assert torch.equal(logits.argmax(-1)[actions], sequences[:, -n:][actions])
 
 
@@ -868,7 +869,7 @@ def test_padding_defaults_to_the_end_of_sequence():
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "gemma3", "voxtral"])
 def test_placeholders_are_never_sampled(name):
     model, _ = FAMILIES[name].build()
-    ids = sorted(set().union(*placeholder_token_ids(model, model).values()))
+    ids = sorted(all_placeholder_ids(model, model))
     assert ids
     bias = torch.zeros(model.config.get_text_config().vocab_size)
     bias[ids] = 100.0
@@ -894,7 +895,7 @@ def test_the_policy_itself_is_sampled():
     for temperature in (1.0, 3.0):
         actor = make("qwen2_audio", temperature=temperature)
         logits = bare_logits(model, prompts[2], torch.tensor([60]))[0].detach()
-        logits[sorted(set().union(*placeholder_token_ids(model, model).values()))] = -torch.inf
+        logits[sorted(all_placeholder_ids(model, model))] = -torch.inf
         likeliest = logits.argsort(descending=True)
         torch.manual_seed(0)
         sampled = actor.generate(batch.prompt_ids, max_new_tokens=1, do_sample=True)[0][:, -1]
@@ -957,7 +958,7 @@ def test_beams():
     model, _, prompts = bare("qwen2_5_vl")
     batch = make_batch(prompts[:2])
     options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
-    suppressed = sorted(set().union(*placeholder_token_ids(model, model).values()))
+    suppressed = sorted(all_placeholder_ids(model, model))
     inputs = {"input_ids": batch.prompt_ids, "attention_mask": batch.prompt_mask, **prompt_inputs("qwen2_5_vl", batch)}
     expected = model.generate(**inputs, suppress_tokens=suppressed, **options)
     assert torch.equal(make("qwen2_5_vl").generate(**inputs, **options)[0], expected)

@@ -10,8 +10,8 @@ from test_packing import G, encode_chats, random_completions
 from trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
 
 from trl_multimodal_rft.actors import Actor, Critic
+from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.media import MediaError
-from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
 from trl_multimodal_rft.packing.forward import completion_values
 from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
@@ -26,7 +26,7 @@ def build(name):
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
     prompts = [p for p in encode_chats(model, processor, FAMILIES[name].prompts()) for _ in range(G)]
-    apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+    apart = family_of(model).apart
     return critic, prompts, *random_completions(len(prompts)), apart
 
 

@@ -247,8 +247,8 @@ def test_prompts_whose_media_must_not_join_are_answered_apart(family, make):
     model, processor = FAMILIES[family].build()
     config = {"max_completion_length": 12, "num_samples": 2, "temperature": 1e-4, "top_k": 1}
     together, alone = (
-        [row["completions"] for row in evaluate(model, processor, make(4), format_reward, args).rows]
-        for args in (EvaluationConfig(**config, batch_size=8), EvaluationConfig(**config, batch_size=2))
+        [row["completions"] for row in evaluate(model, processor, make(6), format_reward, args).rows]
+        for args in (EvaluationConfig(**config, batch_size=12), EvaluationConfig(**config, batch_size=2))
     )
     assert together == alone and len({tuple(row) for row in alone}) > 1
 

@@ -9,8 +9,9 @@ from families import FAMILIES, audio, chat, image, text
 from test_packing import encode_chats
 
 from trl_multimodal_rft.actors.inputs import bare_prompt
+from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, join_media, placeholder_token_ids
+from trl_multimodal_rft.media.encoding import join_media, placeholder_token_ids
 from trl_multimodal_rft.media.tensors import check_media, modality_of, split_media, token_fields
 from trl_multimodal_rft.packing.layout import split_samples
 
@@ -96,7 +97,7 @@ def test_token_fields_of_families_with_rules_of_their_own():
 
 def parts(model, prompts):
     """Prompts whose media one forward may hold, in order."""
-    apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+    apart = family_of(model).apart
     return [[prompts[i] for i in part] for part in split_samples(prompts, apart)]
 
 

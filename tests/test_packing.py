@@ -10,8 +10,9 @@ from trainer_utils import image_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.media import encode_prompt, rows_to_messages
-from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA, EncodedPrompt
+from trl_multimodal_rft.media.encoding import EncodedPrompt
 from trl_multimodal_rft.packing import (
     Scores,
     attention,
@@ -105,7 +106,7 @@ def test_packed_equals_padded(name, mode):
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
 
-    apart = "media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
+    apart = family_of(model).apart
     packed = completion_scores(model, model, prompts, ids, mask, apart=apart)
     packed_grads = backward(model, packed.logps, packed.entropies, mask)
 

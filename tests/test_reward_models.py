@@ -17,6 +17,7 @@ from trainer_utils import (
     Recorded,
     assert_equal,
     audio_rows,
+    forget_apart,
     image_rows,
     images_rows,
     length_and_sum,
@@ -224,7 +225,7 @@ def test_clips_that_would_mix_are_run_apart(monkeypatch):
     reward.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
     assert reward(prompts, completions) == pytest.approx(expected, abs=1e-5)
     assert sizes == [2, 1]
-    monkeypatch.setattr(model, "JOIN_ONLY_EQUAL_MEDIA", set())
+    forget_apart(monkeypatch)
     assert reward(prompts, completions) != pytest.approx(expected, abs=1e-3)
 
 

@@ -12,7 +12,17 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from families import SPECIAL, encode
 from test_packing import encode_chats
-from trainer_utils import audio_rows, image_rows, length_and_sum, load, saved, sound, text_rows, with_media
+from trainer_utils import (
+    audio_rows,
+    forget_apart,
+    image_rows,
+    length_and_sum,
+    load,
+    saved,
+    sound,
+    text_rows,
+    with_media,
+)
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
 from trl_multimodal_rft.packing import forward
@@ -239,7 +249,7 @@ def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path):
 
 
 def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(multimodal, "JOIN_ONLY_EQUAL_MEDIA", set())
+    forget_apart(monkeypatch)
     run = trainer("gemma3n", audio_rows(), tmp_path)
     assert run._remedies.apart is None
     run.train()
@@ -250,7 +260,7 @@ def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
 
 def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(tmp_path, monkeypatch):
     """Text beside a clip changes nothing in an encoder without a mask for padding; a clip of another length does."""
-    monkeypatch.setattr(multimodal, "JOIN_ONLY_EQUAL_MEDIA", set())
+    forget_apart(monkeypatch)
     prompts = ["What do you hear in the audio? Is there a cat?", "Is there a bird?", "What do you hear?"]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
     rows = with_media(rows, "audio", [sound(0.9, seed=1), None, sound(0.7, seed=2)])

@@ -47,8 +47,8 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
+from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.media.encoding import JOIN_ONLY_EQUAL_MEDIA
 from trl_multimodal_rft.trainers.fetch import FetchOnce
 
 
@@ -712,7 +712,7 @@ def test_every_family_trains(name):
     assert min(check.media.values()) > 5e-3
     assert check.sampled <= check.tolerance
     assert trainer._remedies.share_prefill
-    if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
+    if family_of(model).apart:
         assert trainer._remedies.apart
     else:
         assert check.rows <= check.tolerance

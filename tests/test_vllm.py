@@ -9,7 +9,7 @@ from trl.trainer import grpo_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.media import MediaError
-from trl_multimodal_rft.media.encoding import placeholder_token_ids
+from trl_multimodal_rft.media.encoding import all_placeholder_ids
 
 
 class Engine:
@@ -44,7 +44,7 @@ def test_images_reach_the_engine(vllm, tmp_path):
     assert len(prompts) == len(images) == 8
     assert all(isinstance(image, Image.Image) for [image] in images)
     assert images[0][0] is images[3][0] and images[0][0] is not images[4][0]
-    placeholders = set().union(*placeholder_token_ids(trainer.model, trainer.processing_class).values())
+    placeholders = all_placeholder_ids(trainer.model, trainer.processing_class)
     assert all(trainer.vllm_generation.generation_kwargs["logit_bias"][i] == -100 for i in placeholders)
     check = trainer._self_check
     assert "packed = model's own" in str(check) and check.sampled is None

@@ -4,7 +4,7 @@
 import functools
 import gc
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
+    families,
 )
 
 
@@ -93,6 +94,12 @@ def with_media(rows: Dataset, column: str, media: list) -> Dataset:
     """Adds a column when rows are read, since Arrow would turn arrays into lists of numbers."""
     rows = rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
     return rows.with_transform(lambda batch: {**batch, column: [media[i] for i in batch["index"]]})
+
+
+def forget_apart(monkeypatch) -> None:
+    """Families whose media must not join to others' are as all others."""
+    rows = tuple(replace(family, apart=None) for family in families.FAMILIES)
+    monkeypatch.setattr(families, "FAMILIES", rows)
 
 
 def sound(seconds: float, seed: int = 0) -> dict:

@@ -16,8 +16,9 @@ from transformers.utils import ModelOutput, is_peft_available
 from trl.trainer.utils import add_fused_lm_head
 
 from ..algorithms.responses import mask_responses
+from ..families import TOKEN_FIELDS
 from ..media.columns import MediaError
-from ..media.encoding import TOKEN_FIELDS, placeholder_token_ids
+from ..media.encoding import all_placeholder_ids
 from ..media.tensors import modality_of, split_media
 from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
 from .inputs import bare_inputs, bare_prompt
@@ -489,7 +490,7 @@ class Actor(nn.Module):
 
 
 def _placeholders(model: PreTrainedModel) -> list[int]:
-    return sorted(set().union(*placeholder_token_ids(model, model).values()))
+    return sorted(all_placeholder_ids(model, model))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

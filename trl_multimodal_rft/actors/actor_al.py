@@ -5,15 +5,8 @@ import inspect
 
 import torch
 
+from ..families import AUDIO_FEATURES, AUDIO_MASKS, family_of
 from .actor import Actor
-
-
-# What families call features of audio and their mask
-_FEATURES = ("input_features", "audio_input_features")
-_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
-
-# Model types that do without a mask, theirs not being one of frames
-_OPTIONAL = {"granite_speech", "phi4_multimodal"}
 
 
 class ActorAL(Actor):
@@ -114,13 +107,13 @@ class ActorAL(Actor):
         """Features and mask under the names of the family."""
         model = self.base_model
         accepted = inspect.signature(type(model).forward).parameters
-        features = next((name for name in _FEATURES if name in accepted), None)
-        mask_name = next((name for name in _MASKS if name in accepted), None)
+        features = next((name for name in AUDIO_FEATURES if name in accepted), None)
+        mask_name = next((name for name in AUDIO_MASKS if name in accepted), None)
         if values is not None and features is None:
             raise TypeError(f"{type(model).__name__} takes no audio.")
         if mask is not None and mask_name is None:
             raise TypeError(f"{type(model).__name__} takes no mask of audio.")
-        if values is not None and mask is None and mask_name is not None and model.config.model_type not in _OPTIONAL:
+        if values is not None and mask is None and mask_name is not None and family_of(model).has_frame_mask:
             # Bands come before frames for Whisper's features, after them for others
             bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
             mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)

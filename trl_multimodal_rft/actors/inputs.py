@@ -4,11 +4,11 @@
 import torch
 from transformers import PreTrainedModel
 
+from ..families import TOKEN_FIELDS, family_of
 from ..media.columns import MediaError
-from ..media.encoding import JOIN_ONLY_EQUAL_MEDIA, TOKEN_FIELDS, EncodedPrompt, prompt_position_ids
+from ..media.encoding import EncodedPrompt, prompt_position_ids
 from ..media.tensors import check_media, modality_of, split_media, token_fields
 from ..packing.forward import to_model
-from ..packing.masks import field_fill
 
 
 def bare_inputs(
@@ -38,7 +38,7 @@ def bare_inputs(
     media = {name: value for name, value in media.items() if name not in own}
     check_media(model, sequences, media)
     masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
-    if masks and model.config.model_type in JOIN_ONLY_EQUAL_MEDIA:
+    if masks and family_of(model).apart is not None:
         parts = split_media(model, sequences, media)
         for name in masks:
             if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
@@ -53,7 +53,7 @@ def bare_inputs(
             raise MediaError(
                 "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
             )
-        for name, fill in field_fill(model).items() if num_actions else ():
+        for name, fill in family_of(model).token_field_fill.items() if num_actions else ():
             own[name] = own[name].clone()
             own[name][:, -num_actions:] = fill
     return {**to_model(media, model, sequences.device), **own}

@@ -5,13 +5,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
+from ..families import family_of
 
-# Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is what is
-# sampled and trained, and its class finds its own weights and config in what is released.
-_TRAINED_PART = {
-    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
-    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
-}
 
 # Arguments of `from_pretrained` that say where files are
 SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -31,7 +26,8 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
         `type`, *optional*: The class. `None` where the model's config names it.
     """
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
-    part = _TRAINED_PART.get(config.get("model_type"))
+    model_type = config.get("model_type", "")
+    part = family_of(model_type).trained_part.get(model_type)
     return None if part is None else getattr(transformers, part)
 
 

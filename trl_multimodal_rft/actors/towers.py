@@ -8,13 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-
-# Encoders that `get_encoder` doesn't know, by model type
-_OTHER_TOWERS = {
-    ("granite_speech", "audio"): "model.encoder",
-    ("phi4_multimodal", "image"): "model.embed_tokens_extend.image_embed",
-    ("phi4_multimodal", "audio"): "model.embed_tokens_extend.audio_embed",
-}
+from ..families import family_of
 
 
 def find_tower(model: PreTrainedModel, modality: str) -> str:
@@ -33,7 +27,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
     Raises:
         `ValueError`: If the model has no such encoder.
     """
-    other = _OTHER_TOWERS.get((model.config.model_type, modality))
+    other = family_of(model).towers.get(modality)
     if other is not None:
         return other
     encoder = model.get_encoder(modality=modality)

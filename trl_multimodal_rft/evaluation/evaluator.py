@@ -39,12 +39,12 @@ from trl.trainer.utils import (
 
 from ..actors import Actor
 from ..actors.modes import evaluation_mode
+from ..families import family_of
 from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
 from ..media.encoding import (
-    JOIN_ONLY_EQUAL_MEDIA,
     EncodedPrompt,
+    all_placeholder_ids,
     encode_prompt,
-    placeholder_token_ids,
     placeholder_tokens,
 )
 from ..media.processors import check_processor
@@ -301,11 +301,9 @@ def evaluate(
             "The weights of the model are spread over processes, where `evaluate` can't tell how to sample; load it "
             "whole on each process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
         )
-    # Without the trainers' self-check, which finds out whether media of equal shapes may join
-    apart = "prompt" if base.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
 
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
-        parts = split_samples(prompts, apart)
+        parts = split_samples(prompts, family_of(base).apart)
         with unwrap_model_for_generation(model, accelerator) as generating, torch.no_grad():
             return generate_in_parts(generating, base, prompts, parts, config, config.pad_token_id, base.device)
 
@@ -493,7 +491,7 @@ def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationCon
     ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     # A sampled placeholder would stand for media that aren't there
-    suppressed = set().union(*placeholder_token_ids(policy.base, policy.processor).values(), own.suppress_tokens or [])
+    suppressed = all_placeholder_ids(policy.base, policy.processor) | set(own.suppress_tokens or [])
     sampling = {"do_sample": False}
     if args.temperature > 0:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import PIL.Image
 
+from ..families import MODALITIES
+
 
 # Dataset column -> kind of the media it holds. A column named like its kind holds one medium, the plural a list.
 MEDIA_COLUMNS = {
@@ -22,11 +24,8 @@ MEDIA_COLUMNS = {
     "videos": "video",
 }
 
-# The order in which media without a placeholder are put before the text.
-_KINDS = ("image", "video", "audio")
-
 # Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
-_MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in _KINDS for name in (f"{kind}_url", f"input_{kind}"))}
+_MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
 
 # Types of blocks that are text, and the key of what they say
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -154,7 +153,7 @@ def rows_to_messages(
     if any(any(by_kind.values()) for by_kind in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tags = [kind for kind in _KINDS if not (isinstance(prompt, str) and f"<{kind}>" in own_tokens)]
+            tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in own_tokens)]
             prompts[index] = _place(messages, media[index], index, tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
@@ -193,7 +192,7 @@ def block_kind(block_type: str) -> str | None:
         `str`: `"image"`, `"video"` or `"audio"`, `None` for other types.
     """
     kind = str(block_type).removesuffix("_url").removeprefix("input_")
-    return kind if kind in _KINDS else None
+    return kind if kind in MODALITIES else None
 
 
 def file_kind(text: str) -> str | None:
@@ -341,7 +340,7 @@ def _absent(value: Any) -> bool:
 
 def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
     """The media of the columns of a row, by kind."""
-    media = {kind: [] for kind in _KINDS}
+    media = {kind: [] for kind in MODALITIES}
     for column, kind in MEDIA_COLUMNS.items():
         value = row.get(column)
         if _absent(value):
@@ -394,7 +393,7 @@ def _place(
         placeholders = _placeholders(messages)
 
     unplaced = []
-    for kind in _KINDS:
+    for kind in MODALITIES:
         blocks, refs = placeholders[kind], media[kind]
         if blocks and not refs:
             raise blocks[0][kind].error(f"placeholder without {kind}; add the {kind} inline, or in column '{kind}s'")
@@ -424,7 +423,7 @@ def _place(
 
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The blocks that wait for a medium, by kind."""
-    placeholders = {kind: [] for kind in _KINDS}
+    placeholders = {kind: [] for kind in MODALITIES}
     for message in messages:
         for block in message["content"] if isinstance(message.get("content"), list) else []:
             for ref in iter_refs(block):

@@ -16,53 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
+from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, media_padding
 from .columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
 from .loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
-
-
-# Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
-# prompts on the first dimension, whatever it counts (images, tiles, patches, windows).
-TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids")
-
-# What a token field holds on text that follows the prompt, where it is not 0. PaliGemma's 1 marks causal text.
-TOKEN_FIELD_FILL = {("paligemma", "token_type_ids"): 1}
-
-# What pads a media tensor when prompts join, where it is not 0. Gemma 4 marks padding patches by position -1.
-MEDIA_PADDING = {"image_position_ids": -1}
-
-# Model types whose media must not be padded or mixed to join prompts: encoders without a padding mask (a clip's features
-# would depend on its neighbours), and models that take one modality a call. The self-check finds others.
-JOIN_ONLY_EQUAL_MEDIA = {
-    "gemma3n",
-    "glm4v",
-    "granite_speech",
-    "llava_onevision",
-    "phi4_multimodal",
-    "qwen3_omni_moe_thinker",
-}
-
-# Seconds after which a processor cuts audio without a word. The others split long audio in windows.
-AUDIO_LIMIT_SECONDS = {
-    "AudioFlamingo3Processor": lambda processor: processor.max_audio_len,
-    "Gemma3nProcessor": lambda processor: 30,  # defaults of their extractors' calls
-    "Gemma4Processor": lambda processor: 30,
-    "Qwen2AudioProcessor": lambda processor: _whisper_window(processor.feature_extractor),
-    "Qwen2_5OmniProcessor": lambda processor: _whisper_window(processor.feature_extractor),
-}
-
-# Processors of the Qwen family, for which qwen-vl-utils samples and resizes images and videos.
-QWEN_VL_UTILS = {
-    "Qwen2VLProcessor",
-    "Qwen2_5_VLProcessor",
-    "Qwen3VLProcessor",
-    "Qwen2_5OmniProcessor",
-    "Qwen3OmniMoeProcessor",
-}
-
-# Processors whose chat template takes audio only as an encoded file.
-BASE64_AUDIO = {"VoxtralProcessor"}
-
-MODALITIES = ("image", "video", "audio")
 
 
 @dataclass(eq=False)
@@ -128,6 +84,22 @@ def placeholder_token_ids(
     return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
 
 
+def all_placeholder_ids(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> set[int]:
+    """
+    The ids of [`placeholder_token_ids`], whatever they stand for.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is searched.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class searched.
+
+    Returns:
+        `set[int]`: Ids of all modalities.
+    """
+    return set().union(*placeholder_token_ids(model, processor).values())
+
+
 def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> list[str]:
     """
     The tokens of [`placeholder_token_ids`] as text.
@@ -142,7 +114,7 @@ def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTr
         `list[str]`: Such as `["<|image_pad|>", "<|video_pad|>"]`.
     """
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    return tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholder_token_ids(model, processor).values())))
+    return tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
 
 
 def encode_prompt(
@@ -350,7 +322,7 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
     for prompt in prompts:
         for name, value in prompt.media.items():
             collected.setdefault(name, []).append(value)
-    return {name: cat_padded(values, MEDIA_PADDING.get(name, 0)) for name, values in collected.items()}
+    return {name: cat_padded(values, media_padding(name)) for name, values in collected.items()}
 
 
 def cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
@@ -398,14 +370,14 @@ def decode_media(
     """
     decoded, video_metadata = {}, []
     kwargs: dict[str, Any] = {}
-    qwen = _is_one_of(processor, QWEN_VL_UTILS)
+    family = family_of_processor(processor)
     # One call of the processor resizes all images or none
-    resized = {ref.kind for ref in refs if qwen and ref.kind != "audio" and _chooses_its_size(ref)}
+    resized = {ref.kind for ref in refs if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)}
     for ref in refs:
         if ref.kind == "audio":
             rate, window = _audio_limits(ref, processor)
             waveform = load_audio(ref, rate, window, audio_overlong)
-            decoded[id(ref)] = _base64_wav(waveform, rate) if _is_one_of(processor, BASE64_AUDIO) else waveform
+            decoded[id(ref)] = _base64_wav(waveform, rate) if family.takes_base64_audio else waveform
         elif ref.kind == "image":
             if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
                 raise ref.error(
@@ -430,10 +402,6 @@ def decode_media(
     return decoded, kwargs
 
 
-def _is_one_of(processor, names: set[str]) -> bool:
-    return any(cls.__name__ in names for cls in type(processor).__mro__)
-
-
 def _chooses_its_size(ref: MediaRef) -> bool:
     return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
 
@@ -453,16 +421,11 @@ def _base64_wav(waveform: np.ndarray, rate: int) -> str:
 
 def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
     """Sampling rate the processor wants, in Hz, and the longest audio its encoder sees whole, in seconds."""
-    names = ("feature_extractor", "audio_processor")
-    extractor = next((getattr(processor, name) for name in names if hasattr(processor, name)), None)
+    extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
     if extractor is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
-    limits = [AUDIO_LIMIT_SECONDS[c.__name__] for c in type(processor).__mro__ if c.__name__ in AUDIO_LIMIT_SECONDS]
-    return extractor.sampling_rate, limits[0](processor) if limits else None
-
-
-def _whisper_window(extractor) -> float:
-    return extractor.n_samples / extractor.sampling_rate
+    limit = family_of_processor(processor).audio_limit
+    return extractor.sampling_rate, None if limit is None else limit(processor)
 
 
 def _frame_sampler(ref: MediaRef, processor):

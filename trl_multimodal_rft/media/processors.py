@@ -3,9 +3,7 @@
 
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
-
-# Where processors keep what turns sound into features
-_EXTRACTORS = ("feature_extractor", "audio_processor")
+from ..families import AUDIO_EXTRACTORS
 
 
 def load_processor(
@@ -45,7 +43,7 @@ def check_processor(processor: ProcessorMixin | PreTrainedTokenizerBase | None) 
     Raises:
         `ValueError`: If it does.
     """
-    for part in _EXTRACTORS:
+    for part in AUDIO_EXTRACTORS:
         extractor = getattr(processor, part, None)
         side, own = getattr(extractor, "padding_side", None), _own_side(extractor)
         if side != own:

@@ -6,19 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    _get_feat_extract_output_lengths as _qwen3_omni_lengths,
-)
 
+from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from .columns import MediaError
-from .encoding import MODALITIES, TOKEN_FIELDS, placeholder_token_ids
+from .encoding import placeholder_token_ids
 
 
 # Numbers of the modalities in per-token fields, as processors write them
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
-
-# What families call audio; images have more names than can be listed, such as `spatial_shapes`
-_AUDIO_NAMES = ("audio", "input_features", "feature_attention_mask", "input_values")
 
 
 def modality_of(name: str) -> str:
@@ -34,7 +29,7 @@ def modality_of(name: str) -> str:
     """
     if "video" in name or name == "second_per_grid_ts":
         return "video"
-    return "audio" if any(part in name for part in _AUDIO_NAMES) else "image"
+    return "audio" if any(part in name for part in AUDIO_NAMES) else "image"
 
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -58,8 +53,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     if not names:
         return {}
     types = torch.zeros_like(input_ids)
-    # PaliGemma's fields tell the prompt from the answer, not media from text
-    if model.config.model_type != "paligemma":
+    if family_of(model).token_fields_mark_media:
         for modality, ids in _placeholders(model).items():
             types[torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))] = _TOKEN_TYPES[modality]
     return dict.fromkeys(names, types)
@@ -183,12 +177,10 @@ def _token_counts(model, modality, tensors) -> list[int] | None:
     if modality != "audio" or mask is None:
         return None
     lengths = mask.sum(1).long()
-    if model.config.model_type == "granite_speech":
-        return lengths.tolist()  # its mask is one of tokens
-    encoder = model.get_encoder(modality="audio")
-    if model.config.model_type == "qwen3_omni_moe_thinker":
-        return _qwen3_omni_lengths(lengths, encoder.n_window).tolist()
-    whisper_rule = getattr(encoder, "_get_feat_extract_output_lengths", None)
+    own_rule = family_of(model).audio_tokens
+    if own_rule is not None:
+        return own_rule(model, lengths).tolist()
+    whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
     return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
 
 

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, selective_log_softmax_and_entropy
 
+from ..families import family_of
 from ..media.companions import CompanionPrompt
 from ..media.encoding import EncodedPrompt, join_media
 from .layout import PackedRow, group_by_prompt, pack, split_samples
-from .masks import field_fill, linear_masks
+from .masks import linear_masks
 from .scores import Scores
 
 
@@ -366,7 +367,7 @@ def _packed_inputs(model, prompts, completion_ids, completion_mask) -> tuple[Pac
     """The packed row, and what a forward takes."""
     longest = int(completion_mask.sum(1).max())
     masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
-    row = pack(prompts, completion_ids, completion_mask, masks, field_fill(model))
+    row = pack(prompts, completion_ids, completion_mask, masks, family_of(model).token_field_fill)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
@@ -381,7 +382,7 @@ def _padded_inputs(model, prompts, completion_ids, completion_mask) -> dict[str,
     """What a forward takes, one row per completion."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
-    fill = field_fill(model)
+    fill = family_of(model).token_field_fill
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
     positions = batch["position_ids"].to(device)
     fields = {

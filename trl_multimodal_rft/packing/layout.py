@@ -1,13 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The packed row: every prompt once, followed by its completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import torch
 
+from ..families import IMAGE_SIZES
 from ..media.encoding import EncodedPrompt
 
 
@@ -21,9 +22,6 @@ MASK_ENTRIES = 2**18
 
 # Kernels want rows of masks, and where they start, at multiples of this
 MASK_ALIGNMENT = 16
-
-# What processors say about images beside their pixels
-_SIZES = ("image_sizes", "image_attention_mask")
 
 
 @dataclass(eq=False)
@@ -276,7 +274,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
             continue
         key = tuple(sorted((name, tuple(value.shape[1:])) for name, value in prompt.media.items()))
         # Where the processor pads images to one shape, only these tell them apart
-        sizes = [prompt.media[name].tolist() for name in _SIZES if name in prompt.media]
+        sizes = [prompt.media[name].tolist() for name in IMAGE_SIZES if name in prompt.media]
         parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(samples)
     rows = list(parts.values())
     if text_only:
@@ -372,7 +370,7 @@ def pack(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
     masks: Sequence[dict],
-    field_fill: dict[str, int] | None = None,
+    field_fill: Mapping[str, int] | None = None,
 ) -> PackedRow:
     """
     Lays out prompts and completions as one row in which each prompt stands once.
@@ -388,7 +386,7 @@ def pack(
         masks (`Sequence[dict]`):
             For each unique prompt, in order of first appearance, its attention masks by layer type as returned by
             [`~packing.masks.linear_masks`].
-        field_fill (`dict[str, int]`, *optional*):
+        field_fill (`Mapping[str, int]`, *optional*):
             What a token field holds on completion tokens, where it is not 0.
 
     Returns:

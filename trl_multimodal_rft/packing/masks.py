@@ -6,26 +6,13 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, masking_utils
 
-from ..media.encoding import TOKEN_FIELD_FILL, EncodedPrompt
+from ..families import family_of
+from ..media.encoding import EncodedPrompt
 
 
 # Layer types whose tokens see others through attention alone. Anything else (linear attention, state spaces,
 # convolutions) carries a state along the row, which can't branch.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-def field_fill(model: PreTrainedModel) -> dict[str, int]:
-    """
-    What the family's token fields hold on text that follows the prompt, where it is not 0.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        `dict[str, int]`: Fill values by field.
-    """
-    return {name: v for (family, name), v in TOKEN_FIELD_FILL.items() if family == model.config.model_type}
 
 
 @contextmanager
@@ -74,7 +61,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     if cached_for >= n_new:
         return cached
     total = len(prompt) + n_new
-    fill = field_fill(model)
+    fill = family_of(model).token_field_fill
     fields = {
         name: torch.cat([value, value.new_full((n_new,), fill.get(name, 0))])[None]
         for name, value in prompt.token_fields.items()

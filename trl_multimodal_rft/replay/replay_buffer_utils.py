@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ..media.encoding import MEDIA_PADDING, cat_padded
+from ..families import media_padding
+from ..media.encoding import cat_padded
 from ..rollout.experience import (
     AUDIO_FIELDS,
     VISION_FIELDS,
@@ -291,7 +292,7 @@ def make_experience_batch(
         for name, tensor in media_tensors(item).items():
             media.setdefault(name, []).append(tensor)
             media_rows.setdefault(name, [0] * len(items))[index] = len(tensor)
-    joined = {name: cat_padded(tensors, MEDIA_PADDING.get(name, 0)) for name, tensors in media.items()}
+    joined = {name: cat_padded(tensors, media_padding(name)) for name, tensors in media.items()}
 
     has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
     experience_type, _ = _TYPES[has_vision, has_audio]

@@ -11,11 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
+from ..families import MODALITIES, TOKEN_FIELDS, family_of
 from ..media.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages
 from ..media.encoding import (
-    JOIN_ONLY_EQUAL_MEDIA,
-    MODALITIES,
-    TOKEN_FIELDS,
     decode_media,
     join_media,
     placeholder_tokens,
@@ -193,7 +191,7 @@ class RewardModel:
     def _batches(self, rows: list[_Row]) -> list[list[int]]:
         """Indices of the rows of each forward. Where features depend on what is beside them, media are of one shape."""
         groups: dict[tuple | None, list[int]] = {}
-        apart = self.config.model_type in JOIN_ONLY_EQUAL_MEDIA
+        apart = family_of(self).apart is not None
         for i, row in enumerate(rows):
             shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
             groups.setdefault(shapes if apart else None, []).append(i)

@@ -11,6 +11,7 @@ import PIL.Image
 import requests
 from urllib3.util import Retry
 
+from ..families import MODALITIES
 from ..media.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
 from ..media.loading import load_audio, load_image, load_video
 
@@ -161,7 +162,7 @@ class RemoteReward:
                 encoded[key] = self._encode(ref)
             return encoded[key]
 
-        for kind in ("image", "audio", "video"):
+        for kind in MODALITIES:
             refs = [[ref for ref in iter_refs(prompt) if ref.kind == kind] for prompt in messages]
             if any(refs):
                 payload[f"{kind}s"] = [[encode(ref) for ref in of_row] for of_row in refs]

@@ -33,13 +33,13 @@ from ..algorithms.advantages import (
 from ..algorithms.kl import FixedKLController, approx_kl
 from ..algorithms.responses import mask_responses
 from ..algorithms.rewards import RunningScale
+from ..families import family_of
 from ..media.columns import restore_media, rows_to_messages
 from ..media.encoding import (
-    JOIN_ONLY_EQUAL_MEDIA,
     EncodedPrompt,
+    all_placeholder_ids,
     encode_prompt,
     join_media,
-    placeholder_token_ids,
     placeholder_tokens,
 )
 from ..media.processors import check_processor
@@ -296,7 +296,7 @@ class NaiveExperienceMaker:
     @property
     def _placeholder_ids(self) -> set[int]:
         """Tokens that stand for media."""
-        return set().union(*placeholder_token_ids(self.actor.base_model, self.processor or self.tokenizer).values())
+        return all_placeholder_ids(self.actor.base_model, self.processor or self.tokenizer)
 
     # Experience
 
@@ -451,7 +451,7 @@ class NaiveExperienceMaker:
         )
 
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> torch.Tensor:
-        parts = split_samples(prompts, _apart(self.actor))
+        parts = split_samples(prompts, family_of(self.actor).apart)
         with evaluation_mode(self.actor), as_generation_config(self.actor.base_model, config):
             return generate_in_parts(
                 self.actor.model, self.actor.base_model, prompts, parts, config, pad_id, self.device
@@ -537,7 +537,7 @@ class NaiveExperienceMaker:
                     sequences[:, -n_actions:],
                     mask.long(),
                     packed=self.actor.packing_samples,
-                    apart=_apart(self.actor),
+                    apart=family_of(self.actor).apart,
                 )
             values = self.critic(sequences, n_actions, attention_mask, **self._media(samples))
         return torch.where(mask, values, 0)
@@ -565,7 +565,7 @@ class NaiveExperienceMaker:
                     samples.sequences[:, -samples.num_actions :],
                     mask.long(),
                     packed=actor.packing_samples,
-                    apart=_apart(actor),
+                    apart=family_of(actor).apart,
                 )
                 logps, entropy = scores.logps, scores.entropies
         # A reference may have a head that gives no entropies
@@ -832,11 +832,6 @@ def check_options(options: dict[str, Any]) -> None:
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:
         raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
-
-
-def _apart(actor: Actor) -> str | None:
-    """Encoders without a mask must not see padded media."""
-    return "media" if actor.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
 
 
 def _media_fields(prompts: list[EncodedPrompt], cls: type[Experience]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 
-from ..media.encoding import MODALITIES
+from ..families import MODALITIES
 
 
 _VERSIONS = {

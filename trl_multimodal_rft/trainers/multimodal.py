@@ -43,14 +43,13 @@ from ..actors.modes import evaluation_mode
 from ..actors.pretrained import load_model
 from ..actors.quantization import keep_differentiable
 from ..actors.towers import find_tower, freeze_as_built
+from ..families import MODALITIES, family_of
 from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
 from ..media.companions import companion_prompt, unreached_parameters
 from ..media.encoding import (
-    JOIN_ONLY_EQUAL_MEDIA,
-    MODALITIES,
     EncodedPrompt,
+    all_placeholder_ids,
     encode_prompt,
-    placeholder_token_ids,
     placeholder_tokens,
     same_prompt,
 )
@@ -154,9 +153,7 @@ class MultimodalMixin:
         self._packed: bool | None = None  # how the rows at hand are scored
         self._scores: list[Scores] = []  # of the rows at hand, in the order of scoring
         self._train_sampler = None
-        self._remedies = Remedies(
-            can_pack=False, apart="media" if model.config.model_type in JOIN_ONLY_EQUAL_MEDIA else None
-        )
+        self._remedies = Remedies(can_pack=False, apart=family_of(model).apart)
         self._self_check: SelfCheck | None = None
         self._companion_prompts: dict[str, EncodedPrompt] = {}
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
@@ -169,7 +166,7 @@ class MultimodalMixin:
         self._deferred: DeferredParts | None = None  # what is to be differentiated once the loss is known
         self._media_log: MediaLog | None = None  # what the tables of completions show
         self._n_skipped = 0  # updates skipped in a row
-        placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
+        placeholders = all_placeholder_ids(model, processing_class)
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
             own = args.generation_kwargs or {}

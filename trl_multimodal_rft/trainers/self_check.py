@@ -15,13 +15,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from ..algorithms.responses import up_to_first_end
+from ..families import MODALITIES, TOKEN_FIELDS
 from ..media.columns import iter_refs
 from ..media.encoding import (
-    MODALITIES,
-    TOKEN_FIELDS,
     EncodedPrompt,
+    all_placeholder_ids,
     decode_media,
-    placeholder_token_ids,
     processor_outputs,
 )
 from ..media.tensors import modality_of
@@ -376,7 +375,7 @@ class _Check:
 
     def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Two completions made of the prompt's last text tokens, where nothing samples here."""
-        placeholders = set().union(*placeholder_token_ids(self.model, self.trainer.processing_class).values())
+        placeholders = all_placeholder_ids(self.model, self.trainer.processing_class)
         text = [i for i in prompt.input_ids.tolist() if i not in placeholders][-_NEW_TOKENS:]
         ids = torch.tensor([text, text[::-1]], device=self.device)
         return ids, torch.ones_like(ids), None

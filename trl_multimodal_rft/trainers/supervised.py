@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..media.columns import iter_refs, rows_to_messages
-from ..media.encoding import EncodedPrompt, encode_prompt, placeholder_token_ids
+from ..media.encoding import EncodedPrompt, all_placeholder_ids, encode_prompt
 
 
 def encode_supervised(
@@ -52,7 +52,7 @@ def encode_supervised(
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    placeholders = set().union(*placeholder_token_ids(model, processing_class).values())
+    placeholders = all_placeholder_ids(model, processing_class)
     chats = [_chat(row, index) for index, row in enumerate(rows)]
     placed = rows_to_messages(
         [{**row, "prompt": [*chat, *answer]} for row, (chat, answer) in zip(rows, chats, strict=True)],

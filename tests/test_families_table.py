@@ -1,0 +1,62 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows of the table of families name what transformers has, are tested, and are found."""
+
+import inspect
+
+import pytest
+import transformers
+from families import FAMILIES as MATRIX
+from families import SPECIAL
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
+
+from trl_multimodal_rft.families import (
+    FAMILIES,
+    MODALITIES,
+    TOKEN_FIELDS,
+    Family,
+    family_of,
+    family_of_processor,
+    media_padding,
+)
+
+
+every_row = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])
+
+
+def has_argument(model_type, name):
+    """Whether a class for models of a type, such as that of a thinker, takes a tensor."""
+    config = CONFIG_MAPPING[model_type]
+    return config in MODEL_MAPPING and name in inspect.signature(MODEL_MAPPING[config].forward).parameters
+
+
+@every_row
+def test_rows_name_what_transformers_has(row):
+    assert row.model_types
+    for model_type in row.model_types:
+        assert model_type in CONFIG_MAPPING
+    for name in row.processors:
+        assert issubclass(getattr(transformers, name), ProcessorMixin)
+    for model_type, name in row.trained_part.items():
+        assert {model_type, getattr(transformers, name).config_class.model_type} <= {*row.model_types}
+    for name in row.media_padding:
+        assert any(has_argument(model_type, name) for model_type in row.model_types)
+    assert row.token_field_fill.keys() <= {*TOKEN_FIELDS} and row.towers.keys() <= {*MODALITIES}
+
+
+@every_row
+def test_rows_say_something_that_is_tested(row):
+    assert row != Family(model_types=row.model_types, processors=row.processors)
+    assert {*row.model_types} & {*MATRIX, *SPECIAL}
+
+
+def test_rows_are_found():
+    for row in FAMILIES:
+        for model_type in row.model_types:
+            assert family_of(model_type) is row and family_of(CONFIG_MAPPING[model_type]) is row
+        for name in row.processors:
+            derived = type("Own", (getattr(transformers, name),), {})
+            assert family_of_processor(derived.__new__(derived)) is row
+    model, processor = MATRIX["paligemma"].build()
+    assert family_of(model).token_field_fill == {"token_type_ids": 1}
+    assert family_of(LlamaConfig()) == family_of_processor(processor) == Family()
+    assert (media_padding("image_position_ids"), media_padding("pixel_values")) == (-1, 0)

@@ -1,0 +1,216 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What depends on a model's architecture: one row per family, with the reason.
+
+A family of which nothing is to be said needs no row.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+# Also the order in which media without a placeholder are put before the text
+MODALITIES = ("image", "video", "audio")
+
+# Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
+# prompts on the first dimension, whatever it counts (images, tiles, patches, windows).
+TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids")
+
+# What processors say about images beside their pixels
+IMAGE_SIZES = ("image_sizes", "image_attention_mask")
+
+# Parts of names that media tensors have if they are audio; images have more names than can be listed
+AUDIO_NAMES = ("audio", "input_features", "feature_attention_mask", "input_values")
+
+# What forwards call features of audio and their mask
+AUDIO_FEATURES = ("input_features", "audio_input_features")
+AUDIO_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
+
+# Where processors keep what turns sound into features
+AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
+
+
+def _qwen3_omni_tokens(model, frames):
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+    return _get_feat_extract_output_lengths(frames, model.get_encoder(modality="audio").n_window)
+
+
+def _whisper_window(processor) -> float:
+    return processor.feature_extractor.n_samples / processor.feature_extractor.sampling_rate
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    What is particular to a family of models. The defaults are what holds for all others.
+
+    Args:
+        model_types (`tuple[str, ...]`, *optional*):
+            `model_type` of the configs.
+        processors (`tuple[str, ...]`, *optional*):
+            Names of the processors' classes, where something is to be said about them.
+        apart (`str`, *optional*):
+            `"media"` if media must not be padded or mixed to join prompts, `None` if they may. The self-check finds others.
+        media_padding (`Mapping[str, int]`, *optional*):
+            What pads a media tensor when prompts join, where it is not 0.
+        token_field_fill (`Mapping[str, int]`, *optional*):
+            What a token field holds on text that follows the prompt, where it is not 0.
+        token_fields_mark_media (`bool`, *optional*, defaults to `True`):
+            Whether token fields tell media from text.
+        audio_limit (`Callable`, *optional*):
+            From a processor to the seconds after which it cuts audio without a word. The others split long audio in windows.
+        audio_tokens (`Callable`, *optional*):
+            From a model and the sums of its mask of audio to the tokens of each clip, where Whisper's rule isn't it.
+        has_frame_mask (`bool`, *optional*, defaults to `True`):
+            Whether the mask of audio is one of frames, so that all ones stand for it where it is left out.
+        takes_base64_audio (`bool`, *optional*, defaults to `False`):
+            Whether the chat template takes audio only as an encoded file.
+        has_qwen_vl_utils (`bool`, *optional*, defaults to `False`):
+            Whether qwen-vl-utils samples and resizes images and videos.
+        towers (`Mapping[str, str]`, *optional*):
+            Dotted names of encoders that `get_encoder` doesn't know, by modality.
+        trained_part (`Mapping[str, str]`, *optional*):
+            By the `model_type` of what is released, the class in transformers that loads what is trained of it.
+    """
+
+    model_types: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()
+    apart: Literal["media"] | None = None
+    media_padding: Mapping[str, int] = field(default_factory=dict)
+    token_field_fill: Mapping[str, int] = field(default_factory=dict)
+    token_fields_mark_media: bool = True
+    audio_limit: Callable[[Any], float] | None = None
+    audio_tokens: Callable[[Any, Any], Any] | None = None
+    has_frame_mask: bool = True
+    takes_base64_audio: bool = False
+    has_qwen_vl_utils: bool = False
+    towers: Mapping[str, str] = field(default_factory=dict)
+    trained_part: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES = (
+    Family(
+        model_types=("audioflamingo3",),
+        processors=("AudioFlamingo3Processor",),
+        audio_limit=lambda processor: processor.max_audio_len,
+    ),
+    Family(
+        model_types=("gemma3n",),
+        processors=("Gemma3nProcessor",),
+        apart="media",  # the audio encoder has no mask for padding, so that a clip's features depend on its neighbours
+        audio_limit=lambda processor: 30,  # a default of the extractor's call
+    ),
+    Family(
+        model_types=("gemma4",),
+        processors=("Gemma4Processor",),
+        media_padding={"image_position_ids": -1},  # marks padding patches
+        audio_limit=lambda processor: 30,  # a default of the extractor's call
+    ),
+    Family(
+        model_types=("glm4v",),
+        apart="media",  # writes images and videos with one token, and takes one of both a call
+    ),
+    Family(
+        model_types=("granite_speech",),
+        apart="media",  # the encoder has no mask for padding
+        audio_tokens=lambda model, tokens: tokens,  # its mask is one of tokens
+        has_frame_mask=False,
+        towers={"audio": "model.encoder"},
+    ),
+    Family(
+        model_types=("llava_onevision",),
+        apart="media",  # frames that pad a video would become features
+    ),
+    Family(
+        model_types=("paligemma",),
+        token_field_fill={"token_type_ids": 1},  # marks causal text
+        token_fields_mark_media=False,  # they tell the prompt from the answer
+    ),
+    Family(
+        model_types=("phi4_multimodal",),
+        apart="media",  # hears otherwise beside images, and features depend on the sizes of those beside them
+        has_frame_mask=False,
+        towers={
+            "image": "model.embed_tokens_extend.image_embed",
+            "audio": "model.embed_tokens_extend.audio_embed",
+        },
+    ),
+    Family(
+        model_types=("qwen2_audio",),
+        processors=("Qwen2AudioProcessor",),
+        audio_limit=_whisper_window,
+    ),
+    Family(
+        model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
+        has_qwen_vl_utils=True,
+    ),
+    # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is what
+    # is sampled and trained, and its class finds its own weights and config in what is released.
+    Family(
+        model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
+        processors=("Qwen2_5OmniProcessor",),
+        audio_limit=_whisper_window,
+        has_qwen_vl_utils=True,
+        trained_part={"qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration"},
+    ),
+    Family(
+        model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+        processors=("Qwen3OmniMoeProcessor",),
+        apart="media",  # clips are padded to the longest before convolutions that don't know it
+        audio_tokens=_qwen3_omni_tokens,
+        has_qwen_vl_utils=True,
+        trained_part={"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"},
+    ),
+    Family(
+        model_types=("voxtral",),
+        processors=("VoxtralProcessor",),
+        takes_base64_audio=True,
+    ),
+)
+
+
+def family_of(model: Any) -> Family:
+    """
+    The row of a model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`] or `str`):
+            Model without wrappers, its config or its `model_type`.
+
+    Returns:
+        [`Family`]: Its row, or defaults.
+    """
+    model_type = model if isinstance(model, str) else getattr(model, "config", model).model_type
+    return next((family for family in FAMILIES if model_type in family.model_types), Family())
+
+
+def family_of_processor(processor: Any) -> Family:
+    """
+    The row of a processor.
+
+    Args:
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processor, or one whose class is derived of a family's.
+
+    Returns:
+        [`Family`]: Its row, or defaults.
+    """
+    names = [cls.__name__ for cls in type(processor).__mro__]
+    return next((family for name in names for family in FAMILIES if name in family.processors), Family())
+
+
+def media_padding(name: str) -> int:
+    """
+    What pads a media tensor when prompts join. No two families call different things by one name.
+
+    Args:
+        name (`str`):
+            Name of the argument of the model's forward.
+
+    Returns:
+        `int`: The value.
+    """
+    return next((family.media_padding[name] for family in FAMILIES if name in family.media_padding), 0)
