@@ -37,7 +37,6 @@ from trl_multimodal_rft.media.columns import MediaError
 from trl_multimodal_rft.media.encoding import all_placeholder_ids, join_media, placeholder_token_ids
 from trl_multimodal_rft.media.tensors import token_fields
 from trl_multimodal_rft.packing.forward import left_pad
-from trl_multimodal_rft.packing.masks import field_fill
 
 
 TEMPERATURE = 0.7
@@ -154,7 +153,7 @@ def with_fields(batch, names=("mm_token_type_ids", "token_type_ids"), fill=0):
 
 def bare_logits(model, prompt, response, **changes):
     """What the model itself gives for one row, from what the processor returned."""
-    fill = field_fill(model)
+    fill = family_of(model).token_field_fill
     fields = {
         name: torch.cat([value, torch.full_like(response, fill.get(name, 0))])[None]
         for name, value in prompt.token_fields.items()
