@@ -149,8 +149,8 @@ FAMILIES = (
         processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
         has_qwen_vl_utils=True,
     ),
-    # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is what
-    # is sampled and trained, and its class finds its own weights and config in what is released.
+    # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is
+    # what is sampled and trained, and its class finds its own weights and config in what is released.
     Family(
         model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
         processors=("Qwen2_5OmniProcessor",),
