@@ -52,7 +52,8 @@ class Family:
         processors (`tuple[str, ...]`, *optional*):
             Names of the processors' classes, where something is to be said about them.
         apart (`str`, *optional*):
-            `"media"` if media must not be padded or mixed to join prompts, `None` if they may. The self-check finds others.
+            `"media"` if media must not be padded or mixed to join prompts, `None` if they may. The self-check finds
+            others.
         media_padding (`Mapping[str, int]`, *optional*):
             What pads a media tensor when prompts join, where it is not 0.
         token_field_fill (`Mapping[str, int]`, *optional*):
@@ -60,7 +61,8 @@ class Family:
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
             Whether token fields tell media from text.
         audio_limit (`Callable`, *optional*):
-            From a processor to the seconds after which it cuts audio without a word. The others split long audio in windows.
+            From a processor to the seconds after which it cuts audio without a word. The others split long audio in
+            windows.
         audio_tokens (`Callable`, *optional*):
             From a model and the sums of its mask of audio to the tokens of each clip, where Whisper's rule isn't it.
         has_frame_mask (`bool`, *optional*, defaults to `True`):
@@ -147,8 +149,8 @@ FAMILIES = (
         processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
         has_qwen_vl_utils=True,
     ),
-    # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is what
-    # is sampled and trained, and its class finds its own weights and config in what is released.
+    # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is
+    # what is sampled and trained, and its class finds its own weights and config in what is released.
     Family(
         model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
         processors=("Qwen2_5OmniProcessor",),
