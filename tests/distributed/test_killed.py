@@ -257,7 +257,8 @@ def test_uninterrupted_run_has_something_to_lose(worker, case):
     weights = [load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     history = json.loads((checkpoints[1] / "trainer_state.json").read_text())["log_history"]
-    assert len({entry["kl_coef"] for entry in history}) == LAST
+    # It moves in the first epoch of each rollout
+    assert len({entry["kl_coef"] for entry in history}) == (LAST + 1) // 2
     assert any(entry.get("replay/frac", 0) > 0 for entry in history)
     assert any(entry.get("sampling/rounds", 0) > 1 for entry in history)
 

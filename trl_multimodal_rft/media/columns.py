@@ -30,6 +30,9 @@ _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kin
 # Types of blocks that are text, and the key of what they say
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
+# Keys of messages that hold no media, or are read by themselves
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
+
 # Types that every template may leave out, as most do with earlier thoughts
 THOUGHT_TYPES = ("thinking", "reasoning")
 
@@ -459,7 +462,7 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         )
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
-    beside = next((key for key in message if key in _MEDIA_KEYS and _is_stray(key, message[key], False)), None)
+    beside = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
     if isinstance(content, list):
         message["content"] = [_parse_block(block, f"{where}.content[{b}]", row) for b, block in enumerate(content)]
     elif not isinstance(content, str) and next(find_media(content), None) is not None:
@@ -480,9 +483,9 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     name = block.pop("type")
     kind = block_kind(name)
     sources = [_source(key, block.pop(key)) for key in _source_keys(kind) if key in block]
-    # Nothing reads what is left, but options, and those hold no media
-    files = not sources and name not in _WORD_TYPES
-    stray = next((key for key, item in block.items() if _is_stray(key, item, files)), None)
+    # Nothing reads what is left, but words and options, and those hold no media
+    words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
+    stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
     if stray is not None or (kind is not None and name != kind and block and not sources):
         raise MediaError(
             f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', so "

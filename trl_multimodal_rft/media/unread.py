@@ -8,7 +8,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset, LargeList, List, Value
 
-from .columns import MEDIA_COLUMNS, MediaError, _absent, block_kind, find_media
+from ..families import MODALITIES
+from .columns import MEDIA_COLUMNS, MediaError, _absent, _holds_several, block_kind, find_media
 
 
 # Rows that are looked at, from all over a dataset
@@ -90,12 +91,18 @@ def check_columns(
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     if needs_prompt and columns and "prompt" not in columns:
         raise ValueError(f"{name} {no_prompt(columns)}")
+    for kind in MODALITIES:
+        lists = _lists_media(features.get(kind)) or any(_holds_several(kind, row.get(kind)) for row in rows)
+        if kind not in ignored and lists:
+            raise MediaError(f"{name}: column '{kind}' holds a list; rename the column to '{kind}s'")
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
     unread = [found for found in looked if found is not None]
     if not unread:
         return None
     has_media = has_media or any(_has_media(row, reads, ignored) for row in rows)
+    if not has_media and isinstance(dataset, Sequence):
+        has_media = any(_has_media(row, reads, ignored) for row in dataset)
     alone = not has_media and any(found.certain for found in unread)
     message = (
         f"{name}: no prompt gets these media{', and there are no others, so that the model would get text alone' * alone}: "
@@ -172,7 +179,7 @@ def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[di
         filled = {c for c in filled & features.keys() if dataset.data.column(c).null_count < len(dataset.data)}
         # Others tell by their features, and would be decoded
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
-        values = dataset.select_columns(texts).with_format(None)[indices]
+        values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
     return features, rows, _has_media_features(features, filled, reads, ignored)
 
@@ -209,6 +216,12 @@ def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str
             yield from _in_feature(item, place if key == "bytes" else f"{place}.{key}")
     elif isinstance(feature, Value) and "binary" in feature.dtype:
         yield place, None, "bytes"
+
+
+def _lists_media(feature: Any) -> bool:
+    """Whether a feature is a list of media, which frames of a video aren't."""
+    inner = feature.feature if isinstance(feature, (List, LargeList)) else None
+    return type(inner).__name__ in ("Audio", "Video")
 
 
 def _leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -84,6 +84,9 @@ _WORTH_PACKING = 0.9
 # Rows of a dataset in which media are looked for before training
 _ROWS_TO_LOOK_AT = 16
 
+# Options of vLLM that leave its log-probabilities alone
+_NEUTRAL_OPTIONS = {"max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "detokenize"}
+
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
 
@@ -167,9 +170,11 @@ class MultimodalMixin:
         self._media_log: MediaLog | None = None  # what the tables of completions show
         self._n_skipped = 0  # updates skipped in a row
         placeholders = all_placeholder_ids(model, processing_class)
+        own = args.generation_kwargs or {}
+        # Options of an engine that change with which probabilities it samples
+        self._alters_logits = bool(own.keys() - _NEUTRAL_OPTIONS)
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
-            own = args.generation_kwargs or {}
             args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
         with (
             _image_token_id(model.config, placeholders),
@@ -851,8 +856,9 @@ class MultimodalMixin:
     def _samples_from_policy(self) -> bool:
         """Whether an engine's log-probabilities are those of the policy at its temperature, with no token cut off."""
         args = self.args
-        penalty = args.repetition_penalty in (None, 1.0)
-        return penalty and args.top_p in (None, 1.0) and args.top_k in (None, 0, -1) and not args.min_p
+        if args.repetition_penalty not in (None, 1.0) or getattr(args, "vllm_structured_outputs_regex", None):
+            return False
+        return args.top_p in (None, 1.0) and args.top_k in (None, 0, -1) and not args.min_p and not self._alters_logits
 
     @staticmethod
     def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -933,7 +939,17 @@ class MultimodalMixin:
             "metrics": dict(self._metrics["train"]),
             "self_check": None if self._self_check is None else asdict(self._self_check),
             "remedies": asdict(self._remedies),
+            "checked": self._checked(),
             "n_skipped": self._n_skipped,
+        }
+
+    def _checked(self) -> dict[str, Any]:
+        """What the self-check's measurements hold for."""
+        model = self._unwrapped(self.model)
+        return {
+            "packing": self.args.packing,
+            "precision": [self.accelerator.mixed_precision, str(model.dtype)],
+            "attention": model.config.get_text_config(decoder=True)._attn_implementation,
         }
 
     def _batches(self) -> dict[str, Any]:
@@ -964,9 +980,10 @@ class MultimodalMixin:
                 f"Batches have changed from {state['batches']} to {self._batches()}, so the run goes on with new "
                 "completions."
             )
-        self._remedies = Remedies(**state["remedies"])
-        if state["self_check"] is not None:
-            self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
+        if state["checked"] == self._checked():  # else what this run does is measured anew
+            self._remedies = Remedies(**state["remedies"])
+            if state["self_check"] is not None:
+                self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
         self._n_skipped = state.get("n_skipped", 0)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -1068,7 +1085,7 @@ class MultimodalMixin:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether each process holds all weights."""
+        """Whether processes run forwards without each other: all hold all weights, and no engine stands between."""
         return not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
 
     def _reload_weights(self, folder: str | Path) -> None:

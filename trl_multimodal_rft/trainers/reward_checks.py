@@ -62,7 +62,7 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
     """
     source = f"The reward function '{name}' returned"
     try:
-        values = list(rewards)
+        values = list(None if isinstance(rewards, (dict, str)) else rewards)
     except TypeError:  # also of arrays and tensors without a dimension
         raise ValueError(
             f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None "

@@ -41,6 +41,9 @@ _NEW_TOKENS = 4
 # strides of an encoder.
 _PARTNERS = 3
 
+# Integers that a tensor of sizes has at most
+_MOST_SIZES = 64
+
 # A medium that moves log-probabilities by less than this share of what counts as equal isn't heard or seen
 _MOVES = 1e-2
 
@@ -230,6 +233,7 @@ class _Check:
         self.remedies = replace(remedies)
         self.media = dict(measured)
         self.model_type = self.model.config.model_type
+        self.failure = ""  # what the last attempt failed with
 
     def run(self, messages: Sequence[Any]) -> SelfCheck:
         targets, donors, partners = self._choose(messages)
@@ -269,8 +273,12 @@ class _Check:
             if donor is not None:
                 donors[kind] = donor
         others = [each for each in longest if each is not targets[0]]
-        by_shape = {each.shapes: each for each in others if each.fingerprints}
-        different = [each for shapes, each in by_shape.items() if shapes != targets[0].shapes][:_PARTNERS]
+        by_shape = {each.shapes: each for each in reversed(others) if each.fingerprints}
+        different = [each for shapes, each in by_shape.items() if shapes != targets[0].shapes]
+        # One of each modality, those first that are beside their own kind
+        own_kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
+        of_kinds = [next((each for each in different if kind in each.fingerprints), None) for kind in own_kinds]
+        different = _unique([each for each in [*of_kinds, *different] if each is not None])[:_PARTNERS]
         text = [each for each in others if not each.fingerprints][:1]
         partners = (different or list(by_shape.values())[:1]) + text
 
@@ -348,8 +356,8 @@ class _Check:
 
     def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         trainer = self.trainer
-        if trainer.use_vllm:
-            return self._scripted(prompt)
+        if trainer.use_vllm or trainer.use_transformers_continuous_batching:
+            return self._scripted(prompt)  # what samples the rollouts isn't what would be measured here
         config = copy.deepcopy(trainer.generation_config)
         # Beams have logits of their own
         config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
@@ -362,7 +370,7 @@ class _Check:
             self.remedies.share_prefill = False
             return self._sample(prompt)
         if output is None:
-            raise self._cannot("it can't sample completions")
+            raise self._cannot(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
             # A `generate` of the user's, which returns ids alone
             ids = output.sequences[:2] if isinstance(output, ModelOutput) else output[:2]
@@ -396,7 +404,7 @@ class _Check:
         if generated is not None:
             return generated
         if own is None:
-            raise self._cannot("neither its forward nor its `generate` can be measured")
+            raise self._cannot(f"neither its forward nor its `generate` can be measured ({self.failure})")
         return own
 
     def _own_forward(self, plain: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
@@ -451,13 +459,17 @@ class _Check:
         difference = self._difference(scores, truth, mask)
         if difference <= self.tolerance:
             return difference
+        if self.remedies.own_logits and scores is None:
+            raise self._cannot(f"it fails at scoring padded rows ({self.failure})")
         if self.remedies.own_logits:
             raise self._cannot(
                 f"its log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one prompt"
             )
+        found = (
+            "fails" if scores is None else f"gives log-probabilities that are {difference:.0e} from the model's own"
+        )
         self._warn(
-            f"TRL's fused head gives log-probabilities that are {difference:.0e} from the model's own",
-            "they are taken from its own logits, which needs more memory",
+            f"TRL's fused head {found}", "log-probabilities are taken from its own logits, which needs more memory"
         )
         self.remedies.own_logits = True
         return self._padded(prompt, ids, mask, truth)
@@ -479,7 +491,7 @@ class _Check:
             for each in (replace(prompt, mask_cache={}), swapped)
         ]
         if scores[1] is None:
-            raise self._cannot(f"it fails with another {kind} in the place of the first")
+            raise self._cannot(f"it fails with another {kind} in the place of the first ({self.failure})")
         moved = self.media[kind] = self._difference(*scores, mask)
         if moved <= _MOVES * self.tolerance:
             raise RuntimeError(
@@ -490,7 +502,14 @@ class _Check:
 
     def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
         prompts = [replace(each, mask_cache={}) for each in (first, *partners, first)]
-        alone = {id(each): self._score([each], ids, mask, packed=False) for each in (first, *partners)}
+        alone = {}
+        for each in (first, *partners):
+            scores = self._attempt(
+                "scoring a prompt by itself", lambda p=each: self._score([p], ids, mask, packed=False)
+            )
+            if scores is None:
+                raise self._cannot(f"it fails at scoring a prompt by itself ({self.failure})")
+            alone[id(each)] = scores
         separate = torch.cat([alone[id(each)] for each in (first, *partners, first)])
         difference = math.inf
         for packed in [True, False][not self.remedies.can_pack :]:
@@ -526,8 +545,9 @@ class _Check:
         try:
             result = measure()
         except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
             if not quiet:
-                logger.warning(f"self-check: {self.model_type} fails at {what} ({type(error).__name__}: {error}).")
+                logger.warning(f"self-check: {self.model_type} fails at {what} ({self.failure}).")
         return None if self._worst(float(result is None)) else result
 
     def _warn(self, found: str, remedy: str) -> None:
@@ -554,7 +574,11 @@ def _generate(model, plain: dict[str, torch.Tensor], config: GenerationConfig, i
 
 
 def _traits(process: int, index: int, prompt: EncodedPrompt) -> _Traits:
-    shapes = {name: tuple(value.shape[1:]) for name, value in prompt.media.items()}
+    # Grids and sizes tell shapes that features don't
+    shapes = {
+        name: value.tolist() if not value.is_floating_point() and value.numel() <= _MOST_SIZES else tuple(value.shape)
+        for name, value in prompt.media.items()
+    }
     fingerprints = {
         kind: sum(value.double().sum().item() for value in _features_of(prompt, kind).values())
         for kind in prompt.modalities
