@@ -373,6 +373,22 @@ def test_what_the_run_no_longer_asks_for_stays_in_the_checkpoint(straight, tmp_p
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
 
 
+def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight, tmp_path):
+    """Also not in the middle of a generation batch; what it does is measured anew."""
+    name, step = "several epochs", 6
+    uninterrupted = straight(name)
+    assert uninterrupted._remedies.can_pack
+    trainer = CASES[name].make(tmp_path, save_strategy="no", packing="padded", self_check=True, max_steps=step + 3)
+    scored = []
+    score = trainer._score
+    trainer._score = lambda *args, **options: (
+        scored.append(options.get("packed", trainer._packed)) or score(*args, **options)
+    )
+    trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
+    assert scored and not any(scored) and not trainer._remedies.can_pack
+    assert trainer._self_check.packed is None and trainer._self_check.padded < 1e-5
+
+
 def test_checkpoint_of_the_model_only_holds_no_rollouts(tmp_path):
     CASES["several epochs"].make(tmp_path, save_only_model=True, max_steps=1).train()
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()

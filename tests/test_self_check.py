@@ -414,3 +414,38 @@ def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
     run.train()
     assert run._self_check.sampled <= run._self_check.tolerance
     assert run._remedies.share_prefill  # nothing had to be given up
+
+
+# What is chosen, and what a failure says
+
+
+def test_partners_are_prompts_with_other_grids_and_of_every_kind(tmp_path):
+    """Patches of all images have one shape; their grids tell them apart."""
+    rows = image_rows(4)  # of 84 x 56, 56 x 56, 112 x 84 and 56 x 112 pixels
+    run = trainer("qwen2_5_vl", rows, tmp_path, per_device_train_batch_size=16)
+    grids = []
+    score = run._score
+
+    def remember(model, samples, *args, **options):
+        grids.append({tuple(p.media["image_grid_thw"].flatten().tolist()) for p in samples if p.media})
+        return score(model, samples, *args, **options)
+
+    run._score = remember
+    run.train()
+    assert max(len(each) for each in grids) == 4
+
+
+def test_a_failure_names_the_model_and_the_reason(tmp_path):
+    rows = with_media(concatenate_datasets([text_rows(1), text_rows(1)]), "image", [image_rows(1)[0]["image"], None])
+    run = trainer("llava", rows, tmp_path, shuffle_dataset=False)
+    forward_once = run.model.model.forward
+
+    @functools.wraps(forward_once)
+    def no_text_alone(*args, pixel_values=None, **kwargs):
+        if pixel_values is None and kwargs.get("past_key_values") is None:
+            raise IndexError("tuple index out of range")
+        return forward_once(*args, pixel_values=pixel_values, **kwargs)
+
+    run.model.model.forward = no_text_alone
+    with pytest.raises(RuntimeError, match="llava can't be trained exactly: it fails at .* .IndexError: tuple index"):
+        run.train()

@@ -8,16 +8,22 @@ import pytest
 import soundfile
 import torch
 from accelerate.logging import MultiProcessAdapter
-from datasets import Audio, Dataset, Image, IterableDataset, load_dataset, load_from_disk
+from datasets import Audio, Dataset, Image, IterableDataset, List, load_dataset, load_from_disk
 from families import FAMILIES, RATE, audio, image, video
-from trainer_utils import InjectedOurs, load, make_trainer, run, sound, text_rows, with_media
+from trainer_utils import InjectedOurs, image_rows, load, make_trainer, run, sound, text_rows, with_media
 from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+)
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.media import MediaError, encode_prompt, rows_to_messages
 from trl_multimodal_rft.media.columns import file_kind, iter_refs, restore_media
+from trl_multimodal_rft.media.unread import check_columns
 from trl_multimodal_rft.trainers.supervised import encode_supervised
 
 
@@ -580,3 +586,57 @@ def test_supervised_rows_have_tags_and_ignored_columns(folder):
     assert processor.tokenizer.decode(ids[0][:-1]) == "No, see <image>."
     (prompt,), _, _ = encode_supervised([row], processor, model, ends, ignored_media_columns=["image"])
     assert prompt.modalities == frozenset()
+
+
+# Rows that once went wrong
+
+
+def test_inline_media_without_a_column_of_text_train(tmp_path):
+    picture = image_rows(1)[0]["image"]
+    block = {"type": "image", "image": picture}
+    rows = [
+        {"prompt": [{"role": "user", "content": [block, {"type": "text", "text": f"Cat? {i}"}]}]} for i in range(4)
+    ]
+    for more in ({}, {"label": 1}):
+        trainer = make_trainer(
+            MultimodalGRPOTrainer,
+            "qwen2_5_vl",
+            Dataset.from_list([{**row, **more} for row in rows]),
+            tmp_path,
+            max_steps=1,
+        )
+        trainer.train()
+        assert trainer._self_check.media["image"] > 0
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"picture": b"123"}, {"attachments": ["a.png"]}, {"image_path": "a.png"}],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_media_under_any_key_of_a_message_raise(extra):
+    row = {"prompt": [{"role": "user", "content": "What is it?", **extra}]}
+    with pytest.raises(MediaError, match=f"nothing reads the media in '{next(iter(extra))}' of a message"):
+        rows_to_messages([row])
+    text = {"type": "text", "text": "see a.wav", "sound": "a.wav"}
+    with pytest.raises(MediaError, match="nothing reads 'sound' of a block of type 'text'"):
+        rows_to_messages([{"prompt": [{"role": "user", "content": [text]}]}])
+
+
+def test_media_in_any_row_of_a_list_count():
+    rows = [{"prompt": "What?", "thumb": b"12", "image": None} for _ in range(41)]
+    with pytest.raises(MediaError, match="there are no others"):
+        check_columns(rows, "rows")
+    rows[1]["image"] = image_rows(1)[0]["image"]
+    assert "'thumb'" in check_columns(rows, "rows")
+
+
+@pytest.mark.parametrize("feature", [None, List(Audio())], ids=["paths", "feature"])
+def test_a_list_in_a_column_of_one_raises_at_construction(feature, tmp_path):
+    rows = Dataset.from_list([{"prompt": "What?", "audio": ["a.wav", "b.wav"]}] * 8)
+    if feature is not None:
+        rows = rows.cast_column("audio", feature)
+    with pytest.raises(
+        MediaError, match="`train_dataset`: column 'audio' holds a list; rename the column to 'audios'"
+    ):
+        make_trainer(MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path)

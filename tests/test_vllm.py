@@ -65,3 +65,15 @@ def test_audio_raises(vllm, tmp_path):
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **vllm)
     with pytest.raises(MediaError, match=r"row 0, column 'audio'.*use_vllm=False"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.9}, {"generation_kwargs": {"frequency_penalty": 0.5}}, {"vllm_structured_outputs_regex": "a+"}],
+)
+def test_an_engine_that_is_told_to_sample_otherwise_is_not_measured(options, vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "error", -0.5)
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, max_steps=1, **vllm, **options)
+    trainer.vllm_generation.trainer = trainer
+    trainer.train()
+    assert trainer._self_check.engine is None

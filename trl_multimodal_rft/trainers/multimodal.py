@@ -984,7 +984,9 @@ class MultimodalMixin:
             self._remedies = Remedies(**state["remedies"])
             if state["self_check"] is not None:
                 self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
-        self._n_skipped = state.get("n_skipped", 0)
+        for batch in self._buffered_inputs or ():
+            batch["packed"] = [packed and self._remedies.can_pack for packed in batch["packed"]]
+        self._n_skipped = state["n_skipped"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
