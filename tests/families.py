@@ -968,6 +968,48 @@ def chameleon():
     return instantiate(hf.ChameleonForConditionalGeneration, config, processor)
 
 
+def inkling():
+    words = tokenizer(
+        image_token="<|image|>",
+        audio_token="<|audio|>",
+        image_bos_token="<|content_image|>",
+        audio_bos_token="<|content_audio_input|>",
+    )
+    processor = hf.InklingProcessor(
+        hf.InklingFeatureExtractor(feature_size=16),
+        hf.InklingImageProcessor(size={"height": 40, "width": 40}),
+        words,
+        num_dmel_bins=8,
+        chat_template=template(image="<|content_image|><|image|>", audio="<|content_audio_input|><|audio|>"),
+    )
+    config = hf.InklingConfig(
+        text_config=decoder(
+            words,
+            head_dim=16,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=2,
+            swa_head_dim=16,
+            sliding_window_size=16,
+            d_rel=4,
+            rel_extent=32,
+            local_layer_ids=[0],
+            mlp_layer_types=["dense", "sparse"],
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            logits_mup_width_multiplier=4.0,
+        ),
+        audio_config={"n_mel_bins": 16, "mel_vocab_size": 8},
+        vision_config={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        image_token_id=words.image_token_id,
+        audio_token_id=words.audio_token_id,
+        image_bos_token_id=words.image_bos_token_id,
+        audio_bos_token_id=words.audio_bos_token_id,
+    )
+    return instantiate(hf.InklingForConditionalGeneration, config, processor)
+
+
 # Prompts
 
 
@@ -1147,6 +1189,7 @@ SPECIAL = {
         Family("chameleon", chameleon, image_prompts, ("image",)),
         Family("cohere2_vision", cohere2_vision, image_prompts, ("image",)),
         Family("granite_speech_scaled", functools.partial(granite_speech, 8.0), audio_prompts, ("audio",)),
+        Family("inkling", inkling, audio_prompts, ("audio",)),
         Family("llava_next_granite", llava_next_granite, image_prompts, ("image",)),
     ]
 }

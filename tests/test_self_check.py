@@ -90,10 +90,10 @@ def test_the_check_draws_no_random_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["aya_vision", "chameleon", "cohere2_vision", "granite_speech_scaled", "llava_next_granite"]
+    "family", ["aya_vision", "chameleon", "cohere2_vision", "granite_speech_scaled", "inkling", "llava_next_granite"]
 )
 def test_own_logits_where_the_fused_head_is_wrong(family, tmp_path, caplog):
-    rows = audio_rows() if family == "granite_speech_scaled" else image_rows()
+    rows = audio_rows() if "audio" in SPECIAL[family].modalities else image_rows()
     run = trainer(family, rows, tmp_path, learning_rate=1e-3, temperature=0.7, beta=0.0)
     batches = []
     score = run._get_per_token_logps_and_entropies
@@ -106,8 +106,12 @@ def test_own_logits_where_the_fused_head_is_wrong(family, tmp_path, caplog):
     assert "TRL's fused head gives log-probabilities that are" in caplog.text
     assert check.remedies.own_logits and run._remedies == check.remedies
     assert check.padded < 1e-4 and check.sampled < 1e-4 and "(its own logits)" in str(check)
-    assert check.packed < 1e-4 and check.remedies.can_pack
-    assert check.remedies.share_prefill  # which was never wrong
+    assert min(check.media.values()) > 1e-3  # Inkling's audio are codes
+    if family == "inkling":  # whose layers carry a state along the row, which its cache can't give up again
+        assert not check.remedies.can_pack and not check.remedies.share_prefill
+    else:
+        assert check.packed < 1e-4 and check.remedies.can_pack
+        assert check.remedies.share_prefill  # which was never wrong
     assert batches and any(not torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 

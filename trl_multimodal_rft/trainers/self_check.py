@@ -88,7 +88,7 @@ class SelfCheck:
         packed (`float` or `None`):
             Packed rows against the truth; `None` where packing is off.
         media (`dict[str, float]`):
-            By modality, how much the log-probabilities move with another medium in its place.
+            By modality, how much the log-probabilities move with another medium in its place; NaN if there is no other.
         rows (`float`):
             Prompts in one forward, as far as they share one, against each alone.
         sampled (`float` or `None`):
@@ -123,7 +123,7 @@ class SelfCheck:
                 f"packed {'=' if self.packed <= self.tolerance else 'differs from'} model's own {self.packed:.0e}"
             )
         for kind, moved in self.media.items():
-            parts.append(f"{kind} moves log-probs by {moved:.2g}")
+            parts.append(f"{kind} not measured" if math.isnan(moved) else f"{kind} moves log-probs by {moved:.2g}")
         if not self.media:
             parts.append("no media yet")
         rows = f"rows independent {self.rows:.0e}"
@@ -486,6 +486,9 @@ class _Check:
     def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask) -> None:
         """Measures the effect of another medium of a kind."""
         swapped = _with_other_media(prompt, kind, donor)
+        if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
+            self.media[kind] = math.nan  # nothing to tell them apart by
+            return
         scores = [
             self._attempt(f"scoring another {kind}", lambda p=each: self._score([p], ids, mask, packed=False))
             for each in (replace(prompt, mask_cache={}), swapped)
@@ -591,14 +594,15 @@ def _unique(traits: list[_Traits]) -> list[_Traits]:
 
 
 def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
-    """The features of a modality, without masks and sizes."""
-    features = {
-        name: value
-        for name, value in prompt.media.items()
-        if value.is_floating_point() and value.dim() > 1 and "mask" not in name
-    }
+    """The features of a modality, without masks and sizes; codes, where a family has those for features."""
+    tensors = {name: value for name, value in prompt.media.items() if value.dim() > 1 and "mask" not in name}
+    own = {name: value for name, value in tensors.items() if modality_of(name) == kind}
+    floats, codes = (
+        {name: value for name, value in own.items() if value.is_floating_point() == is_float and "grid" not in name}
+        for is_float in (True, False)
+    )
     # Some families write videos with the tensors of images
-    return {name: value for name, value in features.items() if modality_of(name) == kind} or features
+    return floats or codes or {name: value for name, value in tensors.items() if value.is_floating_point()}
 
 
 def _with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
@@ -611,7 +615,8 @@ def _with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | N
     for name, own in _features_of(prompt, kind).items():
         other = donated.get(name)
         if other is None or other.dim() != own.dim() or not other.numel():
-            other = 1 - own.flip(tuple(range(own.dim())))
+            other = own.flip(tuple(range(own.dim())))
+            other = 1 - other if own.is_floating_point() else other
         for dim, size in enumerate(own.shape):
             other = other.index_select(dim, torch.arange(size) % other.size(dim))
         media[name] = torch.where((own == 0) | (other == 0), own, other.to(own.dtype))
