@@ -4,7 +4,7 @@
 import pytest
 import torch
 from PIL import Image
-from trainer_utils import audio_rows, image_rows, make_trainer
+from trainer_utils import audio_rows, image_rows, length_and_sum, load, make_trainer
 from trl.trainer import grpo_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -49,6 +49,12 @@ def test_images_reach_the_engine(vllm, tmp_path):
     check = trainer._self_check
     assert "packed = model's own" in str(check) and check.sampled is None
     assert check.engine < 1e-5 and "engine = recomputed" in str(check)
+    again = MultimodalGRPOTrainer(
+        load("qwen2_5_vl")[0], length_and_sum, trainer.args, image_rows(), processing_class=trainer.processing_class
+    )
+    again.vllm_generation.trainer = again
+    again.train()
+    assert again._self_check.engine < 1e-5
 
 
 @pytest.mark.parametrize("correction", [True, False])

@@ -171,8 +171,9 @@ class MultimodalMixin:
         self._n_skipped = 0  # updates skipped in a row
         placeholders = all_placeholder_ids(model, processing_class)
         own = args.generation_kwargs or {}
-        # Options of an engine that change with which probabilities it samples
-        self._alters_logits = bool(own.keys() - _NEUTRAL_OPTIONS)
+        # Options of an engine that change with which probabilities it samples; a config that was used has our own bias
+        bias = [token for token in own.get("logit_bias", {}) if int(token) not in placeholders]
+        self._alters_logits = bool(bias or own.keys() - _NEUTRAL_OPTIONS - {"logit_bias"})
         if args.use_vllm and placeholders:
             bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
             args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}

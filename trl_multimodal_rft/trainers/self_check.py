@@ -2,6 +2,7 @@
 """Measures, on the user's own model and data, what this package promises, against the model's own forward."""
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -244,11 +245,12 @@ class _Check:
             ids, mask, sampled, truth = self._sample_and_recompute(target)
             if sampled is not None:
                 worst["sampled"].append(sampled)
-            worst["padded"].append(self._padded(target.prompt, ids, mask, truth))
+            padded, scores = self._padded(target.prompt, ids, mask, truth)
+            worst["padded"].append(padded)
             if self.remedies.can_pack:
                 worst["packed"].append(self._packed(target.prompt, ids, mask, truth))
             for kind in sorted(target.prompt.modalities - self.media.keys()):
-                self._swap(kind, target.prompt, donors.get(kind), ids, mask)
+                self._swap(kind, target.prompt, donors.get(kind), ids, mask, scores)
         rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
         features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
         return SelfCheck(features, padded, packed, self.media, rows, sampled, self.tolerance, self.remedies)
@@ -294,6 +296,10 @@ class _Check:
             [cases[id(each)].prompt for each in partners],
         )
 
+    @functools.cached_property
+    def processor(self):
+        return self.trainer._processor_as_loaded()
+
     def _case(self, prompt: EncodedPrompt, messages, plain: bool) -> _Case:
         if not plain:
             return _Case(prompt, None)
@@ -302,10 +308,9 @@ class _Check:
             fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
             return _Case(prompt, {name: value[None] for name, value in fields.items()})
         try:
-            processor = self.trainer._processor_as_loaded()
             refs = list(iter_refs(messages))
-            media = decode_media(refs, processor, self.trainer.args.audio_overlong)
-            return _Case(prompt, processor_outputs(messages, processor, *media, self.trainer._template_kwargs()))
+            media = decode_media(refs, self.processor, self.trainer.args.audio_overlong)
+            return _Case(prompt, processor_outputs(messages, self.processor, *media, self.trainer._template_kwargs()))
         except Exception as error:
             return _Case(prompt, None, f"{type(error).__name__}: {error}")
 
@@ -453,12 +458,13 @@ class _Check:
         options = {"packed": packed, "apart": apart, "own_logits": self.remedies.own_logits}
         return self.trainer._score(self.trainer.model, samples, *rows, **options).logps
 
-    def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
+    def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
+        """How far padded rows are from the truth, and their log-probabilities."""
         prompt = replace(prompt, mask_cache={})
         scores = self._attempt("scoring padded rows", lambda: self._score([prompt], ids, mask, packed=False))
         difference = self._difference(scores, truth, mask)
         if difference <= self.tolerance:
-            return difference
+            return difference, scores
         if self.remedies.own_logits and scores is None:
             raise self._cannot(f"it fails at scoring padded rows ({self.failure})")
         if self.remedies.own_logits:
@@ -483,19 +489,16 @@ class _Check:
             self.remedies.can_pack = False
         return difference
 
-    def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask) -> None:
+    def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask, scores) -> None:
         """Measures the effect of another medium of a kind."""
         swapped = _with_other_media(prompt, kind, donor)
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
             self.media[kind] = math.nan  # nothing to tell them apart by
             return
-        scores = [
-            self._attempt(f"scoring another {kind}", lambda p=each: self._score([p], ids, mask, packed=False))
-            for each in (replace(prompt, mask_cache={}), swapped)
-        ]
-        if scores[1] is None:
+        other = self._attempt(f"scoring another {kind}", lambda: self._score([swapped], ids, mask, packed=False))
+        if other is None:
             raise self._cannot(f"it fails with another {kind} in the place of the first ({self.failure})")
-        moved = self.media[kind] = self._difference(*scores, mask)
+        moved = self.media[kind] = self._difference(other, scores, mask)
         if moved <= _MOVES * self.tolerance:
             raise RuntimeError(
                 f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), so "
