@@ -28,9 +28,8 @@ import torch
 from measuring import CLOCKS, hardware, versions
 from memory_model import MIB, LiveBytes, markdown
 
-from trl_multimodal_rft.media.encoding import EncodedPrompt
-from trl_multimodal_rft.packing import pack
-from trl_multimodal_rft.packing.layout import PackedRow
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.forward.layout import PackedRow, pack
 
 
 class Case:

@@ -59,21 +59,16 @@ from transformers import (
 )
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-)
-from trl_multimodal_rft.actors.towers import find_tower, linear_layers
-from trl_multimodal_rft.packing.layout import (
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOConfig, MultimodalPPOTrainer
+from trl_multimodal_rft.forward.layout import (
     MASK_ALIGNMENT,
     MASK_ENTRIES,
     group_by_prompt,
     packed_length,
     split_by_tokens,
 )
-from trl_multimodal_rft.rollout import generate_completions
+from trl_multimodal_rft.generation.transformers import generate_completions
+from trl_multimodal_rft.models.towers import find_tower, linear_layers
 
 
 GIB, MIB = 2**30, 2**20

@@ -33,14 +33,14 @@ import torch
 from measuring import CLOCKS, hardware, versions
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_multimodal_rft.replay import (
+from trl_multimodal_rft.lightrft import ReplayBuffer
+from trl_multimodal_rft.lightrft.experience import ExperienceVL
+from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     BufferItemVL,
-    ReplayBuffer,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
 )
-from trl_multimodal_rft.rollout.experience import ExperienceVL
 
 
 TEXT = (16, 256)  # tokens of a prompt beside its image

@@ -46,10 +46,10 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from trl_multimodal_rft import rewards
-from trl_multimodal_rft.actors.pretrained import load_model as load_policy
 from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau
+from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
-from trl_multimodal_rft.media.processors import load_processor
+from trl_multimodal_rft.models.pretrained import load_model as load_policy
 
 
 BENCHMARKS = {

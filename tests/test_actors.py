@@ -17,26 +17,26 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
-from families import FAMILIES, audio, chat, decoder, image, text, tokenizer, video
+from helpers.families import FAMILIES, audio, chat, decoder, image, text, tokenizer, video
+from helpers.processes import python_command, python_environment
+from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model
-from processes import python_command, python_environment
 from test_packing import encode_chats, relative_difference
 from torch import nn
-from trainer_utils import audio_rows, image_rows, load, make_trainer, run, saved
 from transformers.integrations import is_deepspeed_available, is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import is_flash_attn_2_available
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.actors.actor import _score_logits
-from trl_multimodal_rft.actors.towers import find_tower, linear_layers
-from trl_multimodal_rft.algorithms.responses import mask_responses
+from trl_multimodal_rft.algorithms.completions import mask_responses
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, join_media, placeholder_token_ids
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.media.encoding import all_placeholder_ids, join_media, placeholder_token_ids
-from trl_multimodal_rft.media.tensors import token_fields
-from trl_multimodal_rft.packing.forward import left_pad
+from trl_multimodal_rft.forward.scoring import left_pad
+from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
+from trl_multimodal_rft.lightrft.actor import _score_logits
+from trl_multimodal_rft.lightrft.bare_media import token_fields
+from trl_multimodal_rft.models.towers import find_tower, linear_layers
 
 
 TEMPERATURE = 0.7
@@ -1835,7 +1835,7 @@ def test_examples_of_the_docstrings():
 ZERO3 = """
     import json, sys
     import deepspeed, torch
-    from families import FAMILIES
+    from helpers.families import FAMILIES
     from test_actors import N, cases, counted, make_batch, TEMPERATURE
     from trl_multimodal_rft.actors import ActorAL
 

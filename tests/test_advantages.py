@@ -26,7 +26,7 @@ from trl_multimodal_rft.algorithms.advantages import (
     rloo,
     whiten,
 )
-from trl_multimodal_rft.algorithms.rewards import RunningScale
+from trl_multimodal_rft.algorithms.shaping import RunningScale
 
 
 NAN, INF = math.nan, math.inf

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import soundfile
 from datasets import Audio, Dataset, Features, Image, List, Value
-from families import RATE
-from families import audio as chirp
-from families import image as picture
-from trainer_utils import load, run, saved
+from helpers.families import RATE
+from helpers.families import audio as chirp
+from helpers.families import image as picture
+from helpers.trainer_utils import load, run, saved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau

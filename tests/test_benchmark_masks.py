@@ -7,7 +7,7 @@ import masks
 import pytest
 import torch
 
-from trl_multimodal_rft.packing.layout import PrefixLayout
+from trl_multimodal_rft.forward.layout import PrefixLayout
 
 
 SMALL = ["--prompt-length", "400", "--completion-length", "200", "--group", "8", "--repetitions", "1"]

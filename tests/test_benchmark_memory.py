@@ -8,7 +8,7 @@ import memory_model
 import pytest
 import token_budget
 import torch
-from families import FAMILIES
+from helpers.families import FAMILIES
 from memory_model import CASES, LiveBytes, Prompt, Setup, anatomy, meta_model, predict, published_config
 from transformers import Qwen2_5_VLForConditionalGeneration
 

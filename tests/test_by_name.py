@@ -20,10 +20,8 @@ import torch
 import transformers as hf
 from accelerate import Accelerator
 from datasets import Dataset
-from families import FAMILIES, RATE, MelExtractor
-from test_encoding import assert_same_features
-from torch import nn
-from trainer_utils import (
+from helpers.families import FAMILIES, RATE, MelExtractor
+from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,
     image_rows,
@@ -37,18 +35,20 @@ from trainer_utils import (
     text_rows,
     with_media,
 )
+from test_encoding import assert_same_features
+from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
+from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
+from trl_multimodal_rft.encoding.processors import check_processor, load_processor
+from trl_multimodal_rft.encoding.prompts import decode_media, encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
-from trl_multimodal_rft.media import encode_prompt, rows_to_messages
-from trl_multimodal_rft.media.columns import iter_refs
-from trl_multimodal_rft.media.encoding import decode_media
-from trl_multimodal_rft.media.processors import check_processor, load_processor
+from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
+from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
-from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
 FOLDERS = tempfile.TemporaryDirectory()
@@ -250,7 +250,7 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
         seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
         return seen[-1][1]
 
-    monkeypatch.setattr("trl_multimodal_rft.rollout.experience_maker.encode_prompt", remember)
+    monkeypatch.setattr("trl_multimodal_rft.lightrft.experience_maker.encode_prompt", remember)
     processor, critic = load_processor(folder), Critic.from_pretrained(folder, type(actor.base_model))
     settings = ExperienceConfig("gae", n_samples_per_prompt=2, micro_rollout_batch_size=4, progress=False)
     maker = NaiveExperienceMaker(

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from trainer_utils import length_and_sum, load, text_rows
+from helpers.trainer_utils import length_and_sum, load, text_rows
 from transformers import DynamicCache, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer, rloo_trainer
@@ -20,7 +20,8 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.trainers import media_logs, self_check
+from trl_multimodal_rft.reporting import media_logs
+from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.grpo_config import TRL_LOSS_TYPES
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES
+from helpers.families import FAMILIES
+from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
 from test_packing import G, encode_chats, random_completions
-from trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
 
-from trl_multimodal_rft.actors import Actor, Critic
+from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.media import MediaError
-from trl_multimodal_rft.packing.forward import completion_values
-from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.forward.scoring import completion_values
+from trl_multimodal_rft.lightrft import Actor, Critic
+from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
 SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]

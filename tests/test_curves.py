@@ -13,13 +13,13 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from helpers.trainer_utils import audio_rows, image_rows, make_trainer
 from matplotlib import _pylab_helpers
 from matplotlib.collections import FillBetweenPolyCollection
 from packaging.requirements import Requirement
 from PIL import Image
 from test_ppo_reference import fit, loader
 from test_ppo_reference import make as make_reference
-from trainer_utils import audio_rows, image_rows, make_trainer
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -28,8 +28,8 @@ from trl_multimodal_rft import (
     TrainingCurvesCallback,
 )
 from trl_multimodal_rft.evaluation import EvaluationConfig
-from trl_multimodal_rft.trainers import curves
-from trl_multimodal_rft.trainers.curves import figure_of, smoothed
+from trl_multimodal_rft.reporting import curves
+from trl_multimodal_rft.reporting.curves import figure_of, smoothed
 
 
 def brief(completion_ids, **kwargs):

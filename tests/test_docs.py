@@ -15,23 +15,12 @@ import pytest
 import soundfile
 import transformers.training_args
 from datasets import Dataset
-from families import RATE, audio, image, video
-from trainer_utils import Injected, make_trainer, saved
+from helpers.families import RATE, audio, image, video
+from helpers.trainer_utils import Injected, make_trainer, saved
 
 import trl_multimodal_rft
-from trl_multimodal_rft import (
-    MultimodalGRPOTrainer,
-    actors,
-    data,
-    evaluation,
-    media,
-    packing,
-    replay,
-    rewards,
-    rollout,
-    trainers,
-)
-from trl_multimodal_rft.media import MediaError
+from trl_multimodal_rft import MultimodalGRPOTrainer, data, evaluation, lightrft, models, rewards, trainers
+from trl_multimodal_rft.data.columns import MediaError
 
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +29,7 @@ MODELS = {"Qwen/Qwen2-Audio-7B-Instruct": "qwen2_audio", "Qwen/Qwen2.5-VL-7B-Ins
 DATASETS = {"path/to/spoken-questions": "audio", "path/to/geometry": "image", "path/to/clips": "video"}
 
 
-PACKAGES = [trl_multimodal_rft, actors, data, evaluation, media, packing, replay, rewards, rollout, trainers]
+PACKAGES = [trl_multimodal_rft, data, evaluation, lightrft, models, rewards, trainers]
 
 
 def blocks(text):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from trainer_utils import Injected, audio_rows, image_rows, load, make_trainer
 from transformers import AutoProcessor
 
 from trl_multimodal_rft import MultimodalPPOTrainer

@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from families import FAMILIES, RATE, audio, encode, image, text, tokenizer, video
+from helpers.families import FAMILIES, RATE, audio, encode, image, text, tokenizer, video
 from PIL import Image
 
-from trl_multimodal_rft.media import MediaError, encode_prompt, join_media, rows_to_messages
-from trl_multimodal_rft.media.encoding import placeholder_token_ids, prompt_position_ids, same_prompt
+from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.encoding.prompts import (
+    encode_prompt,
+    join_media,
+    placeholder_token_ids,
+    prompt_position_ids,
+    same_prompt,
+)
 
 
 def encode_row(family, row, **kwargs):

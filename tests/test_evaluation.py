@@ -15,11 +15,9 @@ import torch
 import trl
 from accelerate import Accelerator
 from datasets import Dataset
-from families import FAMILIES, encode
-from peft import LoraConfig, get_peft_model
-from processes import python_command, python_environment
-from torch import nn
-from trainer_utils import (
+from helpers.families import FAMILIES, encode
+from helpers.processes import python_command, python_environment
+from helpers.trainer_utils import (
     audio_rows,
     image_rows,
     length_and_sum,
@@ -31,6 +29,8 @@ from trainer_utils import (
     sound,
     text_rows,
 )
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -40,7 +40,6 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.actors import ActorAL
 from trl_multimodal_rft.evaluation import (
     EvaluationConfig,
     evaluate,
@@ -50,6 +49,7 @@ from trl_multimodal_rft.evaluation import (
     pass_at_k,
     wilson_interval,
 )
+from trl_multimodal_rft.lightrft import ActorAL
 from trl_multimodal_rft.rewards import RemoteReward, accuracy_reward, format_reward
 
 

@@ -22,7 +22,7 @@ from transformers import Qwen2AudioForConditionalGeneration
 from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalPPOConfig
-from trl_multimodal_rft.actors import Critic
+from trl_multimodal_rft.models import Critic
 
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_multimodal_rft.rollout.experience import (
+from trl_multimodal_rft.lightrft.experience import (
     Experience,
     ExperienceAL,
     ExperienceOmni,

@@ -12,19 +12,19 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
-from families import FAMILIES, image, text, video
+from helpers.families import FAMILIES, image, text, video
+from helpers.trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
 from PIL import ImageChops
 from torch import nn
 from torch.testing import assert_close
-from trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
 
-from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.algorithms.kl import FixedKLController
-from trl_multimodal_rft.media.columns import MediaError, rows_to_messages
-from trl_multimodal_rft.media.encoding import encode_prompt
+from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
+from trl_multimodal_rft.lightrft.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
+from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.rollout.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
-from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
 EXACT = {"rtol": 0, "atol": 0}

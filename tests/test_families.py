@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import FAMILIES, base64_audio, encode, save, tokenizer
+from helpers.families import FAMILIES, base64_audio, encode, save, tokenizer
 from PIL import ImageOps
 
 

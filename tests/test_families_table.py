@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 import transformers
-from families import FAMILIES as MATRIX
-from families import SPECIAL
+from helpers.families import FAMILIES as MATRIX
+from helpers.families import SPECIAL
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.families import (

@@ -5,14 +5,16 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES
+from helpers.families import FAMILIES
 from test_packing import encode_chats
 from transformers import GenerationConfig
 
-from trl_multimodal_rft.packing import install_prefix_attention, sharing_obstacle
-from trl_multimodal_rft.packing.forward import left_pad
-from trl_multimodal_rft.packing.layout import group_by_prompt, split_samples
-from trl_multimodal_rft.rollout import generate_completions, generation, trim_after_eos
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.scoring import left_pad
+from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.generation.transformers import generate_completions, trim_after_eos
 
 
 G = 3

@@ -8,8 +8,7 @@ from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
-from torch.testing import assert_close
-from trainer_utils import (
+from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
     InjectedTRL,
@@ -28,6 +27,7 @@ from trainer_utils import (
     relative_difference,
     run,
 )
+from torch.testing import assert_close
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 

@@ -8,8 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from peft import LoraConfig
-from trainer_utils import (
+from helpers.trainer_utils import (
     InjectedOurs,
     Recorded,
     Recording,
@@ -22,6 +21,7 @@ from trainer_utils import (
     relative_difference,
     run,
 )
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer

@@ -18,7 +18,7 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hub_server import HubServer, Token
+from helpers.hub_server import HubServer, Token
 
 
 TOKENS = {
@@ -49,7 +49,7 @@ class Published:
             "HF_HUB_OFFLINE": "0",
             "HF_TOKEN": "hf_write",
         }
-        worker = Path(__file__).with_name("hub_worker.py")
+        worker = Path(__file__).parent / "helpers" / "hub_worker.py"
         run = self.run([sys.executable, "-W", "ignore", str(worker), str(folder), *scenarios])
         assert run.returncode == 0, run.stderr[-3000:]
 
@@ -257,7 +257,11 @@ def test_command_of_the_error(published):
 @pytest.mark.slow
 def test_offline(tmp_path):
     """As this process is."""
-    from trainer_utils import InjectedOurs, make_trainer, text_rows  # whose imports take longer than all else here
+    from helpers.trainer_utils import (  # whose imports take longer than all else here
+        InjectedOurs,
+        make_trainer,
+        text_rows,
+    )
 
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
     with pytest.raises(ConnectionError, match="`HF_HUB_OFFLINE` keeps this process from publishing 'model'") as error:

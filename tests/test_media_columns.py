@@ -15,7 +15,7 @@ from PIL import Image
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import print_prompt_completions_sample
 
-from trl_multimodal_rft.media.columns import (
+from trl_multimodal_rft.data.columns import (
     MEDIA_COLUMNS,
     MediaError,
     MediaRef,

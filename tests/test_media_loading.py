@@ -9,18 +9,18 @@ import threading
 
 import av
 import datasets
-import families
 import fsspec
 import numpy as np
 import pytest
 import soundfile
 import torch
+from helpers import families
 from PIL import Image
 from transformers.utils import is_torchcodec_usable
 
-from trl_multimodal_rft.media import loading
-from trl_multimodal_rft.media.columns import MediaError, MediaRef
-from trl_multimodal_rft.media.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from trl_multimodal_rft.data import loading
+from trl_multimodal_rft.data.columns import MediaError, MediaRef
+from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
 
 
 RATE, FPS, FRAMES, WIDTH, HEIGHT = 16000, 10, 20, 96, 64

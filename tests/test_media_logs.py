@@ -18,12 +18,11 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
-from families import RATE, image, video
-from media_logs_worker import dataset as mixed_dataset
-from media_logs_worker import mixed_rows
-from processes import python_command, python_environment
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainer_utils import (
+from helpers.families import RATE, image, video
+from helpers.media_logs_worker import dataset as mixed_dataset
+from helpers.media_logs_worker import mixed_rows
+from helpers.processes import python_command, python_environment
+from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
     audio_rows,
@@ -36,18 +35,14 @@ from trainer_utils import (
     video_rows,
     with_media,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-)
-from trl_multimodal_rft.media import encoding
-from trl_multimodal_rft.media.columns import MediaError, MediaRef
-from trl_multimodal_rft.media.loading import load_image, load_video
-from trl_multimodal_rft.trainers import media_logs
-from trl_multimodal_rft.trainers.media_logs import as_text, encode_logged, write_parquet
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.data.columns import MediaError, MediaRef
+from trl_multimodal_rft.data.loading import load_image, load_video
+from trl_multimodal_rft.encoding import prompts as encoding
+from trl_multimodal_rft.reporting import media_logs
+from trl_multimodal_rft.reporting.media_logs import as_text, encode_logged, write_parquet
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "images": images_rows, "video": video_rows}
@@ -370,7 +365,7 @@ def launch(mode, folder, processes=1):
         "ACCELERATE_USE_CPU": "true",
         **{f"WANDB_{name}": str(folder / "wandb") for name in ("DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR")},
     }
-    command = python_command([Path(__file__).parent / "media_logs_worker.py", mode, folder], processes)
+    command = python_command([Path(__file__).parent / "helpers" / "media_logs_worker.py", mode, folder], processes)
     environment = python_environment(**environment)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]

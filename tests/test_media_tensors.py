@@ -5,15 +5,15 @@ import functools
 
 import pytest
 import torch
-from families import FAMILIES, audio, chat, image, text
+from helpers.families import FAMILIES, audio, chat, image, text
 from test_packing import encode_chats
 
-from trl_multimodal_rft.actors.inputs import bare_prompt
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.encoding.prompts import join_media, placeholder_token_ids
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.media.encoding import join_media, placeholder_token_ids
-from trl_multimodal_rft.media.tensors import check_media, modality_of, split_media, token_fields
-from trl_multimodal_rft.packing.layout import split_samples
+from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.lightrft.bare_inputs import bare_prompt
+from trl_multimodal_rft.lightrft.bare_media import check_media, modality_of, split_media, token_fields
 
 
 @functools.cache

@@ -11,9 +11,9 @@ import numpy as np
 import PIL.Image
 import pytest
 import soundfile
+from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows
 from huggingface_hub import ModelCard
 from peft import LoraConfig
-from trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows
 from trl import GRPOConfig
 
 from trl_multimodal_rft import (
@@ -23,7 +23,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.trainers.model_card import PAPERS, quick_start, training_lines
+from trl_multimodal_rft.reporting.model_card import PAPERS, quick_start, training_lines
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import nbformat
 import numpy as np
 import pytest
 from datasets import Audio, Dataset
-from families import RATE, audio
+from helpers.families import RATE, audio
+from helpers.trainer_utils import saved
 from nbclient import NotebookClient
 from safetensors.torch import load_file
 from tasks import DIRECTIONS, spoken_digits
-from trainer_utils import saved
 
 
 FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"

@@ -5,29 +5,21 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, RATE
-from trainer_utils import image_rows
+from helpers.families import FAMILIES, RATE
+from helpers.trainer_utils import image_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.media import encode_prompt, rows_to_messages
-from trl_multimodal_rft.media.encoding import EncodedPrompt
-from trl_multimodal_rft.packing import (
-    Scores,
-    attention,
-    completion_scores,
-    forward,
-    install_prefix_attention,
-    layout,
-    pack,
-    packed_scores,
-    padded_scores,
-    sharing_obstacle,
-)
-from trl_multimodal_rft.packing.attention import _gather
-from trl_multimodal_rft.packing.layout import group_by_prompt, micro_batch_order, packed_length, split_samples
-from trl_multimodal_rft.packing.masks import linear_masks
+from trl_multimodal_rft.forward import attention, layout
+from trl_multimodal_rft.forward import scoring as forward
+from trl_multimodal_rft.forward.attention import _gather, install_prefix_attention
+from trl_multimodal_rft.forward.layout import group_by_prompt, micro_batch_order, pack, packed_length, split_samples
+from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
+from trl_multimodal_rft.forward.scores import Scores
+from trl_multimodal_rft.forward.scoring import completion_scores, packed_scores, padded_scores
 
 
 G = 3

@@ -4,7 +4,7 @@
 import pytest
 from accelerate import Accelerator
 from datasets import Dataset
-from trainer_utils import Injected, InjectedOurs, logged, run, text_rows
+from helpers.trainer_utils import Injected, InjectedOurs, logged, run, text_rows
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 

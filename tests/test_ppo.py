@@ -10,12 +10,8 @@ from statistics import fmean, pstdev, pvariance
 import pytest
 import torch
 import transformers
-from families import encode
-from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file
-from test_grpo_algorithms import loss_by_hand
-from torch.testing import assert_close
-from trainer_utils import (
+from helpers.families import encode
+from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
     Recording,
@@ -37,10 +33,14 @@ from trainer_utils import (
     text_rows,
     video_rows,
 )
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from test_grpo_algorithms import loss_by_hand
+from torch.testing import assert_close
 from transformers import Trainer
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.actors import Critic
+from trl_multimodal_rft.models import Critic
 
 
 FAMILY = "qwen2_5_vl"

@@ -22,17 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, RATE, encode
-from huggingface_hub import ModelCard
-from processes import python_command, python_environment
-from safetensors.torch import load_file
-from test_remote_rewards import Server
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.testing import assert_close
-from torch.utils.data import DataLoader, IterableDataset
-from tqdm import tqdm
-from trainer_utils import (
+from helpers.families import FAMILIES, RATE, encode
+from helpers.processes import python_command, python_environment
+from helpers.trainer_utils import (
     audio_rows,
     image_rows,
     length_and_sum,
@@ -42,22 +34,37 @@ from trainer_utils import (
     relative_difference,
     video_rows,
 )
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from test_remote_rewards import Server
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from trl_multimodal_rft import MultimodalPPOConfig
-from trl_multimodal_rft.actors import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.replay import (
-    BufferItem,
+from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.lightrft import (
+    Actor,
+    ActorAL,
+    ActorOmni,
+    ActorVL,
+    Critic,
+    PPOTrainerAL,
+    PPOTrainerVL,
     ReplayBuffer,
+)
+from trl_multimodal_rft.lightrft.replay_buffer_utils import (
+    BufferItem,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
     zero_pad_sequences,
 )
-from trl_multimodal_rft.trainers import PPOTrainerAL, PPOTrainerVL
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
-from trl_multimodal_rft.trainers.supervised import encode_supervised
 
 
 # Signatures of the page

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.trainer_utils import audio_rows, image_rows, make_trainer, sound, text_rows, with_media
 from peft import LoraConfig
 from safetensors.torch import load_file
 from test_resume import REPLAY, Recording, checkpoint, few_live, logged, same_weights
-from trainer_utils import audio_rows, image_rows, make_trainer, sound, text_rows, with_media
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state

@@ -5,12 +5,12 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES
+from helpers.families import FAMILIES
+from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, norm, relative_difference
 from peft import LoraConfig, PeftModel
-from trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, norm, relative_difference
 from transformers import AutoProcessor, BitsAndBytesConfig
 
-from trl_multimodal_rft.actors import ActorAL
+from trl_multimodal_rft.lightrft import ActorAL
 
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -9,24 +9,23 @@ import inspect
 
 import pytest
 import torch
+from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
 from torch.testing import assert_close
-from trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.actors import ActorAL, ActorVL
 from trl_multimodal_rft.algorithms.losses import aggregate
-from trl_multimodal_rft.replay import (
+from trl_multimodal_rft.lightrft import ActorAL, ActorVL, ReplayBuffer
+from trl_multimodal_rft.lightrft.experience import Experience, ExperienceVL
+from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     BufferItem,
     BufferItemVL,
-    ReplayBuffer,
     is_vl_experience,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
     zero_pad_sequences,
 )
-from trl_multimodal_rft.rollout.experience import Experience, ExperienceVL
-from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
 # Names and signatures, as on the pages. Where a page shows no default, ours may have one;
@@ -40,15 +39,15 @@ VISION = "pixel_values=None, image_grid_thws=None, pixel_values_videos=None, vid
 ACTIONS = "action_log_probs, base_action_log_probs, values, returns, advantages, attention_mask, action_mask, info"
 
 SIGNATURES = {
-    "actors.actor_al:ActorAL": ACTOR,
-    "actors.actor_al:ActorAL.forward": f"self, {FORWARD}, audio_values=None",
-    "actors.actor_al:ActorAL.generate": "self, input_ids, audio_values=None, **kwargs",
-    "actors.actor_vl:ActorVL": ACTOR,
-    "actors.actor_vl:ActorVL.forward": f"self, {FORWARD}",
-    "actors.actor_vl:ActorVL.generate": """self, input_ids, pixel_values=None, image_grid_thw=None,
+    "lightrft.actor_al:ActorAL": ACTOR,
+    "lightrft.actor_al:ActorAL.forward": f"self, {FORWARD}, audio_values=None",
+    "lightrft.actor_al:ActorAL.generate": "self, input_ids, audio_values=None, **kwargs",
+    "lightrft.actor_vl:ActorVL": ACTOR,
+    "lightrft.actor_vl:ActorVL.forward": f"self, {FORWARD}",
+    "lightrft.actor_vl:ActorVL.generate": """self, input_ids, pixel_values=None, image_grid_thw=None,
         pixel_values_videos=None, video_grid_thw=None, **kwargs""",
     **{
-        f"actors.{module}:{name}.{method}": signature
+        f"lightrft.{module}:{name}.{method}": signature
         for module, name in (("actor_al", "ActorAL"), ("actor_vl", "ActorVL"))
         for method, signature in {
             "process_sequences": "self, sequences, input_len, eos_token_id, pad_token_id",
@@ -57,29 +56,29 @@ SIGNATURES = {
             "print_trainable_parameters": "self",
         }.items()
     },
-    "replay.replay_buffer_utils:BufferItem": f"sequences, {ACTIONS}, action_entropy=None",
-    "replay.replay_buffer_utils:BufferItemVL": (
+    "lightrft.replay_buffer_utils:BufferItem": f"sequences, {ACTIONS}, action_entropy=None",
+    "lightrft.replay_buffer_utils:BufferItemVL": (
         f"sequences, {VISION}, {ACTIONS.replace(',', '=None,')}=None, action_entropy=None"
     ),
-    "replay.replay_buffer_utils:is_vl_experience": "experience",
-    "replay.replay_buffer_utils:make_experience_batch": "items, packing_samples=False",
-    "replay.replay_buffer_utils:remove_padding_in_sequences": "items",
-    "replay.replay_buffer_utils:split_experience_batch": "experience",
-    "replay.replay_buffer_utils:zero_pad_sequences": "sequences, side='left'",
+    "lightrft.replay_buffer_utils:is_vl_experience": "experience",
+    "lightrft.replay_buffer_utils:make_experience_batch": "items, packing_samples=False",
+    "lightrft.replay_buffer_utils:remove_padding_in_sequences": "items",
+    "lightrft.replay_buffer_utils:split_experience_batch": "experience",
+    "lightrft.replay_buffer_utils:zero_pad_sequences": "sequences, side='left'",
     # Here these take more than tensors, so the first argument has another name
-    "rollout.experience:to": "tensor, device",
-    "rollout.experience:pin_memory": "tensor",
-    "rollout.experience:clip_filter_like_weight_func": "rewards, clip_filter_like_weight_clip_eps=3.0, lamda=1.0",
-    "rollout.experience:Experience": f"sequences, {ACTIONS}, kl=None, action_entropy=None",
-    "rollout.experience:Experience.to_device": "self, device",
-    "rollout.experience:Experience.pin_memory": "self",
-    "rollout.experience:Samples": """sequences, attention_mask, action_mask, num_actions, packed_seq_lens,
+    "lightrft.experience:to": "tensor, device",
+    "lightrft.experience:pin_memory": "tensor",
+    "lightrft.experience:clip_filter_like_weight_func": "rewards, clip_filter_like_weight_clip_eps=3.0, lamda=1.0",
+    "lightrft.experience:Experience": f"sequences, {ACTIONS}, kl=None, action_entropy=None",
+    "lightrft.experience:Experience.to_device": "self, device",
+    "lightrft.experience:Experience.pin_memory": "self",
+    "lightrft.experience:Samples": """sequences, attention_mask, action_mask, num_actions, packed_seq_lens,
         response_length, total_length, prompts, labels, pad_len""",
-    "rollout.experience_maker:NaiveExperienceMaker": """actor, critic, reward_model, initial_model, tokenizer,
+    "lightrft.experience_maker:NaiveExperienceMaker": """actor, critic, reward_model, initial_model, tokenizer,
         prompt_max_len, kl_controller, strategy, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
         reward_recipe=None""",
     **{
-        f"rollout.experience_maker:NaiveExperienceMaker.{method}": f"self, {signature}"
+        f"lightrft.experience_maker:NaiveExperienceMaker.{method}": f"self, {signature}"
         for method, signature in {
             "tokenize_fn": "texts, max_length, padding=True, device=None",
             "make_experience_list": "all_prompts, **generate_kwargs",

@@ -18,14 +18,14 @@ import pytest
 import soundfile
 import soxr
 import torch
-from families import RATE, audio, image, video
-from trainer_utils import audio_rows, load, make_trainer, sound
+from helpers.families import RATE, audio, image, video
+from helpers.trainer_utils import audio_rows, load, make_trainer, sound
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.actors import ActorVL
-from trl_multimodal_rft.media.columns import MediaError
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.lightrft import ActorVL
+from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.rewards import RemoteReward
-from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
 SECRET = "a prompt that is nobody's business"

@@ -12,28 +12,26 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from helpers.processes import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import free_port
 from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.advantages import whiten
-from trl_multimodal_rft.media.encoding import EncodedPrompt
-from trl_multimodal_rft.replay import (
-    SAVED_CLASSES,
+from trl_multimodal_rft.lightrft import ReplayBuffer
+from trl_multimodal_rft.lightrft.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
+from trl_multimodal_rft.lightrft.replay_buffer import SAVED_CLASSES
+from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     BufferItem,
     BufferItemAL,
     BufferItemOmni,
     BufferItemVL,
-    Group,
-    ReplayBuffer,
     is_vl_experience,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
     zero_pad_sequences,
 )
-from trl_multimodal_rft.rollout.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
 
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
@@ -986,76 +984,22 @@ def test_normalization_over_processes():
             assert_close(torch.tensor(normalized).double(), expected.double(), rtol=0, atol=1e-6)
 
 
-# Groups
-
-
-def group(number: int, step: int = 0, size: int = 2) -> Group:
-    ids = torch.tensor([number])
-    prompt = EncodedPrompt(ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], images=["decoded"])
-    return Group(prompt, {"completion_ids": torch.full((size, 3), number), "live": torch.ones(size)}, step)
-
-
-def prompts_in(groups) -> list[int]:
-    return [int(own.prompt.input_ids) for own in groups]
-
-
-def test_newest_groups_are_kept_without_images():
-    buffer, own = ReplayBuffer(2, max_age=5, seed=0), group(1)
-    buffer.append([group(0), own, group(2)])
-    assert prompts_in(buffer) == [1, 2]
-    assert own.prompt.images == ["decoded"]
-    assert buffer[0].prompt.images == []
-    buffer.append([group(3)])
-    assert prompts_in(buffer) == [2, 3]
-
-
-def test_old_groups_are_forgotten():
-    buffer = ReplayBuffer(0, max_age=2, seed=0)
-    buffer.append([group(number, step=number) for number in range(5)])
-    assert sorted(prompts_in(buffer.sample(9, step=4))) == [2, 3, 4]
-    assert prompts_in(buffer) == [2, 3, 4]
-    with pytest.raises(ValueError, match="`sample` needs the current `step`"):
-        buffer.sample(1)
-    forever = ReplayBuffer()
-    forever.append([group(0, step=0)])
-    assert prompts_in(forever.sample(1, step=10**6)) == [0]
-
-
-def test_without_offload_things_stay_where_they_are():
+def test_without_offload_samples_stay_where_they_are():
     """The meta device stands for a GPU: nothing gets from there to the CPU."""
-    entries = [make_experience_batch([item([1, 2])], packing_samples=True).to_device("meta"), [group(1).to("meta")]]
-    for entry in entries:
-        buffer = ReplayBuffer(cpu_offload=False)
-        buffer.append(entry)
-        kept = buffer[0].rows["completion_ids"] if isinstance(buffer[0], Group) else buffer[0].sequences
-        assert kept.is_meta
-        with pytest.raises(NotImplementedError, match="meta"):
-            ReplayBuffer().append(entry)
+    batch = make_experience_batch([item([1, 2])], packing_samples=True).to_device("meta")
+    buffer = ReplayBuffer(cpu_offload=False)
+    buffer.append(batch)
+    assert buffer[0].sequences.is_meta
+    with pytest.raises(NotImplementedError, match="meta"):
+        ReplayBuffer().append(batch)
 
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_what_is_kept_is_a_copy(offload):
-    buffer, batch, own = ReplayBuffer(cpu_offload=offload), ragged([4]), group(1)
+    buffer, batch = ReplayBuffer(cpu_offload=offload), ragged([4])
     buffer.append(batch)
     batch.sequences.zero_()
     assert buffer[0].sequences.tolist() == [1, 2, 3, 4]
-    buffer = ReplayBuffer(cpu_offload=offload)
-    buffer.append([own])
-    own.rows["completion_ids"].zero_()
-    assert buffer[0].rows["completion_ids"].tolist() == [[1] * 3] * 2
-
-
-def test_experiences_have_no_age():
-    with pytest.raises(ValueError, match="experiences have none"):
-        ReplayBuffer(max_age=3).append(ragged([4]))
-
-
-def test_groups_are_no_experiences():
-    buffer = ReplayBuffer()
-    buffer.append([group(0)])
-    for call in (lambda: buffer.batches(batch_size=1), buffer.normalize):
-        with pytest.raises(TypeError, match="`join_groups`"):
-            call()
 
 
 # Checkpoints
@@ -1081,15 +1025,6 @@ def test_loaded_buffer_goes_on_as_the_saved():
     smaller = ReplayBuffer(limit=2)
     smaller.load_state_dict(buffer.state_dict())
     assert same(list(smaller), list(buffer)[-2:])
-
-
-def test_groups_survive_a_checkpoint():
-    buffer = ReplayBuffer(3, max_age=2, seed=0)
-    buffer.append([group(number) for number in range(3)])
-    loaded = ReplayBuffer(3, max_age=2, seed=1)
-    loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
-    assert prompts_in(loaded) == [0, 1, 2]
-    assert prompts_in(loaded.sample(2, 0)) == prompts_in(buffer.sample(2, 0))
 
 
 def test_empty_buffer():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
-from trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from transformers import Trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from families import FAMILIES, RATE, audio, chat, image, instantiate, text
-from torch import nn
-from trainer_utils import (
+from helpers.families import FAMILIES, RATE, audio, chat, image, instantiate, text
+from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
     InjectedTRL,
@@ -28,9 +27,10 @@ from trainer_utils import (
     text_rows,
     with_media,
 )
+from torch import nn
 
 from trl_multimodal_rft import MultimodalRLOOTrainer
-from trl_multimodal_rft.media import MediaError
+from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.rewards import RewardModel, model
 
 

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from trainer_utils import InjectedOurs, Recorded, image_rows, make_trainer, run
+from helpers.trainer_utils import InjectedOurs, Recorded, image_rows, make_trainer, run
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from trl_multimodal_rft.media import MediaError
+from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
 from trl_multimodal_rft.rewards.recipe import combine_rewards
 

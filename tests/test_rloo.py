@@ -5,9 +5,7 @@ import functools
 import itertools
 
 import pytest
-from huggingface_hub import ModelCard
-from peft import LoraConfig
-from trainer_utils import (
+from helpers.trainer_utils import (
     Injected,
     RemembersPacking,
     assert_equal,
@@ -24,6 +22,8 @@ from trainer_utils import (
     video_rows,
     with_media,
 )
+from huggingface_hub import ModelCard
+from peft import LoraConfig
 from trl import RLOOTrainer
 
 from trl_multimodal_rft import MultimodalRLOOConfig, MultimodalRLOOTrainer

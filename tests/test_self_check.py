@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
-from families import SPECIAL, encode
-from test_packing import encode_chats
-from trainer_utils import (
+from helpers.families import SPECIAL, encode
+from helpers.trainer_utils import (
     audio_rows,
     forget_apart,
     image_rows,
@@ -23,11 +22,12 @@ from trainer_utils import (
     text_rows,
     with_media,
 )
+from test_packing import encode_chats
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
-from trl_multimodal_rft.packing import forward
-from trl_multimodal_rft.packing.masks import linear_masks
-from trl_multimodal_rft.rollout import generation
+from trl_multimodal_rft.forward import scoring as forward
+from trl_multimodal_rft.forward.masks import linear_masks
+from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.trainers import multimodal
 from trl_multimodal_rft.trainers.self_check import Remedies
 

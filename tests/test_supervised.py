@@ -9,17 +9,17 @@ import soundfile
 import torch
 import transformers
 from datasets import Audio, Dataset, Image
-from families import FAMILIES, RATE, audio, image
+from helpers.families import FAMILIES, RATE, audio, image
+from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.packing import completion_scores
-from trl_multimodal_rft.trainers.fetch import EndlessRows
-from trl_multimodal_rft.trainers.supervised import encode_supervised
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.fetch import EndlessRows
+from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.forward.scoring import completion_scores
 
 
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No"]

@@ -22,7 +22,8 @@ from tasks import (
 )
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2AudioForConditionalGeneration
 
-from trl_multimodal_rft.media import encode_prompt, rows_to_messages
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt
 
 
 @pytest.fixture(scope="module")

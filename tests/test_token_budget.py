@@ -2,9 +2,7 @@
 """A micro-batch that is differentiated in parts has the loss and the gradient of the whole."""
 
 import pytest
-from test_rloo import InjectedOurs as InjectedRLOO
-from test_rloo import InjectedTRL as InjectedTRLRLOO
-from trainer_utils import (
+from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
     RemembersPacking,
@@ -15,6 +13,8 @@ from trainer_utils import (
     run,
     text_rows,
 )
+from test_rloo import InjectedOurs as InjectedRLOO
+from test_rloo import InjectedTRL as InjectedTRLRLOO
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 

@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from families import FAMILIES, RATE, audio, audio_prompts, encode, image, template, video
-from peft import LoraConfig, PeftModel
-from trainer_utils import (
+from helpers.families import FAMILIES, RATE, audio, audio_prompts, encode, image, template, video
+from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
     audio_rows,
@@ -32,6 +31,7 @@ from trainer_utils import (
     video_rows,
     with_media,
 )
+from peft import LoraConfig, PeftModel
 from transformers import (
     AutoProcessor,
     Qwen2AudioProcessor,
@@ -47,9 +47,9 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.fetch import FetchOnce
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.media.columns import MediaError
-from trl_multimodal_rft.trainers.fetch import FetchOnce
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "video": video_rows}

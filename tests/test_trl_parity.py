@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 from datasets import Dataset
-from peft import LoraConfig
-from trainer_utils import (
+from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
     assert_equal,
@@ -18,6 +17,7 @@ from trainer_utils import (
     run,
     saved,
 )
+from peft import LoraConfig
 from transformers import Qwen2_5_VLProcessor
 from trl import GRPOTrainer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset, IterableDataset
-from families import decoder, instantiate, template, tokenizer
+from helpers.families import decoder, instantiate, template, tokenizer
+from helpers.trainer_utils import assert_equal, make_trainer, run
 from peft import LoraConfig, get_peft_model
-from trainer_utils import assert_equal, make_trainer, run
 from trl import GRPOTrainer, RLOOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 

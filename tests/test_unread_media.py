@@ -9,22 +9,17 @@ import soundfile
 import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Audio, Dataset, Image, IterableDataset, List, load_dataset, load_from_disk
-from families import FAMILIES, RATE, audio, image, video
-from trainer_utils import InjectedOurs, image_rows, load, make_trainer, run, sound, text_rows, with_media
+from helpers.families import FAMILIES, RATE, audio, image, video
+from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, run, sound, text_rows, with_media
 from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.data.columns import MediaError, file_kind, iter_refs, restore_media, rows_to_messages
+from trl_multimodal_rft.data.unread import check_columns
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.encoding.supervised import encode_supervised
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
-from trl_multimodal_rft.media import MediaError, encode_prompt, rows_to_messages
-from trl_multimodal_rft.media.columns import file_kind, iter_refs, restore_media
-from trl_multimodal_rft.media.unread import check_columns
-from trl_multimodal_rft.trainers.supervised import encode_supervised
 
 
 QUESTION = [{"role": "user", "content": "What is it?"}]

@@ -3,13 +3,13 @@
 
 import pytest
 import torch
+from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, make_trainer
 from PIL import Image
-from trainer_utils import audio_rows, image_rows, length_and_sum, load, make_trainer
 from trl.trainer import grpo_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.media import MediaError
-from trl_multimodal_rft.media.encoding import all_placeholder_ids
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
 
 class Engine:

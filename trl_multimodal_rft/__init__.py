@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Reinforcement fine-tuning for models that see and hear, on TRL."""
 
-from .evaluation import GenerationEvalCallback
+import importlib
+from typing import TYPE_CHECKING
+
 from .trainers import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
@@ -10,7 +12,29 @@ from .trainers import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
-from .trainers.curves import TrainingCurvesCallback
+
+
+if TYPE_CHECKING:
+    from .evaluation import GenerationEvalCallback
+    from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
+    from .reporting.curves import TrainingCurvesCallback
 
 
 __version__ = "0.1.0"
+
+# Imported when they are asked for
+_LAZY = {
+    "GenerationEvalCallback": "evaluation",
+    "TrainingCurvesCallback": "reporting.curves",
+    **dict.fromkeys(("ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"), "lightrft"),
+}
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -216,3 +216,19 @@ def media_padding(name: str) -> int:
         `int`: The value.
     """
     return next((family.media_padding[name] for family in FAMILIES if name in family.media_padding), 0)
+
+
+def modality_of(name: str) -> str:
+    """
+    Modality of a media tensor.
+
+    Args:
+        name (`str`):
+            Name of the argument of the model's forward.
+
+    Returns:
+        `str`: `"image"`, `"video"` or `"audio"`.
+    """
+    if "video" in name or name == "second_per_grid_ts":
+        return "video"
+    return "audio" if any(part in name for part in AUDIO_NAMES) else "image"

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
+from helpers.trainer_utils import audio_rows, image_rows, text_rows
 from torch.distributed.tensor import DTensor
-from trainer_utils import audio_rows, image_rows, text_rows
 from training import ENGINE, FOLDER, InjectingTrainer, start, train, weights
 
 from trl_multimodal_rft import GenerationEvalCallback

@@ -9,7 +9,7 @@ import shutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from families import FAMILIES
+from helpers.families import FAMILIES
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
     ENGINE,
@@ -29,9 +29,9 @@ from transformers import AutoProcessor, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig
-from trl_multimodal_rft.actors import Actor
 from trl_multimodal_rft.algorithms.kl import FixedKLController
-from trl_multimodal_rft.rollout.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft import Actor
+from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, local_part, save_rollout_state
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from processes import free_port
+from helpers.processes import free_port
+from helpers.trainer_utils import audio_rows, make_trainer, saved
 from safetensors.torch import load_file
 from test_ppo_resume import EVERYTHING, answered_audio
 from test_resume import REPLAY, REUSED, few_live
 from tqdm import tqdm
-from trainer_utils import audio_rows, make_trainer, saved
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer

@@ -5,7 +5,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from processes import python_command, python_environment
+from helpers.processes import python_command, python_environment
 from safetensors.torch import load_file
 
 

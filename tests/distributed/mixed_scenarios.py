@@ -6,12 +6,12 @@ from unittest import mock
 import PIL.Image
 import torch
 from datasets import Dataset
-from families import FAMILIES, RATE, audio, image, video
+from helpers.families import FAMILIES, RATE, audio, image, video
 from peft import LoraConfig
 from training import GROUP, RecordingTrainer, injected, row, start, train
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.actors.towers import linear_layers
+from trl_multimodal_rft.models.towers import linear_layers
 from trl_multimodal_rft.trainers import multimodal
 
 

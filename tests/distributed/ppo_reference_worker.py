@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from families import FAMILIES
+from helpers.families import FAMILIES
+from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
-from trainer_utils import audio_rows, image_rows, length_and_sum
 from transformers.integrations import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalPPOConfig
-from trl_multimodal_rft.actors import ActorAL, ActorVL
-from trl_multimodal_rft.trainers import PPOTrainerAL, PPOTrainerVL
+from trl_multimodal_rft.lightrft import ActorAL, ActorVL, PPOTrainerAL, PPOTrainerVL
 
 
 ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])

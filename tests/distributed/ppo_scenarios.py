@@ -4,7 +4,7 @@
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from families import FAMILIES
+from helpers.families import FAMILIES
 from peft import LoraConfig
 from training import (
     ENGINE,
@@ -22,7 +22,7 @@ from transformers import AutoProcessor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.actors import Critic
+from trl_multimodal_rft.models import Critic
 
 
 PPO = {

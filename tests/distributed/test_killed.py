@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import python_command, python_environment
+from helpers.processes import python_command, python_environment
 from safetensors.torch import load_file
 
 

@@ -21,10 +21,10 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from processes import free_port
+from helpers.processes import free_port
+from helpers.trainer_utils import length_and_sum, load, make_trainer, text_rows
 from small_models import spoken_digit_model
 from tasks import spoken_digits
-from trainer_utils import length_and_sum, load, make_trainer, text_rows
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
+from helpers.trainer_utils import Injected, image_rows, load, run, sound, text_rows
 from launcher import Run
-from trainer_utils import Injected, image_rows, load, run, sound, text_rows
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from families import FAMILIES, RATE, audio, image
+from helpers.families import FAMILIES, RATE, audio, image
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

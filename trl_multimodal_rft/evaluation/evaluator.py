@@ -37,27 +37,21 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..actors import Actor
-from ..actors.modes import evaluation_mode
+from ..data.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
+from ..data.fetch import FetchOnce
+from ..data.unread import check_columns, check_ignored, columns_known, no_prompt
+from ..encoding.processors import check_processor
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..families import family_of
-from ..media.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
-from ..media.encoding import (
-    EncodedPrompt,
-    all_placeholder_ids,
-    encode_prompt,
-    placeholder_tokens,
-)
-from ..media.processors import check_processor
-from ..media.unread import check_columns, check_ignored, columns_known, no_prompt
-from ..packing.layout import split_samples
+from ..forward.layout import split_samples
+from ..generation.transformers import as_generation_config, generate_in_parts, trim_after_eos
+from ..models.modes import evaluation_mode
+from ..reporting.media_logs import as_text
 from ..rewards.answers import extract_answer, normalize_answer
+from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.choices import named_choice
-from ..rollout import as_generation_config, generate_in_parts, trim_after_eos
-from ..trainers.fetch import FetchOnce
-from ..trainers.media_logs import as_text
 from ..trainers.multimodal import MultimodalMixin
 from ..trainers.random_state import kept_random_state
-from ..trainers.reward_checks import checked_reward, distinct_names
 from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
 
 
@@ -229,7 +223,7 @@ class _Policy:
 
 
 def evaluate(
-    model: PreTrainedModel | nn.Module | Actor,
+    model: PreTrainedModel | nn.Module,
     processing_class: ProcessorMixin | PreTrainedTokenizerBase,
     dataset: Dataset | Sequence[dict[str, Any]],
     reward_funcs: Callable | list[Callable],
@@ -292,7 +286,7 @@ def evaluate(
             f"that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
             "`ACCELERATE_USE_CPU=true` in the environment."
         )
-    if isinstance(model, Actor):
+    if hasattr(model, "model_for"):  # an actor
         model = model.model
     unwrapped = accelerator.unwrap_model(model)
     base = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped

@@ -11,16 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
+from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages
+from ..encoding.processors import check_processor
+from ..encoding.prompts import decode_media, join_media, placeholder_tokens, replace_refs, same_prompt
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
-from ..media.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages
-from ..media.encoding import (
-    decode_media,
-    join_media,
-    placeholder_tokens,
-    replace_refs,
-    same_prompt,
-)
-from ..media.processors import check_processor
 
 
 class _Row(NamedTuple):

@@ -11,9 +11,9 @@ import PIL.Image
 import requests
 from urllib3.util import Retry
 
+from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
+from ..data.loading import load_audio, load_image, load_video
 from ..families import MODALITIES
-from ..media.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
-from ..media.loading import load_audio, load_image, load_video
 
 
 # What a server may get over in a while: being busy, or not being there

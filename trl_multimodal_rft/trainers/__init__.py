@@ -5,7 +5,5 @@ from .grpo_config import MultimodalGRPOConfig
 from .grpo_trainer import MultimodalGRPOTrainer
 from .ppo_config import MultimodalPPOConfig
 from .ppo_trainer import MultimodalPPOTrainer
-from .ppo_trainer_al import PPOTrainerAL
-from .ppo_trainer_vl import PPOTrainerVL
 from .rloo_config import MultimodalRLOOConfig
 from .rloo_trainer import MultimodalRLOOTrainer

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from ..replay import SAVED_CLASSES
+from .groups import SAVED_CLASSES
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:

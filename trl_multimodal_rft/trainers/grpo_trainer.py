@@ -18,13 +18,13 @@ from ..algorithms.advantages import estimate_advantages, group_statistics
 from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
-from ..algorithms.rewards import RunningScale
-from ..replay import Group, ReplayBuffer, join_groups, split_groups
-from .fetch import EndlessRows
+from ..algorithms.shaping import RunningScale
+from ..data.fetch import EndlessRows
+from ..reporting.pending_metrics import PendingMetrics
+from ..rewards.checks import distinct_names
+from .groups import Group, GroupBuffer, join_groups, split_groups
 from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
 from .multimodal import MultimodalMixin, own_config
-from .pending_metrics import PendingMetrics
-from .reward_checks import distinct_names
 
 
 # Loss types that are a mean over a micro-batch, divided by the accumulation steps
@@ -176,12 +176,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
                 "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; pass a "
                 "`Dataset`."
             )
-        self._replay = ReplayBuffer(
+        self._replay = GroupBuffer(
             args.replay_buffer_size, args.replay_max_age, args.seed + self.accelerator.process_index
         )
         # Groups with signal that the last batch had no room for. While one process lacks groups all draw, so that
         # another's surplus could grow and grow old without a limit.
-        self._surplus = ReplayBuffer(
+        self._surplus = GroupBuffer(
             args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
         )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step

@@ -38,37 +38,31 @@ from trl.trainer.utils import (
     split_tensor_dict,
 )
 
-from ..actors import Actor
-from ..actors.modes import evaluation_mode
-from ..actors.pretrained import load_model
-from ..actors.quantization import keep_differentiable
-from ..actors.towers import find_tower, freeze_as_built
+from ..data.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
+from ..data.fetch import FetchOnce
+from ..data.unread import check_columns, columns_known, no_prompt
+from ..encoding.companions import companion_prompt, unreached_parameters
+from ..encoding.processors import check_processor, load_processor
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
-from ..media.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
-from ..media.companions import companion_prompt, unreached_parameters
-from ..media.encoding import (
-    EncodedPrompt,
-    all_placeholder_ids,
-    encode_prompt,
-    placeholder_tokens,
-    same_prompt,
-)
-from ..media.processors import check_processor, load_processor
-from ..media.unread import check_columns, columns_known, no_prompt
-from ..packing import completion_scores, install_prefix_attention, sharing_obstacle
-from ..packing.attention import original_attention
-from ..packing.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
-from ..packing.scores import Scores
-from ..rewards import RewardModel
-from ..rollout import generate_in_parts, trim_after_eos
+from ..forward.attention import install_prefix_attention, original_attention
+from ..forward.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
+from ..forward.masks import sharing_obstacle
+from ..forward.scores import Scores
+from ..forward.scoring import completion_scores
+from ..forward.token_budget import DeferredParts, backward_by_parts
+from ..generation.transformers import generate_in_parts, trim_after_eos
+from ..models.modes import evaluation_mode
+from ..models.pretrained import load_model
+from ..models.quantization import keep_differentiable
+from ..models.towers import find_tower, freeze_as_built
+from ..reporting.hub import explain, explained, how_to_upload, private_files, uploads
+from ..reporting.media_logs import MediaLog, log_completions
+from ..reporting.model_card import card_values, task_of
+from ..rewards.checks import checked_reward, distinct_names
+from ..rewards.model import RewardModel
 from .checkpoint import load_rollout_state, load_whole, local_part, save_rollout_state, save_whole
-from .fetch import FetchOnce
-from .hub import explain, explained, how_to_upload, private_files, uploads
-from .media_logs import MediaLog, log_completions
-from .model_card import card_values, task_of
-from .reward_checks import checked_reward, distinct_names
 from .self_check import Remedies, SelfCheck, check_engine, run_self_check
-from .token_budget import DeferredParts, backward_by_parts
 
 
 if is_wandb_available():
@@ -117,8 +111,8 @@ class MultimodalMixin:
         if kwargs.get("environment_factory") is None:  # environments read what columns they like
             warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
         set_seed(args.seed)  # as TRL does before it loads a model
-        if isinstance(model, Actor):
-            model = _model_of(model, args)
+        if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
+            model = model.model_for(args)
         loaded_here = isinstance(model, str)
         if loaded_here:
             init_kwargs = dict(args.model_init_kwargs or {})
@@ -899,7 +893,7 @@ class MultimodalMixin:
         urls = {"Weights & Biases": wandb_url, "Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
         card = ModelCard.from_template(
             data,
-            template_path=str(files("trl_multimodal_rft").joinpath("templates", "model_card.md")),
+            template_path=str(files("trl_multimodal_rft.reporting").joinpath("templates", "model_card.md")),
             model_name=model_name or Path(self.args.output_dir).name,
             base_model=data.base_model,
             dataset_name=dataset_name,
@@ -1323,20 +1317,6 @@ def _refuse_unchecked_steps(args) -> None:
                 f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that aren't "
                 "finite; remove it."
             )
-
-
-def _model_of(actor: Actor, args) -> nn.Module:
-    """The actor's model, which the trainer handles itself."""
-    if actor.temperature != args.temperature:
-        raise ValueError(
-            f"The actor was made for temperature {actor.temperature}, but `temperature` is {args.temperature}; make them equal."
-        )
-    ratio = actor.high_entropy_token_ratio
-    if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
-        raise ValueError(
-            f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the same."
-        )
-    return actor.model
 
 
 def _kinds(prompts: list[EncodedPrompt]) -> set[str]:

@@ -4,7 +4,7 @@
 import copy
 from dataclasses import dataclass, field
 
-from ..media.unread import check_ignored
+from ..data.unread import check_ignored
 
 
 @dataclass

@@ -29,19 +29,18 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
-from ..actors import Critic, ValueHead
-from ..actors.towers import freeze_as_built
 from ..algorithms.advantages import gae, place_rewards, whiten
 from ..algorithms.kl import approx_kl
 from ..algorithms.losses import explained_variance, value_loss
-from ..packing import completion_scores
-from ..packing.forward import completion_values
+from ..data.fetch import EndlessRows
+from ..encoding.supervised import encode_supervised
+from ..forward.scoring import completion_scores, completion_values
+from ..models.critic import Critic, ValueHead
+from ..models.towers import freeze_as_built
 from .ema import MovingAverage
-from .fetch import EndlessRows
 from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
 from .multimodal import own_config, warn_of_unread
 from .ppo_config import MultimodalPPOConfig
-from .supervised import encode_supervised
 
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the policy. The critic isn't wrapped: all of it is trained, or only a head
             with `shared_trunk`.
-        value_model (`str` or [`~transformers.PreTrainedModel`] or [`~actors.Critic`], *optional*):
+        value_model (`str` or [`~transformers.PreTrainedModel`] or [`~models.Critic`], *optional*):
             Critic: the name of a saved critic, of a reward model or of a backbone, such a model, or a critic. Of the
             policy's family. If `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
@@ -610,7 +609,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
         elif self.critic is not None:
             load = (
-                f'trl_multimodal_rft.actors.Critic.from_pretrained("{folder}", {model_class}, subfolder="{_CRITIC}")'
+                f'trl_multimodal_rft.models.Critic.from_pretrained("{folder}", {model_class}, subfolder="{_CRITIC}")'
             )
             found.append((_CRITIC, f"the critic, `{load}`"))
         if self.ema is not None:

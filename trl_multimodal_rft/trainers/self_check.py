@@ -15,19 +15,13 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from ..algorithms.responses import up_to_first_end
-from ..families import MODALITIES, TOKEN_FIELDS
-from ..media.columns import iter_refs
-from ..media.encoding import (
-    EncodedPrompt,
-    all_placeholder_ids,
-    decode_media,
-    processor_outputs,
-)
-from ..media.tensors import modality_of
-from ..packing.attention import original_attention
-from ..packing.forward import takes_logits_to_keep, to_model
-from ..packing.layout import group_by_prompt
+from ..algorithms.completions import up_to_first_end
+from ..data.columns import iter_refs
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, decode_media, processor_outputs
+from ..families import MODALITIES, TOKEN_FIELDS, modality_of
+from ..forward.attention import original_attention
+from ..forward.layout import group_by_prompt
+from ..forward.scoring import takes_logits_to_keep, to_model
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,345 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Runs that publish, and read back what they published, for test_hub.py: `helpers/hub_worker.py <folder> <scenario> ...`, with the
+Hub in the environment. A scenario writes what it saw to `<folder>/<scenario>.json`.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+import urllib.request
+from pathlib import Path
+
+import av
+import numpy as np
+import PIL.Image
+import soundfile
+import torch
+from huggingface_hub import HfApi, ModelCard, constants, snapshot_download
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, TrainerCallback
+from transformers.utils.hub import hf_api
+
+from helpers.families import RATE
+from helpers.trainer_utils import (
+    InjectedOurs,
+    audio_rows,
+    image_rows,
+    load,
+    make_trainer,
+    text_rows,
+    video_rows,
+)
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.models import Critic
+
+
+PUSHED = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
+
+
+def same(loaded, trained) -> bool:
+    """Whether two modules have the same weights."""
+    loaded, trained = loaded.state_dict(), trained.state_dict()
+    return loaded.keys() == trained.keys() and all(torch.equal(loaded[name], trained[name]) for name in loaded)
+
+
+def media_files(folder: Path) -> None:
+    """What quick starts ask about."""
+    waveform = np.random.default_rng(0).uniform(-0.1, 0.1, RATE // 2).astype("float32")
+    soundfile.write(folder / "audio.wav", waveform, RATE)
+    PIL.Image.new("RGB", (56, 84), "red").save(folder / "image.png")
+    with av.open(folder / "video.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=2, width=84, height=56)
+        for seed in range(8):
+            frame = np.random.default_rng(seed).integers(0, 255, (56, 84, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+
+
+def ask(repo: str) -> dict:
+    """The card of a repository, and what its quick start does, word for word."""
+    card = ModelCard.load(repo)
+    (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", card.text, re.DOTALL)
+    namespace, printed = {"__name__": "__main__"}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, repo, "exec"), namespace)
+    return {
+        "data": card.data.to_dict(),
+        "text": card.text,
+        "code": code,
+        "inputs": sorted(namespace["inputs"]),
+        "answer": namespace["answer"].tolist(),
+        "printed": printed.getvalue(),
+    }
+
+
+def refusal(call) -> dict:
+    """The error of a call, and of what it comes from."""
+    try:
+        call()
+    except Exception as error:
+        return {"type": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
+    raise AssertionError("nothing was refused")
+
+
+@contextlib.contextmanager
+def warnings():
+    """What the package warns of."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("trl_multimodal_rft")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def environment(**variables):
+    """Other variables of the environment; `None` for none."""
+    before = {name: os.environ.get(name) for name in variables}
+
+    def put(values):
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    put(variables)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+class Release(TrainerCallback):
+    """Lets the Hub go on at the end of training."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        urllib.request.urlopen(urllib.request.Request(f"{os.environ['HF_ENDPOINT']}/release", method="POST"))
+
+
+# Scenarios
+
+
+def grpo_audio(folder: Path) -> dict:
+    """Everything that could leak is there: tables with media, files of TensorBoard, checkpoints, a token."""
+    options = {"log_completions": True, "num_completions_to_print": 0, "report_to": ["tensorboard"], "max_steps": 1}
+    options |= {"hub_model_id": "someone/digits", "hub_token": os.environ["HF_TOKEN"], "save_strategy": "steps"}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(8), folder / "out", save_steps=1, **options
+    )
+    trainer.train()
+    with environment(HF_TOKEN=None):
+        trainer.push_to_hub(dataset_name="someone/spoken", tags="digits")
+    model = type(trainer.model).from_pretrained("someone/digits")
+    processor = AutoProcessor.from_pretrained("someone/digits")
+    local = {str(path.relative_to(folder / "out")) for path in (folder / "out").rglob("*") if path.is_file()}
+    return {
+        "same": same(model, trainer.model),
+        "processor": [type(processor).__name__, type(trainer.processing_class).__name__],
+        "vocabulary": processor.tokenizer.get_vocab() == trainer.processing_class.tokenizer.get_vocab(),
+        "local": sorted(local),
+        **ask("someone/digits"),
+    }
+
+
+def lora_image(folder: Path) -> dict:
+    """Also the policy, which the adapter is for, is on the Hub."""
+    for part in load("qwen2_5_vl"):
+        part.push_to_hub("someone/base")
+    objects = {"model": "someone/base", "peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights=False)}
+    options = {**PUSHED, "hub_strategy": "every_save", "hub_model_id": "someone/adapter", "max_steps": 1}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(8), folder / "out", objects=objects, **options
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained("someone/base")
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, "someone/adapter"))
+    trained = get_peft_model_state_dict(trainer.model)
+    return {
+        "same": loaded.keys() == trained.keys() and all(torch.equal(loaded[name], trained[name]) for name in loaded),
+        "processor": type(AutoProcessor.from_pretrained("someone/adapter")).__name__,
+        **ask("someone/adapter"),
+    }
+
+
+def ppo_image(folder: Path) -> dict:
+    """The last checkpoint of each save, and the whole at the end."""
+    common = {"hub_model_id": "someone/ppo", "ema_decay": 0.5, "num_ppo_epochs": 1, "kl_in_reward": None, "beta": 0.05}
+    options = {**PUSHED, **common, "hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 2}
+    with warnings() as warned:
+        trainer = make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", image_rows(16), folder / "out", **options)
+        trainer.train()
+        trainer.push_to_hub()
+    model_class = type(trainer._unwrapped(trainer.model))
+    with trainer._policy_alone():
+        trained = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with trainer._policy_alone(), trainer.ema_weights():
+        averaged = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    def equal(loaded, expected):
+        return all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+    critic = Critic.from_pretrained("someone/ppo", model_class, subfolder="critic")
+    result = {
+        "same": equal(model_class.from_pretrained("someone/ppo"), trained),
+        "critic": same(critic, trainer.critic) and critic.head.weight.abs().sum().item() > 0,
+        "average": equal(model_class.from_pretrained("someone/ppo", subfolder="ema"), averaged),
+        "moved": not all(torch.equal(averaged[name], trained[name]) for name in trained),
+        "warned": warned,
+        "left": sorted(path.name for path in (folder / "out").glob("*checkpoint-*")),
+        **ask("someone/ppo"),
+    }
+
+    # The checkpoint of the first step, as it was before that of the second took its place
+    history = HfApi().list_repo_commits("someone/ppo")
+    revision = next(commit.commit_id for commit in history if commit.title.endswith("step 1, checkpoint"))
+    downloaded = snapshot_download("someone/ppo", revision=revision, allow_patterns="last-checkpoint/*")
+    options |= {"push_to_hub": False, "save_strategy": "no"}
+    resumed = make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", image_rows(16), folder / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(Path(downloaded, "last-checkpoint")))
+    with resumed._policy_alone():
+        result["resumed"] = equal(resumed.model, trained) and same(resumed.critic, trainer.critic)
+    result["resumed_steps"] = [entry["step"] for entry in resumed.state.log_history if "reward" in entry]
+    return result
+
+
+def strategies(folder: Path) -> dict:
+    """Steps of one after the other, with each strategy."""
+    result = {}
+    for strategy in ("end", "every_save", "all_checkpoints"):
+        options = {**PUSHED, "hub_strategy": strategy, "hub_model_id": f"someone/{strategy}", "max_steps": 2}
+        trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), folder / strategy, **options)
+        trainer.train()
+        if strategy != "end":
+            published = type(trainer.model).from_pretrained(f"someone/{strategy}")
+            result[strategy] = same(published, trainer.model)
+    # The first checkpoint is still being uploaded when the second and the third are written, which takes its place
+    options = {**PUSHED, "hub_strategy": "all_checkpoints", "hub_always_push": False, "save_total_limit": 1}
+    options |= {"hub_model_id": "slow/all_checkpoints", "hub_token": "hf_slow", "max_steps": 3}
+    with warnings() as result["warned"]:
+        trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), folder / "slow", **options)
+        trainer.add_callback(Release())
+        trainer.train()
+    result["left"] = sorted(path.name for path in (folder / "slow").glob("*checkpoint-*"))
+    return result
+
+
+def refused(folder: Path) -> dict:
+    """Tokens that aren't there, that are wrong, that may only read, and that are revoked; a Hub that can't be reached."""
+
+    def trainer(name, **options):
+        options = {"max_steps": 1, **options}
+        return make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), folder / name, **options)
+
+    def pushed_after_training(name, **options):
+        trained = trainer(name, **options)
+        trained.train()
+        error = refusal(trained.push_to_hub)
+        loaded = type(trained.model).from_pretrained(folder / name)
+        AutoProcessor.from_pretrained(folder / name)
+        whole = same(loaded, trained.model) and "## Quick start" in Path(folder, name, "README.md").read_text()
+        return {**error, "whole": whole}
+
+    with environment(HF_TOKEN=None):
+        result = {"none": refusal(lambda: trainer("none", push_to_hub=True))}
+        result["none_after"] = pushed_after_training("none_after", hub_private_repo=True)
+    result["wrong"] = refusal(lambda: trainer("wrong", push_to_hub=True, hub_token="hf_wrong"))
+    result["reading"] = pushed_after_training("reading", hub_token="hf_read")
+    result["foreign"] = pushed_after_training("foreign", hub_model_id="other/model")
+    options = {**PUSHED, "hub_strategy": "every_save", "hub_token": "hf_short", "hub_model_id": "short/revoked"}
+    options |= {"max_steps": 2}
+    with warnings() as warned:
+        result["revoked"] = pushed_after_training("revoked", **options)
+    result["revoked"]["warned"] = warned
+
+    constants.HF_HUB_OFFLINE = True  # which the client asks before every request
+    try:
+        result["offline"] = refusal(lambda: trainer("offline", push_to_hub=True))
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+    hub = hf_api().endpoint
+    hf_api().endpoint = "http://127.0.0.1:9"
+    try:
+        result["down"] = pushed_after_training("down", hub_model_id="someone/down")
+        result["down_before"] = refusal(lambda: trainer("down_before", push_to_hub=True))
+        hf_api().endpoint = hub
+        trained = trainer("down_later", push_to_hub=True, hub_model_id="someone/down_later")
+        hf_api().endpoint = "http://127.0.0.1:9"
+        result["down_saving"] = refusal(trained.save_model)
+        result["down_saving"]["whole"] = same(
+            type(trained.model).from_pretrained(folder / "down_later"), trained.model
+        )
+    finally:
+        hf_api().endpoint = hub
+    return result
+
+
+def video(folder: Path) -> dict:
+    options = {"hub_model_id": "someone/video", "max_steps": 1, "hub_private_repo": True}
+    trainer = make_trainer(MultimodalRLOOTrainer, "qwen2_5_vl", video_rows(8), folder / "out", **options)
+    trainer.train()
+    trainer.push_to_hub()
+    with environment(HF_TOKEN=None):
+        denied = refusal(lambda: ModelCard.load("someone/video"))
+    return {**ask("someone/video"), "denied": denied}
+
+
+def mixed(folder: Path) -> dict:
+    """Images and audio in one policy, whose tables of completions go to a dataset of their own."""
+    from helpers.media_logs_worker import dataset  # which needs what the other scenarios don't
+
+    options = {"hub_model_id": "someone/omni", "max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
+    options |= {"log_completions_hub_repo": "someone/omni-logs", "hub_private_repo": True}
+    options |= {"per_device_train_batch_size": 16, "shuffle_dataset": False}  # one prompt of each kind
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_omni", dataset(), folder / "out", **options)
+    trainer.train()
+    trainer.push_to_hub(private=False)
+    trainer.commit_scheduler.trigger().result()
+    trainer.commit_scheduler.stop()
+    return ask("someone/omni")
+
+
+def ppo_lora_audio(folder: Path) -> dict:
+    """An adapter whose critic is a head on the policy, saved along the way."""
+    model, processor = load("qwen2_audio")
+    model.push_to_hub("someone/audio-base")
+    processor.push_to_hub("someone/audio-base")
+    objects = {"model": "someone/audio-base", "peft_config": LoraConfig(target_modules=["q_proj"])}
+    options = {**PUSHED, "hub_strategy": "every_save", "hub_model_id": "someone/ppo-adapter", "max_steps": 1}
+    options |= {"shared_trunk": True, "ema_decay": 0.5}
+    trainer = make_trainer(
+        MultimodalPPOTrainer, "qwen2_audio", audio_rows(8), folder / "out", objects=objects, **options
+    )
+    trainer.train()
+    during = sorted(HfApi().list_repo_files("someone/ppo-adapter"))
+    trainer.push_to_hub()
+    return {**ask("someone/ppo-adapter"), "during": during}
+
+
+def main(folder: Path, scenarios: list[str]) -> None:
+    os.chdir(folder)
+    media_files(folder)
+    for name in scenarios:
+        start = time.perf_counter()
+        try:
+            result = globals()[name](folder / name)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        result["seconds"] = time.perf_counter() - start
+        Path(folder, f"{name}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,95 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Runs of which test_media_logs.py reads the logs: `helpers/media_logs_worker.py boards <folder>`, or in several processes
+`helpers/media_logs_worker.py processes <folder>`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from helpers.families import image, video
+from helpers.trainer_utils import InjectedOurs, make_trainer, sound
+
+
+def mixed_rows(n: int = 8) -> list[dict]:
+    """A sound, one to three images, a video, or text alone, each with the same prompt."""
+    rows = []
+    for i in range(n):
+        row = {"prompt": [{"role": "user", "content": "What is it?"}], "audio": None, "images": None, "video": None}
+        if i % 4 == 0:
+            row["audio"] = sound(0.3 + 0.1 * i, seed=i)
+        elif i % 4 == 1:
+            row["images"] = [image(84, 56, seed=10 * i + j)["image"] for j in range(1 + i // 4)]
+        elif i % 4 == 2:
+            row["video"] = video(4 + 2 * (i // 4), 84, 56, seed=i)["video"]
+        rows.append(row)
+    return rows
+
+
+def dataset(n: int = 8) -> Dataset:
+    """The rows as they are, since Arrow would turn arrays into lists of numbers."""
+    rows = mixed_rows(n)
+    indices = Dataset.from_dict({"index": list(range(n))})
+    return indices.with_transform(lambda batch: {key: [rows[i][key] for i in batch["index"]] for key in rows[0]})
+
+
+OPTIONS = {"log_completions": True, "num_completions_to_print": 0, "shuffle_dataset": False}
+
+
+def boards(folder: Path) -> None:
+    """Two steps of four prompts, for all boards."""
+    import trackio
+
+    options = {"report_to": ["trackio", "wandb", "tensorboard"], "project": "logs", "run_name": "run"}
+    options |= {"per_device_train_batch_size": 16, "max_steps": 2, **OPTIONS}
+    trainer = make_trainer(InjectedOurs, "qwen2_5_omni", dataset(), folder, **options)
+    trainer.train()
+    (run,) = trackio.Api().runs("logs")
+    logs = trackio.sqlite_storage.SQLiteStorage.get_logs(run.project, run.name)
+    (folder / "trackio.json").write_text(json.dumps(logs))
+
+
+class LogsAlone(TrainerCallback):
+    """Logs on the main process only, as a callback may between the logs of all."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1 and self.trainer.accelerator.is_main_process:
+            self.trainer.log({"alone": 1.0})
+
+
+def processes(folder: Path) -> None:
+    """
+    Three steps of three prompts, of which the second is shared by two processes: the first is logged by a callback, the
+    second by all, the third by an evaluation. And one step with a bound.
+    """
+    size = 12 // int(os.environ.get("WORLD_SIZE", 1))
+    alone = LogsAlone()
+    objects = {"callbacks": [alone], "eval_dataset": dataset(3)}
+    options = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, **OPTIONS}
+    make = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "max_logged_media": None}
+    trainer = make_trainer(
+        InjectedOurs,
+        "qwen2_5_omni",
+        dataset(6),
+        folder / "all",
+        objects=objects,
+        **options,
+        **make,
+    )
+    alone.trainer = trainer
+    trainer.train()
+    n_held = sum(len(media) for media in trainer._media_log.rows())
+    (folder / f"held-{trainer.accelerator.process_index}.json").write_text(json.dumps(n_held))
+    trainer = make_trainer(
+        InjectedOurs, "qwen2_5_omni", dataset(6), folder / "bound", max_logged_media=2, max_steps=1, **options
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    {"boards": boards, "processes": processes}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,39 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How tests start scripts in one or several processes of their own, on the CPU."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+TESTS = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def python_command(script: Sequence[str | Path], processes: int = 1) -> list[str]:
+    """Runs a script with its arguments; several processes of it talk to each other."""
+    launcher = []
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    return [sys.executable, *launcher, *map(str, script)]
+
+
+def python_environment(**more: str) -> dict[str, str]:
+    """The environment of such processes, which find the modules of the tests."""
+    folders = [str(TESTS), str(TESTS / "distributed"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
+        "PYTHONPATH": os.pathsep.join(folders),
+        **more,
+    }

@@ -1,0 +1,353 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the tests of the trainers share: datasets, runs of a few steps, and comparisons of their results."""
+
+import functools
+import gc
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoProcessor
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from helpers.families import FAMILIES, RATE, SPECIAL, audio, image, save, video
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+    families,
+)
+
+
+torch.set_num_threads(1)  # the matrices are too small to gain from more
+gc.freeze()  # every run starts with a collection, half of whose time would go to what is imported so far
+
+_MODELS = tempfile.TemporaryDirectory()  # TRL loads a reference model from the policy's path
+
+
+@functools.cache
+def saved(family: str) -> Path:
+    """Folder with model and processor of a family, written once."""
+    return save(family, Path(_MODELS.name, family))
+
+
+def load(family: str):
+    """Fresh `(model, processor)` whose config names a folder that TRL can load again."""
+    model_class = type({**FAMILIES, **SPECIAL}[family].build()[0])
+    return model_class.from_pretrained(saved(family)), AutoProcessor.from_pretrained(saved(family))
+
+
+# Datasets
+
+
+def text_rows(n: int = 8) -> Dataset:
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"Is there a bird? {i}"}]} for i in range(n)])
+
+
+def image_rows(n: int = 8) -> Dataset:
+    """One image of 4 to 12 tokens in each row, after prompts of different lengths."""
+    sizes = [(84, 56), (56, 56), (112, 84), (56, 112)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "What is in the image?" + " Is there a cat?" * (i % 3) + f" {i}"}],
+            "image": image(*sizes[i % 4], seed=i)["image"],
+        }
+        for i in range(n)
+    ]
+    return Dataset.from_list(rows)
+
+
+def images_rows(n: int = 8) -> Dataset:
+    """One, two or three images in each row."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Compare them. Is there a bird? {i}"}],
+            "images": [image(56 + 28 * (j % 2), 56, seed=10 * i + j)["image"] for j in range(1 + i % 3)],
+        }
+        for i in range(n)
+    ]
+    return Dataset.from_list(rows)
+
+
+def audio_rows(n: int = 8) -> Dataset:
+    """One chirp of 0.3 to 0.9 s in each row."""
+    prompts = [f"What do you hear in the audio?{' Is there a cat?' * (i % 3)} {i}" for i in range(n)]
+    rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    return with_media(Dataset.from_list(rows), "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(n)])
+
+
+def video_rows(n: int = 8) -> Dataset:
+    """A video of 4 or 6 frames in each row."""
+    rows = [{"prompt": [{"role": "user", "content": f"Describe the video. Is there a dog? {i}"}]} for i in range(n)]
+    videos = [video(4 + 2 * (i % 2), 84, 56, seed=i)["video"] for i in range(n)]
+    return with_media(Dataset.from_list(rows), "video", videos)
+
+
+def with_media(rows: Dataset, column: str, media: list) -> Dataset:
+    """Adds a column when rows are read, since Arrow would turn arrays into lists of numbers."""
+    rows = rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
+    return rows.with_transform(lambda batch: {**batch, column: [media[i] for i in batch["index"]]})
+
+
+def forget_apart(monkeypatch) -> None:
+    """Families whose media must not join to others' are as all others."""
+    rows = tuple(replace(family, apart=None) for family in families.FAMILIES)
+    monkeypatch.setattr(families, "FAMILIES", rows)
+
+
+def sound(seconds: float, seed: int = 0) -> dict:
+    return {"array": audio(seconds, seed)["audio"], "sampling_rate": RATE}
+
+
+# Rewards and completions
+
+
+def length_and_sum(completion_ids, **kwargs) -> list[float]:
+    """A reward that differs between most completions, from what both trainers hand over."""
+    return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
+
+
+class Injected:
+    """Replaces sampling by pseudo-random completions that depend on prompt, step and mode alone."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        state = [self.state.global_step, int(self.model.training), sum(map(sum, prompt_ids))]
+        generator = np.random.default_rng(state)
+        vocabulary = len(self._tokenizer)
+        completions = []
+        for _ in prompt_ids:
+            # Special tokens, and so placeholders, come first in the vocabulary
+            ids = generator.integers(50, vocabulary, generator.integers(2, 9)).tolist()
+            ended = generator.random() < 0.6
+            completions.append([*ids[:-1], self._tokenizer.eos_token_id] if ended else ids)
+        return completions, None
+
+
+class InjectedTRL(Injected, GRPOTrainer):
+    pass
+
+
+class RemembersPacking:
+    """Remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.scored_packed = [*getattr(self, "scored_packed", []), self._packed]
+        return scores
+
+
+class InjectedOurs(RemembersPacking, Injected, MultimodalGRPOTrainer):
+    pass
+
+
+class Recording:
+    """
+    Remembers every draw of completions and every micro-batch.
+
+    `draws` hold the rows, the `batch` before it is split, what the reward functions returned, and the optimizer step;
+    `micro_batches` hold the `batch`, the log-probabilities and entropies of its one forward, the loss, its gradient by
+    the log-probabilities, and the step and KL coefficient.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.draws, self.micro_batches = [], []
+        super().__init__(*args, **kwargs)
+
+    def _draw(self, inputs):
+        batch = super()._draw(inputs)
+        rewards = self._rewards_per_func.clone()
+        self.draws.append(self._moment(rows=inputs, batch=_cloned(batch), rewards=rewards))
+        return batch
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._forwards = [*getattr(self, "_forwards", []), scores]
+        return scores
+
+    def _compute_loss(self, model, inputs):
+        self._forwards, beta = [], self.beta
+        loss = super()._compute_loss(model, inputs)
+        ((logps, entropies, _),) = self._forwards
+        gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
+        self.micro_batches.append(
+            self._moment(
+                batch=_cloned(inputs),
+                logps=logps.detach(),
+                entropies=entropies.detach(),
+                loss=loss.detach(),
+                gradient=gradient,
+                beta=beta,
+            )
+        )
+        return loss
+
+    def _moment(self, **values):
+        return SimpleNamespace(step=self.state.global_step, training=self.model.training, **values)
+
+
+def _cloned(batch):
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+class Recorded(Recording, InjectedOurs):
+    pass
+
+
+def keys(batch: dict) -> list[tuple]:
+    """What tells the completions of a batch apart: the ids of prompt and completion."""
+    completions = [
+        ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)
+    ]
+    prompts = [prompt.input_ids for prompt in batch["encoded_prompts"]]
+    return [(tuple(p.tolist()), tuple(c.tolist())) for p, c in zip(prompts, completions, strict=True)]
+
+
+def by_key(moments, name: str) -> dict[tuple, torch.Tensor]:
+    """For each completion of what [`Recording`] remembers a value of the batch, per token."""
+    values = {}
+    for batch in (moment.batch for moment in moments):
+        for key, value, mask in zip(keys(batch), batch[name], batch["completion_mask"].bool(), strict=True):
+            values[key] = (value if value.dim() else value.expand(len(mask)))[mask]
+    return values
+
+
+def moved(family: str, distance: float = 0.02) -> dict:
+    """
+    The arguments `model` and `processing_class` of a policy that is no longer the reference, which TRL loads from the
+    folder of the family.
+    """
+    model, processor = load(family)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += distance * torch.randn(parameter.shape, generator=generator)
+    return {"model": model, "processing_class": processor}
+
+
+# Runs
+
+CONFIGS = {
+    MultimodalPPOTrainer: MultimodalPPOConfig,  # before its bases
+    MultimodalGRPOTrainer: MultimodalGRPOConfig,
+    MultimodalRLOOTrainer: MultimodalRLOOConfig,
+    GRPOTrainer: GRPOConfig,
+    RLOOTrainer: RLOOConfig,
+}
+
+
+@dataclass
+class Run:
+    """
+    What a run left behind.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            The trainer, after training.
+        update (`dict[str, torch.Tensor]`):
+            How much each parameter moved.
+        history (`list[dict]`):
+            The log history.
+    """
+
+    trainer: GRPOTrainer
+    update: dict[str, torch.Tensor]
+    history: list[dict]
+
+
+def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, **options):
+    """
+    A trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
+
+    `objects` are further arguments of the trainer, `options` arguments of its config.
+    """
+    config_class = next(CONFIGS[base] for base in trainer_class.__mro__ if base in CONFIGS)
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **options,
+    }
+    objects = dict(objects or {})
+    if "model" not in objects:
+        model, processor = load(family)
+        objects = {"model": model, "processing_class": processor, **objects}
+    return trainer_class(
+        reward_funcs=reward, args=config_class(str(output_dir), **arguments), train_dataset=dataset, **objects
+    )
+
+
+def run(trainer_class, family: str, dataset, **options) -> Run:
+    """Trains as [`make_trainer`] says, in a folder that is thrown away."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(trainer_class, family, dataset, folder, **options)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+    update = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    return Run(trainer, update, trainer.state.log_history)
+
+
+# Comparisons
+
+
+def norm(update: dict[str, torch.Tensor]) -> float:
+    return torch.stack([value.square().sum() for value in update.values()]).sum().sqrt().item()
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Euclidean distance of two updates over the length of the first."""
+    assert a.keys() == b.keys()
+    return norm({name: a[name] - b[name] for name in a}) / norm(a)
+
+
+def logged(result: Run, name: str) -> list[float]:
+    """The values of a metric, in the order of the steps."""
+    return [entry[name] for entry in result.history if name in entry]
+
+
+def metrics(history: list[dict]) -> list[dict[str, float]]:
+    """The floats of a log history, without durations and the metrics that only this package has."""
+    mine = ("time", "per_second", "packing/", "skipped_updates")
+    return [
+        {key: value for key, value in entry.items() if isinstance(value, float) and not any(m in key for m in mine)}
+        for entry in history
+    ]
+
+
+def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
+    """The largest difference of two histories' metrics, relative to 1 or the metric, and where it is."""
+    a, b = metrics(a), metrics(b)
+    assert [entry.keys() for entry in a] == [entry.keys() for entry in b]
+    differences = [
+        (abs(x[key] - y[key]) / max(1, abs(x[key])), f"{key}: {x[key]} and {y[key]}")
+        for x, y in zip(a, b, strict=True)
+        for key in x
+    ]
+    return max(differences)
+
+
+def assert_equal(theirs: Run, ours: Run, *, same_metrics: bool = True) -> None:
+    """Two runs made the same update, which is one, and logged the same."""
+    assert norm(theirs.update) > 0.01
+    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    if same_metrics:
+        worst, where = largest_difference(theirs.history, ours.history)
+        assert worst <= 1e-4, where

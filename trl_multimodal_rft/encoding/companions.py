@@ -1,0 +1,77 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts with the smallest media there are, for encoders that must run where there are none."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import PIL.Image
+import torch
+from torch import nn
+from transformers import PreTrainedModel, ProcessorMixin
+
+from ..data.columns import rows_to_messages
+from .prompts import EncodedPrompt, encode_prompt
+
+
+_SIDE = 56  # pixels
+_VIDEO_SIDE = 224  # a multiple of the patches of all families, which don't resize given frames
+_RATE = 16000
+_MEDIA = {
+    "image": lambda: PIL.Image.new("RGB", (_SIDE, _SIDE), "gray"),
+    "video": lambda: np.full((4, _VIDEO_SIDE, _VIDEO_SIDE, 3), 128, dtype=np.uint8),
+    "audio": lambda: {"array": np.full(_RATE // 4, 0.01, dtype=np.float32), "sampling_rate": _RATE},
+}
+
+
+class CompanionPrompt(EncodedPrompt):
+    """A prompt beside others that stands for none of the data, so that no loss counts its tokens."""
+
+
+def companion_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedModel) -> CompanionPrompt:
+    """
+    A prompt with one small medium.
+
+    In a batch beside others, without a completion, it changes nothing for them, and gives the encoder of its kind a
+    gradient that is exactly 0.
+
+    Args:
+        kind (`str`):
+            `"image"`, `"video"` or `"audio"`.
+        processor ([`~transformers.ProcessorMixin`]):
+            The model's processor.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        [`CompanionPrompt`]: The prompt.
+    """
+    (row,) = rows_to_messages([{"prompt": "-", kind: _MEDIA[kind]()}])
+    return CompanionPrompt(**vars(encode_prompt(row["prompt"], processor, model)))
+
+
+def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+    """
+    Parameters to train that outputs don't depend on, such as layers behind the one whose features a model takes.
+
+    Args:
+        module (`torch.nn.Module`):
+            Module that holds the parameters.
+        outputs (`Iterable[torch.Tensor]`):
+            What a forward of the module returned, with its graph.
+
+    Returns:
+        `list[torch.nn.Parameter]`: The parameters. None where reentrant checkpointing hides what the outputs depend on.
+    """
+    seen, reached = set(), set()
+    nodes = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return []
+        seen.add(node)
+        if hasattr(node, "variable"):  # it accumulates a parameter's gradient
+            reached.add(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return [p for p in module.parameters() if p.requires_grad and p not in reached]

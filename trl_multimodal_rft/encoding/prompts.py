@@ -1,0 +1,522 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""From chat messages to tensors: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
+
+import base64
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import is_conversational
+from trl.data_utils import prepare_multimodal_messages
+
+from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
+from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, media_padding
+
+
+@dataclass(eq=False)
+class EncodedPrompt:
+    """
+    A prompt as the model takes it, encoded once and shared by its completions, generation, scoring and the update.
+
+    Args:
+        input_ids (`torch.Tensor`):
+            Token ids with expanded placeholders, shape `(P,)`, on the CPU.
+        token_fields (`dict[str, torch.Tensor]`):
+            Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`.
+        media (`dict[str, torch.Tensor]`):
+            All other processor outputs, on the CPU. Empty for a text-only prompt.
+        position_ids (`torch.Tensor`):
+            Positions the model itself would use, shape `(1, P)` or, with multimodal rotary positions, `(R, 1, P)`.
+        images (`list`, *optional*):
+            Decoded images in prompt order, kept for generation engines that process images themselves.
+        modalities (`frozenset[str]`, *optional*):
+            Which of `"image"`, `"video"` and `"audio"` the prompt holds.
+        mask_cache (`dict`, *optional*):
+            Attention masks of this prompt with text after it, by layer type, filled in when completions are packed.
+    """
+
+    input_ids: torch.Tensor
+    token_fields: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+    position_ids: torch.Tensor
+    images: list = field(default_factory=list)
+    modalities: frozenset[str] = frozenset()
+    mask_cache: dict = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __getstate__(self) -> dict:
+        # What is saved is for the update, which needs no images and can build the masks again
+        return {**self.__dict__, "images": [], "mask_cache": {}}
+
+
+def placeholder_token_ids(
+    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase
+) -> dict[str, set]:
+    """
+    Ids of the tokens that stand for media, by modality.
+
+    Collects `<modality>_token_id`, `<modality>_token_index` and `<modality>_pad_token_id` from the model's config, its
+    sub-configs and the processor, since each family keeps them elsewhere.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is searched.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class searched.
+
+    Returns:
+        `dict[str, set[int]]`: The ids for `"image"`, `"video"` and `"audio"`, empty where the model has none.
+    """
+    config = model.config
+    holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
+    names = {kind: [f"{kind}_token_id", f"{kind}_token_index", f"{kind}_pad_token_id"] for kind in MODALITIES}
+    values = {kind: {getattr(h, n, None) for h in holders for n in names[kind]} for kind in MODALITIES}
+    return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
+
+
+def all_placeholder_ids(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> set[int]:
+    """
+    The ids of [`placeholder_token_ids`], whatever they stand for.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is searched.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class searched.
+
+    Returns:
+        `set[int]`: Ids of all modalities.
+    """
+    return set().union(*placeholder_token_ids(model, processor).values())
+
+
+def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> list[str]:
+    """
+    The tokens of [`placeholder_token_ids`] as text.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is searched.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class searched.
+
+    Returns:
+        `list[str]`: Such as `["<|image_pad|>", "<|video_pad|>"]`.
+    """
+    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    return tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
+
+
+def encode_prompt(
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    template_kwargs: dict[str, Any] | None = None,
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+    keep_images: bool = False,
+    row: int | None = None,
+) -> EncodedPrompt:
+    """
+    Decodes a prompt's media and runs the processor over it, once.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            Plain text, or messages whose media blocks hold [`MediaRef`]s.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with a chat template (for messages).
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model; gives the placeholder ids and the positions.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`, such as `tools` or `chat_template`.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        keep_images (`bool`, *optional*, defaults to `False`):
+            Whether to keep the decoded images, for generation engines that process them themselves.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
+
+    Returns:
+        [`EncodedPrompt`]: The encoded prompt.
+
+    Raises:
+        [`MediaError`]: If a medium can't be decoded, if the processing class can't take it, if the prompt's
+            placeholders don't agree with its media, or if the chat template leaves out a block. The message names the
+            row and the column.
+    """
+    refs = list(iter_refs(messages))
+    placeholders = placeholder_token_ids(model, processor)
+    if refs and isinstance(processor, ProcessorMixin):
+        _check_text(messages, refs[0], placeholder_tokens(model, processor))
+    if is_conversational({"prompt": messages}):
+        _check_blocks(messages, processor, template_kwargs or {}, row)
+    decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
+    outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
+    input_ids = outputs["input_ids"][0]
+    token_fields = {name: outputs[name][0] for name in TOKEN_FIELDS if name in outputs}
+    media = {name: value for name, value in outputs.items() if name not in ("input_ids", *TOKEN_FIELDS)}
+    _check_placeholders(input_ids, refs, media, placeholders)
+    return EncodedPrompt(
+        input_ids=input_ids,
+        token_fields=token_fields,
+        media=media if refs else {},
+        position_ids=prompt_position_ids(model, input_ids, media, token_fields),
+        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"] if keep_images else [],
+        modalities=frozenset(ref.kind for ref in refs),
+    )
+
+
+def processor_outputs(
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    decoded: dict[int, Any],
+    processor_kwargs: dict[str, Any],
+    template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    Calls a processor on one prompt, as transformers documents it.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            Plain text, or messages whose media blocks hold [`MediaRef`]s.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with a chat template (for messages).
+        decoded (`dict[int, Any]`):
+            Media as [`decode_media`] gives them.
+        processor_kwargs (`dict[str, Any]`):
+            What it says about them.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`.
+
+    Returns:
+        `dict[str, torch.Tensor]`: What the processor returns, without the attention mask and labels.
+
+    Raises:
+        [`MediaError`]: If the processing class can't take the media. The message names the row and the column.
+    """
+    refs = list(iter_refs(messages))
+    if not is_conversational({"prompt": messages}):
+        encoded = processor(text=[messages], return_tensors="pt")
+    else:
+        if isinstance(processor, ProcessorMixin):
+            messages = prepare_multimodal_messages(messages)
+        elif refs:
+            raise refs[0].error(
+                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
+                "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
+            )
+        try:
+            encoded = processor.apply_chat_template(
+                [replace_refs(messages, decoded)],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                **({"processor_kwargs": processor_kwargs} if processor_kwargs else {}),
+                **(template_kwargs or {}),
+            )
+        except (ValueError, IndexError, RuntimeError, StopIteration) as error:
+            if not refs:
+                raise
+            raise refs[0].error(
+                f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat template "
+                "writes one placeholder per medium and that the text holds none of its own"
+            ) from error
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+        for name, value in encoded.items()
+        if name not in ("attention_mask", "labels")
+    }
+
+
+def prompt_position_ids(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    media: dict[str, torch.Tensor],
+    token_fields: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """
+    Positions of a prompt by the model's own rule, the one its `generate` uses.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        input_ids (`torch.Tensor`):
+            Prompt ids, shape `(P,)`.
+        media (`dict[str, torch.Tensor]`):
+            Media tensors of the prompt (grids decide multimodal rotary positions).
+        token_fields (`dict[str, torch.Tensor]`):
+            Per-token fields of the prompt, each of shape `(P,)`.
+
+    Returns:
+        `torch.Tensor`: Positions of shape `(1, P)` or `(R, 1, P)`; text after the prompt continues at
+        `positions[..., -1:] + 1`.
+    """
+    ids = input_ids[None]
+    model_kwargs = {**media, **{name: value[None] for name, value in token_fields.items()}}
+    # The rule stores its offset on the backbone for the decoding steps of `generate`; we carry positions ourselves.
+    holder = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
+    before = holder.rope_deltas if holder is not None else None
+    positions = model._prepare_position_ids_for_generation(
+        ids, {**model_kwargs, "attention_mask": torch.ones_like(ids)}
+    )
+    if holder is not None:
+        holder.rope_deltas = before
+    return positions
+
+
+def same_prompt(a: Any, b: Any) -> bool:
+    """
+    Whether two prompts have the same messages and the same media.
+
+    Args:
+        a (`Any`):
+            Text or messages with [`MediaRef`]s.
+        b (`Any`):
+            What to compare with.
+
+    Returns:
+        `bool`: Whether they are equal. Media are compared by value; decoders, which hold no value, are equal if they
+        are of one type.
+    """
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (np.ndarray, PIL.Image.Image)) and type(a) is type(b):
+        return np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, MediaRef) and isinstance(b, MediaRef):
+        return same_prompt(a.source, b.source) and a.options == b.options
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_prompt(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same_prompt(x, y) for x, y in zip(a, b, strict=True))
+    if type(a).__eq__ is object.__eq__:
+        return type(a) is type(b)
+    return type(a) is type(b) and a == b
+
+
+def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
+    """
+    Joins the media of several prompts into one forward's arguments.
+
+    Args:
+        prompts (`Iterable[EncodedPrompt]`):
+            Prompts in the order in which their tokens appear in the row or batch.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, trailing dimensions padded on the
+        right to the largest.
+    """
+    collected: dict[str, list[torch.Tensor]] = {}
+    for prompt in prompts:
+        for name, value in prompt.media.items():
+            collected.setdefault(name, []).append(value)
+    return {name: cat_padded(values, media_padding(name)) for name, values in collected.items()}
+
+
+def cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+    """
+    Concatenates tensors on the first dimension, the others padded on the right to the largest.
+
+    Args:
+        tensors (`list[torch.Tensor]`):
+            Tensors of one rank.
+        value (`int`):
+            What pads them.
+
+    Returns:
+        `torch.Tensor`: All of them.
+    """
+    largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [m - s for m, s in zip(largest, tensor.shape[1:], strict=True)]
+        pairs = [p for m in reversed(missing) for p in (0, m)]
+        padded.append(F.pad(tensor, pairs, value=value) if any(missing) else tensor)
+    return torch.cat(padded)
+
+
+def decode_media(
+    refs: list[MediaRef], processor: ProcessorMixin | PreTrainedTokenizerBase, audio_overlong: str
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """
+    Decodes media as a processor takes them.
+
+    Args:
+        refs (`list[MediaRef]`):
+            References to the media of a prompt.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What is to encode them.
+        audio_overlong (`str`):
+            What happens to audio longer than the processor's window: `"raise"` or `"truncate"`.
+
+    Returns:
+        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be told
+        about them, as `processor_kwargs`.
+
+    Raises:
+        [`MediaError`]: If a medium can't be decoded, or if the processor can't take it.
+    """
+    decoded, video_metadata = {}, []
+    kwargs: dict[str, Any] = {}
+    family = family_of_processor(processor)
+    # One call of the processor resizes all images or none
+    resized = {ref.kind for ref in refs if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)}
+    for ref in refs:
+        if ref.kind == "audio":
+            rate, window = _audio_limits(ref, processor)
+            waveform = load_audio(ref, rate, window, audio_overlong)
+            decoded[id(ref)] = _base64_wav(waveform, rate) if family.takes_base64_audio else waveform
+        elif ref.kind == "image":
+            if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
+                raise ref.error(
+                    f"{type(processor).__name__} takes no images; use a model that does, or drop the column"
+                )
+            if "image" in resized:
+                ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
+                decoded[id(ref)] = load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size)
+            else:
+                decoded[id(ref)] = load_image(ref)
+        else:
+            if "video" in resized:
+                frames, metadata = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
+            else:
+                frames, metadata = load_video(ref, _frame_sampler(ref, processor))
+            decoded[id(ref)] = frames
+            video_metadata.append(metadata)
+    if video_metadata:
+        kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
+    for kind in resized:
+        kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
+    return decoded, kwargs
+
+
+def _chooses_its_size(ref: MediaRef) -> bool:
+    return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
+
+
+def _pixel_limits(image_processor) -> dict[str, int]:
+    size = image_processor.size
+    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+
+
+def _base64_wav(waveform: np.ndarray, rate: int) -> str:
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
+    """Sampling rate the processor wants, in Hz, and the longest audio its encoder sees whole, in seconds."""
+    extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
+    if extractor is None:
+        raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
+    limit = family_of_processor(processor).audio_limit
+    return extractor.sampling_rate, None if limit is None else limit(processor)
+
+
+def _frame_sampler(ref: MediaRef, processor):
+    """The processor's own choice of frames, where the block doesn't choose."""
+    if not hasattr(processor, "video_processor"):
+        raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
+    video_processor = processor.video_processor
+    chosen = {"fps", "nframes", "video_start", "video_end"} & ref.options.keys()
+    return video_processor.sample_frames if video_processor.do_sample_frames and not chosen else None
+
+
+def _check_text(messages: list[dict[str, Any]], ref: MediaRef, tokens: list[str]) -> None:
+    for message in messages:
+        content = message.get("content") or ""
+        for part in [{"text": content}] if isinstance(content, str) else content:
+            found = [token for token in tokens if token in (part.get("text") or "")]
+            if found:
+                raise ref.error(
+                    f"the text of the prompt holds the placeholder {found[0]!r} itself; remove it, the chat template "
+                    "writes one for each medium"
+                )
+
+
+def _check_blocks(messages: list[dict[str, Any]], processor, template_kwargs: dict, row: int | None) -> None:
+    """Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any."""
+    for m, message in enumerate(messages):
+        content = message.get("content")
+        for b, block in enumerate(content if isinstance(content, list) else []):
+            if block["type"] in ("text", *THOUGHT_TYPES) or block_kind(block["type"]) is not None:
+                continue
+            of_no_type = [*content[:b], {"type": "-"}, *content[b + 1 :]]
+            others = [*messages[:m], {**message, "content": of_no_type}, *messages[m + 1 :]]
+            try:
+                written, other = (
+                    processor.apply_chat_template(chat, tokenize=False, **template_kwargs)
+                    for chat in (messages, others)
+                )
+            except Exception:  # a template that refuses one of them says so, or knows the other
+                continue
+            if written == other:
+                where = f"column 'prompt[{m}].content[{b}]'"
+                raise MediaError(
+                    f"{where if row is None else f'row {row}, {where}'}: the chat template leaves out blocks of type "
+                    f"{block['type']!r}, so that the model would not get it; known types are {KNOWN_TYPES}"
+                )
+
+
+def _check_placeholders(
+    input_ids: torch.Tensor, refs: list[MediaRef], media: dict[str, torch.Tensor], placeholders: dict[str, set[int]]
+) -> None:
+    present = set(input_ids.tolist())
+    for ref in refs:
+        # A processor may write its videos with the image token
+        ids = placeholders[ref.kind] | (placeholders["image"] if ref.kind == "video" else set())
+        if not media or not ids & present:
+            raise ref.error(
+                f"the chat template wrote no placeholder for this {ref.kind}, so the model would not get it; use the "
+                "template that belongs to the model's processor"
+            )
+    stray = set().union(*placeholders.values()) & present
+    if stray and not refs:
+        raise MediaError(
+            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or remove "
+            "the placeholder from the text"
+        )
+
+
+def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
+    """
+    Puts decoded media into messages.
+
+    Args:
+        messages (`list[dict]`):
+            Messages whose media blocks hold [`MediaRef`]s.
+        decoded (`dict[int, Any]`):
+            What [`decode_media`] made of them.
+
+    Returns:
+        `list[dict]`: New messages, as processors take them.
+    """
+
+    def block(part):
+        kind, value = part["type"], part.get(part["type"])
+        if not isinstance(value, MediaRef):
+            return part
+        medium = decoded[id(value)]
+        return {"type": kind, "base64" if isinstance(medium, str) else kind: medium}
+
+    return [
+        {**message, "content": [block(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]

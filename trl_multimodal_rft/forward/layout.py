@@ -1,0 +1,511 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The packed row: every prompt once, followed by its completions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from ..encoding.prompts import EncodedPrompt
+from ..families import IMAGE_SIZES
+
+
+# Prompts of similar length share one attention call; a longer one starts a new call beyond this factor, so that at
+# most this share of the work is padding.
+_LENGTH_TOLERANCE = 1.25
+
+# Prompts of unequal length in one call need a mask for each branch. Beyond so many entries of them (1 MiB in float32), a
+# prompt gets a call of its own, where all its branches share one; by then the work outweighs a call.
+MASK_ENTRIES = 2**18
+
+# Kernels want rows of masks, and where they start, at multiples of this
+MASK_ALIGNMENT = 16
+
+
+@dataclass(eq=False)
+class PrefixBlock:
+    """
+    Prompts of similar length and their branches, attended in two calls: the prompts, then the branches.
+
+    A branch is a copy of the prompt's last token followed by the completion without its last token, so that it holds
+    exactly the positions that predict the completion. All indices point into the packed row.
+
+    Args:
+        prompt_index (`torch.Tensor`):
+            Row positions of the prompts, padded on the right, shape `(N, P)`.
+        branch_index (`torch.Tensor`):
+            Row positions of the branches, padded on the right, shape `(M, L)`.
+        key_index (`torch.Tensor`):
+            Row positions a branch may look at: its prompt without the last token, then itself, shape `(M, P - 1 + L)`.
+        sizes (`list[int]`):
+            Tokens of each prompt.
+        owner (`torch.Tensor`):
+            For each branch which prompt it continues, shape `(M,)`.
+        linear (`list[dict[str | None, torch.Tensor | None]]`):
+            For each prompt the masks of [`~forward.masks.linear_masks`].
+    """
+
+    prompt_index: torch.Tensor
+    branch_index: torch.Tensor
+    key_index: torch.Tensor
+    sizes: list[int]
+    owner: torch.Tensor
+    linear: list[dict]
+
+
+@dataclass(eq=False)
+class PrefixLayout:
+    """
+    Which token of a packed row may look at which, as the attention backends need it.
+
+    Args:
+        blocks (`list[PrefixBlock]`):
+            The blocks that cover the row.
+        restore_index (`torch.Tensor`):
+            For each row position, its place in the concatenated outputs of the blocks, shape `(T,)`.
+        segments (`list[tuple[int, int, int, int]]`):
+            In row order, each prompt and branch as (start, length, prompt start, shared prompt tokens); a prompt
+            shares 0 tokens, a branch all but the last of its prompt.
+        causal_layers (`set`):
+            Layer types that are plain causal for every prompt, where a variable-length kernel needs no mask.
+    """
+
+    blocks: list[PrefixBlock]
+    restore_index: torch.Tensor
+    segments: list[tuple[int, int, int, int]]
+    causal_layers: set
+
+    @cached_property
+    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """
+        The layout as variable-length sequences: queries are the row itself, keys are gathered per segment.
+
+        Returns:
+            `tuple`: Key positions `(K,)`, cumulative query lengths and cumulative key lengths `(S + 1,)` as int32, and
+            the longest query and key segment. With causal attention aligned to the last key, segment `s` of queries
+            looks at segment `s` of keys.
+        """
+        keys = [
+            torch.cat([torch.arange(prompt_start, prompt_start + shared), torch.arange(start, start + length)])
+            for start, length, prompt_start, shared in self.segments
+        ]
+        query_lengths = torch.tensor([length for _, length, _, _ in self.segments])
+        key_lengths = torch.tensor([len(k) for k in keys])
+        device = self.restore_index.device
+        cumulative = [
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+            for lengths in (query_lengths, key_lengths)
+        ]
+        return torch.cat(keys).to(device), *cumulative, int(query_lengths.max()), int(key_lengths.max())
+
+    def masks(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """
+        What a block adds to its scores. Made at the first call, on the row's device, and kept for all layers.
+
+        Args:
+            block ([`PrefixBlock`]):
+                One of the blocks.
+            kind (`str` or `None`):
+                Layer type.
+            dtype (`torch.dtype`):
+                That of the scores.
+            is_causal (`bool`, *optional*, defaults to `True`):
+                Whether the caller is causal where the mask of the prompts is `None`.
+
+        Returns:
+            `tuple`: The masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
+            branches, `(1 or M, 1, L, P - 1 + L)`: one for all branches, except for short prompts of unequal length.
+        """
+        key = (block, kind, dtype, is_causal)
+        if key not in self._masks:
+            plain = all(linear[kind] is None for linear in block.linear)
+            if not plain:
+                prompts = self._prompt_masks(block, kind, dtype)
+            else:
+                prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
+            if plain and len(set(block.sizes)) == 1:
+                branches = self._causal_mask("branches", block, dtype)
+            else:
+                branches = self._branch_masks(block, kind, dtype)
+            self._masks[key] = (prompts, branches)
+        return self._masks[key]
+
+    @cached_property
+    def _masks(self) -> dict:
+        return {}
+
+    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype) -> torch.Tensor:
+        """A view of a mask that blocks of all sizes share, unless masks of their own are smaller together."""
+
+        def shape(block: PrefixBlock) -> tuple[int, int]:
+            """Keys before the first query's own, and queries."""
+            width = block.prompt_index.size(1)
+            return (0, width) if part == "prompts" else (width - 1, block.branch_index.size(1))
+
+        shapes = [shape(each) for each in self.blocks if part == "prompts" or len(set(each.sizes)) == 1]
+        most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
+        key = (part, dtype)
+        if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
+            key, shapes = (*key, shape(block)), [shape(block)]
+            [(most, rows)] = shapes
+        if key not in self._masks:
+            spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
+            self._masks[key] = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
+        before, queries = shape(block)
+        # Down and to the right along the diagonal, to an aligned column
+        down = (before - most) % MASK_ALIGNMENT
+        right = most - before + down
+        return self._masks[key][:, None, down : down + queries, right : right + before + queries]
+
+    def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
+        n, width = block.prompt_index.shape
+        masks = self._hidden(n, width, width, dtype)
+        masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
+        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+            mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
+        return masks[:, None]
+
+    def _branch_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
+        n, shared = block.prompt_index.size(0), block.prompt_index.size(1) - 1
+        longest = block.branch_index.size(1)
+        masks = self._hidden(n, longest, shared + longest, dtype)
+        masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
+        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+            seen = self._seen(linear[kind], size - 1, size - 1 + longest)
+            mask[:, : size - 1].masked_fill_(seen[:, : size - 1], 0.0)
+            mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
+        if n > 1:
+            masks = masks[block.owner.to(masks.device)]
+        return masks[:, None]
+
+    def _seen(self, linear: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+        """What tokens from `start` to `end` of a prompt and its completion see of the tokens up to `end`."""
+        device = self.restore_index.device
+        if linear is None:
+            return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
+        return linear[start:end, :end].to(device)
+
+    def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Masks that hide everything, in rows that kernels take as they are."""
+        shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
+        masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
+        return masks[:, :, :columns]
+
+
+@dataclass(eq=False)
+class PackedRow:
+    """
+    One forward's worth of prompts and completions without padding.
+
+    Args:
+        input_ids (`torch.Tensor`):
+            `[prompt 1 | branch 1 | branch 2 | ... | prompt 2 | ...]`, shape `(1, T)`.
+        shift_labels (`torch.Tensor`):
+            For each position the token it predicts, -100 on prompts, shape `(1, T)`.
+        position_ids (`torch.Tensor`):
+            Positions of each token in its own sequence, shape `(1, T)` or `(R, 1, T)`.
+        token_fields (`dict[str, torch.Tensor]`):
+            Per-token fields, each of shape `(1, T)`.
+        prompts (`list[EncodedPrompt]`):
+            The prompts in row order.
+        layout (`PrefixLayout`):
+            What the attention needs.
+        score_index (`torch.Tensor`):
+            For each completion token the row position that predicts it, 0 on padding, shape `(B, C)`.
+    """
+
+    input_ids: torch.Tensor
+    shift_labels: torch.Tensor
+    position_ids: torch.Tensor
+    token_fields: dict[str, torch.Tensor]
+    prompts: list[EncodedPrompt]
+    layout: PrefixLayout
+    score_index: torch.Tensor
+
+
+def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
+    """
+    Which samples share a prompt.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt; samples of a group hold the same object.
+
+    Returns:
+        `dict[EncodedPrompt, list[int]]`: Sample indices by prompt, in order of first appearance.
+    """
+    groups: dict[EncodedPrompt, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(index)
+    return groups
+
+
+def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "prompt"] | None) -> list[list[int]]:
+    """
+    Splits samples into the parts that share a forward.
+
+    Some encoders have no mask for padding, so that a clip's features depend on the longest clip beside it, and some
+    models take one modality a call.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt.
+        apart (`str` or `None`):
+            `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding, and
+            images of the same sizes; a prompt without media goes with any other. `"prompt"` gives each prompt a part, `None` makes one
+            part of all.
+
+    Returns:
+        `list[list[int]]`: Sample indices of each part. Samples of a group stay together.
+    """
+    if apart is None:
+        return [list(range(len(prompts)))]
+    if apart == "prompt":
+        return list(group_by_prompt(prompts).values())
+    parts: dict[tuple, list[int]] = {}
+    text_only = []
+    for prompt, samples in group_by_prompt(prompts).items():
+        if not prompt.media:
+            text_only += samples
+            continue
+        key = tuple(sorted((name, tuple(value.shape[1:])) for name, value in prompt.media.items()))
+        # Where the processor pads images to one shape, only these tell them apart
+        sizes = [prompt.media[name].tolist() for name in IMAGE_SIZES if name in prompt.media]
+        parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(samples)
+    rows = list(parts.values())
+    if text_only:
+        rows = [rows[0] + text_only, *rows[1:]] if rows else [text_only]
+    return rows
+
+
+def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
+    """
+    An order of samples that keeps groups together and balances packed lengths over equally large micro-batches.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`.
+        lengths (`Sequence[int]`):
+            Each sample's number of completion tokens.
+        n_batches (`int`):
+            Number of micro-batches; divides `B`.
+
+    Returns:
+        `list[int]`: Sample indices; each consecutive `B / n_batches` of them are a micro-batch. A group that fits in
+        no micro-batch whole is split over as few as possible. The micro-batches come in random order.
+    """
+    size = len(prompts) // n_batches
+    groups = [(len(p) + sum(lengths[i] for i in samples), samples) for p, samples in group_by_prompt(prompts).items()]
+    batches: list[list[int]] = [[] for _ in range(n_batches)]
+    loads = [0] * n_batches
+    for load, samples in sorted(groups, key=lambda group: -group[0]):
+        while samples:
+            room = [size - len(batch) for batch in batches]
+            fitting = [b for b in range(n_batches) if room[b] >= len(samples)]
+            # The lightest that takes the whole group, else the one that takes most of it
+            b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
+            taken, samples = samples[: room[b]], samples[room[b] :]
+            batches[b] += taken
+            loads[b] += load
+    return [i for b in torch.randperm(n_batches).tolist() for i in batches[b]]
+
+
+def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
+    """
+    Tokens of the packed row that holds these samples.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt.
+        lengths (`Sequence[int]`):
+            Each sample's number of completion tokens.
+
+    Returns:
+        `int`: The row's length.
+    """
+    return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
+
+
+def split_by_tokens(
+    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
+) -> list[list[int]]:
+    """
+    Splits samples into parts of so many tokens at most, by first-fit decreasing. Samples of a prompt stay together.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt.
+        lengths (`Sequence[int]`):
+            Each sample's number of completion tokens.
+        max_tokens (`int`):
+            Tokens of a part. A prompt that takes more with its completions is a part by itself.
+        packed (`bool`, *optional*, defaults to `True`):
+            Whether a prompt counts once, or padded rows of prompt and completion count.
+
+    Returns:
+        `list[list[int]]`: Sample indices of each part.
+    """
+
+    def size(samples: list[int]) -> int:
+        if packed:
+            return packed_length([prompts[i] for i in samples], [lengths[i] for i in samples])
+        return len(samples) * (max(len(prompts[i]) for i in samples) + max(lengths[i] for i in samples))
+
+    parts: list[list[int]] = []
+    for group in sorted(group_by_prompt(prompts).values(), key=size, reverse=True):
+        part = next((part for part in parts if size(part + group) <= max_tokens), None)
+        if part is None:
+            parts.append(list(group))
+        else:
+            part += group
+    return parts
+
+
+def pack(
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    masks: Sequence[dict],
+    field_fill: Mapping[str, int] | None = None,
+) -> PackedRow:
+    """
+    Lays out prompts and completions as one row in which each prompt stands once.
+
+    Args:
+        prompts (`Sequence[EncodedPrompt]`):
+            Each sample's prompt, length `B`.
+        completion_ids (`torch.Tensor`):
+            Right-padded completions, shape `(B, C)`.
+        completion_mask (`torch.Tensor`):
+            1 on completion tokens, 0 on padding, shape `(B, C)`. A completion that is masked throughout gets no place
+            in the row.
+        masks (`Sequence[dict]`):
+            For each unique prompt, in order of first appearance, its attention masks by layer type as returned by
+            [`~forward.masks.linear_masks`].
+        field_fill (`Mapping[str, int]`, *optional*):
+            What a token field holds on completion tokens, where it is not 0.
+
+    Returns:
+        [`PackedRow`]: The row, on the device of `completion_ids`.
+    """
+    device = completion_ids.device
+    lengths = completion_mask.sum(1).tolist()
+    completions = completion_ids.cpu()
+    groups = group_by_prompt(prompts)
+    fields = sorted({name for prompt in groups for name in prompt.token_fields})
+
+    ids, labels, positions, segments = [], [], [], []
+    columns: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
+    score_start = torch.zeros(len(prompts), dtype=torch.long)
+    units = []  # for each prompt: start, length and [(start, length) of its branches]
+    offset = 0
+    for prompt, samples in groups.items():
+        start, size = offset, len(prompt)
+        segments.append((start, size, start, 0))
+        ids.append(prompt.input_ids)
+        labels.append(torch.full((size,), -100))
+        positions.append(prompt.position_ids)
+        offset += size
+        branches = []
+        last_position = prompt.position_ids[..., -1:]
+        for sample in samples:
+            length = lengths[sample]
+            if length == 0:
+                continue
+            completion = completions[sample, :length]
+            ids.append(torch.cat([prompt.input_ids[-1:], completion[:-1]]))
+            labels.append(completion)
+            positions.append(last_position + torch.arange(length))
+            segments.append((offset, length, start, size - 1))
+            branches.append((offset, length))
+            score_start[sample] = offset
+            offset += length
+        units.append((start, size, branches))
+        for name in fields:
+            fill = (field_fill or {}).get(name, 0)
+            value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
+            columns[name].append(torch.cat([value, value.new_full((offset - start - size,), fill)]))
+
+    steps = torch.arange(completion_ids.size(1))
+    in_row = steps < torch.tensor(lengths)[:, None]
+    score_index = torch.where(in_row, score_start[:, None] + steps, 0)
+    return PackedRow(
+        input_ids=torch.cat(ids)[None].to(device),
+        shift_labels=torch.cat(labels)[None].to(device),
+        position_ids=torch.cat(_same_rank(positions), dim=-1).to(device),
+        token_fields={name: torch.cat(values)[None].to(device) for name, values in columns.items()},
+        prompts=list(groups),
+        layout=_layout(units, masks, segments, offset, device),
+        score_index=score_index.to(device),
+    )
+
+
+def _same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A text-only prompt may have one row of positions where one with media has several."""
+    most = max(positions, key=lambda p: p.dim())
+    return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
+
+
+def _layout(units, masks, segments, total, device) -> PrefixLayout:
+    # Cluster prompts of similar length, so that many short ones need few attention calls
+    order = sorted(range(len(units)), key=lambda i: units[i][1])
+    clusters: list[list[int]] = []
+    for i in order:
+        if clusters and _share_a_call([units[j] for j in [*clusters[-1], i]], [masks[j] for j in [*clusters[-1], i]]):
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+
+    blocks, sources, taken = [], torch.empty(total, dtype=torch.long), 0
+    for cluster in clusters:
+        block = _block([units[i] for i in cluster], [masks[i] for i in cluster])
+        width = block.prompt_index.size(1)
+        for row, i in enumerate(cluster):
+            start, size, _ = units[i]
+            sources[start : start + size] = taken + row * width + torch.arange(size)
+        taken += block.prompt_index.numel()
+        width = block.branch_index.size(1)
+        branches = [branch for i in cluster for branch in units[i][2]]
+        for row, (start, size) in enumerate(branches):
+            sources[start : start + size] = taken + row * width + torch.arange(size)
+        taken += block.branch_index.numel()
+        block.prompt_index, block.branch_index, block.key_index = (
+            t.to(device) for t in (block.prompt_index, block.branch_index, block.key_index)
+        )
+        blocks.append(block)
+    causal = {kind for kind in masks[0] if all(mask[kind] is None for mask in masks)}
+    return PrefixLayout(blocks, sources.to(device), segments, causal)
+
+
+def _share_a_call(units, masks) -> bool:
+    """Whether prompts, from the shortest to the longest, are attended in one call."""
+    shortest, longest = units[0][1], units[-1][1]
+    if longest > _LENGTH_TOLERANCE * shortest:
+        return False
+    if shortest == longest and not any(mask is not None for linear in masks for mask in linear.values()):
+        return True  # one mask for all branches
+    lengths = [length for _, _, branches in units for _, length in branches]
+    return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
+
+
+def _block(units, masks) -> PrefixBlock:
+    width = max(size for _, size, _ in units)
+    steps = torch.arange(width)
+    starts = torch.tensor([start for start, _, _ in units])
+    sizes = torch.tensor([size for _, size, _ in units])
+    # Padding points at the sequence's own last token: its output is dropped and, being last, it is seen by no query
+    # of a causal prompt; every other mask hides it.
+    prompt_index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+
+    owner = torch.tensor([i for i, (_, _, branches) in enumerate(units) for _ in branches], dtype=torch.long)
+    branches = torch.tensor([branch for _, _, owned in units for branch in owned], dtype=torch.long).view(-1, 2)
+    longest = int(branches[:, 1].max()) if len(branches) else 0
+    branch_steps = torch.arange(longest)
+    branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
+    key_index = torch.cat([prompt_index[owner, : width - 1], branch_index], dim=1)
+
+    return PrefixBlock(prompt_index, branch_index, key_index, sizes.tolist(), owner, list(masks))

@@ -1,0 +1,112 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The attention masks of a model family, taken from the family's own rule."""
+
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, masking_utils
+
+from ..encoding.prompts import EncodedPrompt
+from ..families import family_of
+
+
+# Layer types whose tokens see others through attention alone. Anything else (linear attention, state spaces,
+# convolutions) carries a state along the row, which can't branch.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str):
+    """
+    Sets the attention implementation in the text config within the context, without touching any module.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose config is changed.
+        name (`str`):
+            Attention implementation, such as `"sdpa"`.
+    """
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, torch.Tensor | None]:
+    """
+    The masks the model itself would build for a prompt followed by text.
+
+    They hold everything a family does to its masks: sliding windows, images or prefixes that see themselves in both
+    directions. A causal mask in their place would be wrong by up to 2 nats, silently.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        prompt ([`EncodedPrompt`]):
+            The prompt. Its masks are cached on it.
+        n_new (`int`):
+            Number of text tokens after the prompt.
+
+    Returns:
+        `dict[str | None, torch.Tensor | None]`: For each layer type (`None` for models that know one), a boolean mask
+        of shape `(P + n_new, P + n_new)` or larger, or `None` for plain causal attention.
+
+    Raises:
+        `NotImplementedError`: If the family builds its masks in no way this function knows.
+    """
+    cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
+    if cached_for >= n_new:
+        return cached
+    total = len(prompt) + n_new
+    fill = family_of(model).token_field_fill
+    fields = {
+        name: torch.cat([value, value.new_full((n_new,), fill.get(name, 0))])[None]
+        for name, value in prompt.token_fields.items()
+    }
+    rule = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    # Under sdpa the rule answers with a boolean mask, or None where attention is plainly causal
+    with attention_implementation(model, "sdpa"):
+        masks = rule(
+            config=model.config,
+            inputs_embeds=torch.empty(1, total, 0),
+            attention_mask=torch.ones(1, total, dtype=torch.long),
+            past_key_values=None,
+            position_ids=torch.arange(total)[None],
+            is_first_iteration=True,
+            **fields,
+        )
+    masks = masks if isinstance(masks, dict) else {None: masks}
+    masks = {kind: mask for kind, mask in masks.items() if kind is None or kind in ATTENTION_LAYERS}
+    for kind, mask in masks.items():
+        if mask is not None and (mask.dim() != 4 or mask.dtype != torch.bool):
+            raise NotImplementedError(
+                f"{type(model).__name__} gives no 4D boolean mask for its layers of type {kind!r}, so its prompts can't "
+                "be shared."
+            )
+    masks = {kind: None if mask is None else mask[0, 0] for kind, mask in masks.items()}
+    prompt.mask_cache["linear"] = (n_new, masks)
+    return masks
+
+
+def sharing_obstacle(model: PreTrainedModel) -> str | None:
+    """
+    Why completions of this model can't share their prompt in one row.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        `str` or `None`: The reason, or `None` when they can.
+    """
+    config = model.config.get_text_config(decoder=True)
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if others:
+        return f"layers of type {', '.join(sorted(others))} carry a state along the row"
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel) or not decoder._can_set_attn_implementation():
+        return "its attention can't be replaced (it does not use transformers' attention interface)"
+    return None

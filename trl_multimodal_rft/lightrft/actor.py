@@ -1,0 +1,585 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What all actors share: loading, LoRA, log-probabilities of actions, and sampling."""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.utils import ModelOutput, is_peft_available
+from trl.trainer.utils import add_fused_lm_head
+
+from ..algorithms.completions import mask_responses
+from ..data.columns import MediaError
+from ..encoding.prompts import all_placeholder_ids
+from ..families import TOKEN_FIELDS
+from ..forward.attention import install_prefix_attention
+from ..forward.masks import sharing_obstacle
+from ..forward.scoring import completion_scores
+from ..models.modes import evaluation_mode
+from ..models.pretrained import trained_part
+from ..models.quantization import keep_differentiable
+from ..models.towers import find_tower, freeze_as_built, linear_layers
+from .bare_inputs import bare_inputs, bare_prompt
+from .bare_media import modality_of, split_media
+
+
+logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for
+
+# What forwards take beside media: the actor's own business
+_NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "labels"}
+
+# What callers may pass whatever the family: it says nothing without pixels, so families that don't take it don't miss it
+_GRIDS = {"image_grid_thw", "video_grid_thw"}
+
+
+class Actor(nn.Module):
+    """
+    A policy that gives log-probabilities of its actions, the tokens of responses, and samples them.
+
+    [`ActorVL`], [`ActorAL`] and [`ActorOmni`] name the media of their kind; this class takes those of any model by the
+    names that its forward has, and none for a language model.
+
+    Args:
+        pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Name or path of a model, or a model.
+        use_flash_attention_2 (`bool`, *optional*, defaults to `False`):
+            Whether to load with FlashAttention 2 instead of what transformers chooses (`sdpa` where it can).
+        bf16 (`bool`, *optional*, defaults to `True`):
+            Whether the weights are bfloat16. `False` keeps the dtype they were saved with, or that of the instance.
+        lora_rank (`int`, *optional*, defaults to `0`):
+            Rank of the LoRA adapter; 0 trains the weights themselves.
+        lora_alpha (`int`, *optional*, defaults to `16`):
+            LoRA's scale, over the rank.
+        lora_dropout (`float`, *optional*, defaults to `0`):
+            Dropout before the adapter.
+        target_modules (`list[str]`, *optional*):
+            Ends of the names of the linear layers to adapt; all of them by default. Never those of a frozen encoder.
+        ds_config (`dict`, *optional*):
+            DeepSpeed configuration. With ZeRO-3, weights are loaded in parts.
+        device_map (`dict`, *optional*):
+            Device of each module, for loading.
+        packing_samples (`bool`, *optional*, defaults to `False`):
+            Whether `forward` takes samples one after the other in one row, with `packed_seq_lens`.
+        high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
+            Above 0, outputs hold `action_entropy`, from which
+            [`~algorithms.entropy.high_entropy_mask`] keeps that share of tokens.
+        load_in_4bit (`bool`, *optional*, defaults to `False`):
+            Whether to load with 4-bit weights (NF4), for LoRA.
+        freeze_vision_tower (`bool`, *optional*, defaults to `False`):
+            Whether the encoder of images and videos isn't trained.
+        freeze_audio_tower (`bool`, *optional*, defaults to `False`):
+            Whether the encoder of audio isn't trained.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the policy; sample with the same one.
+        model_class (`type`, *optional*):
+            Class to load with, if not the one that the model's config names.
+
+    Raises:
+        `ValueError`: If an argument of loading is given for an instance, if there is no encoder to freeze, if no layer
+            is left for LoRA, or if samples are to be packed for a model that can't.
+    """
+
+    modality = "text"
+
+    def __init__(
+        self,
+        pretrain_or_model: str | nn.Module,
+        use_flash_attention_2: bool = False,
+        bf16: bool = True,
+        lora_rank: int = 0,
+        lora_alpha: int = 16,
+        lora_dropout: float = 0,
+        target_modules: list[str] | None = None,
+        ds_config: dict | None = None,
+        device_map: dict | str | None = None,
+        packing_samples: bool = False,
+        high_entropy_token_ratio: float = 0.0,
+        *,
+        load_in_4bit: bool = False,
+        freeze_vision_tower: bool = False,
+        freeze_audio_tower: bool = False,
+        temperature: float = 1.0,
+        model_class: type | None = None,
+    ):
+        super().__init__()
+        if not 0 <= high_entropy_token_ratio <= 1:
+            raise ValueError(f"`high_entropy_token_ratio` must be between 0 and 1, got {high_entropy_token_ratio}.")
+        self.packing_samples = packing_samples
+        self.high_entropy_token_ratio = high_entropy_token_ratio
+        self.temperature = temperature
+        if isinstance(pretrain_or_model, (str, Path)):
+            # transformers looks at the object while it lives
+            zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
+            self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
+            model = _load(pretrain_or_model, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map)
+        else:
+            loading = {
+                "use_flash_attention_2": use_flash_attention_2,
+                "ds_config": ds_config,
+                "device_map": device_map,
+                "load_in_4bit": load_in_4bit,
+                "model_class": model_class,
+            }
+            given = [name for name, value in loading.items() if value]
+            if given:
+                raise ValueError(
+                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that way."
+                )
+            model = pretrain_or_model
+            if lora_rank > 0 and model is not self._base(model):
+                raise ValueError("The instance has an adapter already; pass the model without, or `lora_rank=0`.")
+            if bf16 and not getattr(self._base(model), "is_quantized", False):
+                _cast(model, torch.bfloat16)
+        base = self._base(model)
+        keep_differentiable(base)
+        base.config.use_cache = False
+        frozen = [
+            find_tower(base, modality)
+            for modality, freeze in (("image", freeze_vision_tower), ("audio", freeze_audio_tower))
+            if freeze
+        ]
+        for name in frozen:
+            base.get_submodule(name).requires_grad_(False)
+        if packing_samples:
+            obstacle = sharing_obstacle(base)
+            if obstacle:
+                raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
+            install_prefix_attention(base)
+        add_fused_lm_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
+        if lora_rank > 0:
+            model = _add_lora(model, lora_rank, lora_alpha, lora_dropout, linear_layers(base, frozen, target_modules))
+        elif target_modules is not None:
+            raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
+        self.model = model
+        self.training = base.training
+
+    @staticmethod
+    def _base(model: nn.Module) -> PreTrainedModel:
+        return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The model without adapter."""
+        return self._base(self.model)
+
+    @property
+    def config(self):
+        """Config of the model."""
+        return self.base_model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self.base_model.device
+
+    # Log-probabilities
+
+    def forward(
+        self,
+        sequences: torch.LongTensor,
+        num_actions: int | list[int] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: list[int] | None = None,
+        **media: torch.Tensor | None,
+    ) -> torch.Tensor | ModelOutput | tuple[torch.Tensor, ModelOutput]:
+        """
+        Log-probabilities of the actions, the last tokens of each sequence.
+
+        Args:
+            sequences (`torch.LongTensor`):
+                Prompts and responses, shape `(B, S)`; packed, one after the other without padding, `(1, sum of S)`.
+            num_actions (`int` or `list[int]`, *optional*):
+                Number of action tokens `A`, at most `S - 1`; packed, that of each sample. `None` gives the model's
+                output with its logits, and needs `return_output=True`.
+            attention_mask (`torch.Tensor`, *optional*):
+                1 on tokens, shape `(B, S)`; all ones by default. Not used for packed sequences.
+            return_output (`bool`, *optional*, defaults to `False`):
+                Whether to return the model's output too. It has the logits of all tokens; packed, only `aux_loss`.
+            packed_seq_lens (`list[int]`, *optional*):
+                Length of each packed sample.
+            media (`torch.Tensor`):
+                Media and per-token fields by the names of the model's forward; `None` is left out.
+
+        Returns:
+            `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape `(B, A)`
+            or, packed, `(1, sum of A)`; and the output, which holds `action_entropy` of the same shape if the actor has
+            a `high_entropy_token_ratio`.
+
+        Raises:
+            [`MediaError`]: If placeholders and media don't agree.
+            `TypeError`: If the model takes no argument of that name.
+            `ValueError`: If the number of actions doesn't fit the sequences, or if packed sequences are unexpected.
+        """
+        media = self._known(media)
+        if packed_seq_lens is not None:
+            return self._forward_packed(sequences, num_actions, packed_seq_lens, media, return_output)
+        if num_actions is None and not return_output:
+            raise ValueError(
+                "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
+            )
+        if isinstance(num_actions, (list, tuple)):
+            raise ValueError(
+                "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
+            )
+        length = sequences.size(1)
+        if num_actions is not None and not 0 <= num_actions < length:
+            raise ValueError(
+                f"`num_actions` ({num_actions}) must be between 0 and {length - 1}: the first of {length} tokens has no "
+                "token before it that could predict it."
+            )
+        if attention_mask is None:
+            attention_mask = torch.ones_like(sequences)
+        inputs = self._inputs(sequences, media, num_actions or 0)
+        inputs["attention_mask"] = attention_mask
+        if self.config.get_text_config() is self.config:
+            # Language models number their positions from the left edge, padding included
+            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        if num_actions is None:
+            return self.model(input_ids=sequences, **inputs)
+        if return_output:
+            output = self.model(input_ids=sequences, **inputs)
+            logps, entropy = _score_logits(output.logits, sequences, num_actions, self.temperature)
+        else:
+            labels = torch.full_like(sequences, -100)
+            if num_actions:
+                labels[:, -num_actions:] = sequences[:, -num_actions:]
+            scored = self.model(input_ids=sequences, **inputs, labels=labels, fused_lm_head=True)
+            # `log_probs` has no column for the first token
+            return scored.log_probs[:, length - 1 - num_actions :].float()
+        if self.high_entropy_token_ratio > 0:
+            output["action_entropy"] = entropy
+        return logps, output
+
+    def _forward_packed(self, sequences, num_actions, lengths, media, return_output):
+        if not self.packing_samples:
+            raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
+        lengths = list(map(int, lengths))
+        if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
+            raise ValueError(
+                f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
+            )
+        if num_actions is None:
+            raise ValueError("Packed sequences need `num_actions`, one number for each sample.")
+        actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
+        if len(actions) != len(lengths):
+            raise ValueError(f"There are {len(actions)} `num_actions` for {len(lengths)} packed samples.")
+        for index, (n, length) in enumerate(zip(actions, lengths, strict=True)):
+            if not 0 <= n < length:
+                raise ValueError(
+                    f"`num_actions` of sample {index} ({n}) must be between 0 and {length - 1}: the first token has no "
+                    "token before it that could predict it."
+                )
+        rows = sequences[0].split(lengths)
+        model, device = self.base_model, sequences.device
+        placeholders = torch.tensor(_placeholders(model), dtype=sequences.dtype, device=device)
+        for index, (row, n) in enumerate(zip(rows, actions, strict=True)):
+            if torch.isin(row[len(row) - n :], placeholders).any():
+                raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
+        fields = {name: media.pop(name)[0].split(lengths) for name in TOKEN_FIELDS if name in media}
+        prompts = []
+        for index, part in enumerate(split_media(model, rows, media)):
+            stop = lengths[index] - actions[index]
+            own = {name: values[index][:stop] for name, values in fields.items()}
+            prompts.append(bare_prompt(model, rows[index][:stop], part, own))
+        width = max(max(actions), 1)
+        completion_ids = sequences.new_zeros(len(rows), width)
+        mask = torch.arange(width, device=device) < torch.tensor(actions, device=device)[:, None]
+        completion_ids[mask] = torch.cat([row[len(row) - n :] for row, n in zip(rows, actions, strict=True)])
+        scores = completion_scores(
+            self.model, model, prompts, completion_ids, mask.long(), output_router_logits=self._has_router
+        )
+        logps = scores.logps[mask][None].float()
+        if not return_output:
+            return logps
+        output = ModelOutput(aux_loss=scores.aux_loss) if scores.aux_loss is not None else ModelOutput()
+        if self.high_entropy_token_ratio > 0:
+            output["action_entropy"] = scores.entropies[mask][None].detach()
+        return logps, output
+
+    @property
+    def _has_router(self) -> bool:
+        return hasattr(self.config.get_text_config(), "output_router_logits")
+
+    def _known(self, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        given = {name: value for name, value in media.items() if value is not None}
+        for name in _GRIDS - self._accepted:
+            given.pop(name, None)
+        for name, value in given.items():
+            if name not in self._accepted or not isinstance(value, torch.Tensor):
+                raise TypeError(f"{type(self.base_model).__name__} takes no media tensor `{name}`.")
+        return given
+
+    @property
+    def _accepted(self) -> set[str]:
+        """Names of media and per-token fields that the model's forward has."""
+        return set(inspect.signature(type(self.base_model).forward).parameters) - _NOT_MEDIA
+
+    def _inputs(self, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int) -> dict[str, Any]:
+        router = {"output_router_logits": True} if self._has_router else {}
+        return {**bare_inputs(self.base_model, sequences, media, num_actions), **router}
+
+    # Sampling
+
+    @torch.no_grad()
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+        """
+        Samples responses. Tokens that stand for media are never sampled.
+
+        Args:
+            input_ids (`torch.Tensor`):
+                Prompts, padded on the left, shape `(B, P)`.
+            attention_mask (`torch.Tensor`, *optional*):
+                1 on tokens, shape `(B, P)`; all ones by default.
+            kwargs:
+                Media by the names of the model's forward, and options of
+                [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. What neither they nor the model's
+                generation config say about sampling is the policy's: its temperature, and no `top_k` or `top_p`.
+
+        Returns:
+            `tuple`: Sequences `(B, P + N)`, their attention mask, and the action mask `(B, N)`, see
+            [`process_sequences`].
+
+        Raises:
+            [`MediaError`]: If placeholders and media don't agree.
+            `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with audio.
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        if not attention_mask[:, -1].all():
+            raise ValueError("Prompts must be padded on the left, so that responses follow them.")
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        media = self._known({name: kwargs.pop(name) for name in tensors if name in self._accepted | _GRIDS})
+        options = self._generation_options(kwargs)
+        if (options["num_return_sequences"] or 1) > 1:
+            raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
+        if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
+            raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
+        inputs = self._inputs(input_ids, media, 0)
+        if self._has_router:
+            inputs["output_router_logits"] = False  # decoding steps have no balance to speak of
+        eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
+        if pad_id is None:
+            pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
+        suppressed = {*_placeholders(self.base_model), *(options["suppress_tokens"] or [])}
+        if suppressed:
+            kwargs["suppress_tokens"] = sorted(suppressed)
+        if options["do_sample"]:
+            kwargs = {**kwargs, **self.sampling_options(options)}
+        with evaluation_mode(self):
+            sequences = self.model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                **inputs,
+                use_cache=True,
+                **{**kwargs, "pad_token_id": pad_id},
+            )
+        return mask_responses(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
+
+    def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What `generate` will go by: its arguments, then a generation config among them, then the model's."""
+        config = kwargs.get("generation_config", GenerationConfig())
+        given = {name: value for name, value in config.to_dict().items() if value is not None}
+        return {**self.base_model.generation_config.to_dict(), **given, **kwargs}
+
+    def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """
+        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they make
+        another policy than the one whose log-probabilities are computed.
+
+        Args:
+            options (`dict`):
+                What was asked for; `None` for nothing.
+
+        Returns:
+            `dict`: The three options.
+        """
+        own = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        own = {name: value if options[name] is None else options[name] for name, value in own.items()}
+        if own["temperature"] != self.temperature:
+            logger.warning(
+                f"Sampling at temperature {own['temperature']}, but log-probabilities are those at {self.temperature}; "
+                f"make the actor with `temperature={own['temperature']}`."
+            )
+        if own["top_p"] < 1.0 or own["top_k"] > 0:
+            logger.warning(
+                "`top_p` and `top_k` cut off tokens that log-probabilities count; importance ratios will be off."
+            )
+        return own
+
+    def process_sequences(
+        self,
+        sequences: torch.Tensor,
+        input_len: int,
+        eos_token_id: int | Sequence[int],
+        pad_token_id: int,
+        prompt_attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Masks of sampled sequences. No sampled token is changed; what follows the first end of a response is padding.
+
+        Args:
+            sequences (`torch.Tensor`):
+                Prompts and responses, shape `(B, S)`.
+            input_len (`int`):
+                Length of the padded prompts.
+            eos_token_id (`int` or `Sequence[int]`):
+                Tokens that end a response. The one that does is an action.
+            pad_token_id (`int`):
+                Token written after the end. Where it ends no response, a row of them at the end is padding too.
+            prompt_attention_mask (`torch.Tensor`, *optional*):
+                1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
+
+        Returns:
+            `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
+        """
+        return mask_responses(sequences, input_len, eos_token_id, pad_token_id, prompt_attention_mask)[:3]
+
+    # Training
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
+        """
+        Recomputes activations in the backward pass instead of keeping them, in the encoders too.
+
+        Args:
+            gradient_checkpointing_kwargs (`dict`, *optional*):
+                Arguments of `torch.utils.checkpoint.checkpoint`, by default `{"use_reentrant": False}`.
+        """
+        kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
+        # Enabling makes inputs require gradients, as reentrant checkpointing would give none otherwise; here only once
+        self.base_model.disable_input_require_grads()
+        self.base_model.activation_checkpointing_enable(kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps activations again."""
+        self.base_model.activation_checkpointing_disable()
+        self.base_model.disable_input_require_grads()
+
+    def print_trainable_parameters(self) -> None:
+        """Prints how many parameters are trained, of how many."""
+        # ZeRO-3 leaves a part on each process, and 4-bit weights hold two in a byte
+        trainable = total = 0
+        for parameter in self.model.parameters():
+            n = getattr(parameter, "ds_numel", None) or parameter.numel()
+            if parameter.__class__.__name__ == "Params4bit":
+                n *= 2 * parameter.element_size()
+            total += n
+            trainable += n if parameter.requires_grad else 0
+        share = 100 * trainable / total
+        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")  # noqa: T201
+
+    def model_for(self, args) -> nn.Module:
+        """
+        The model, for a trainer of this package, which does the rest itself.
+
+        Args:
+            args ([`MultimodalGRPOConfig`] or [`MultimodalRLOOConfig`]):
+                The trainer's config.
+
+        Returns:
+            `torch.nn.Module`: The model.
+
+        Raises:
+            `ValueError`: If temperature or token filter of the config aren't the actor's.
+        """
+        if self.temperature != args.temperature:
+            raise ValueError(
+                f"The actor was made for temperature {self.temperature}, but `temperature` is {args.temperature}; make them "
+                "equal."
+            )
+        ratio = self.high_entropy_token_ratio
+        if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
+            raise ValueError(
+                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the same."
+            )
+        return self.model
+
+    def save_pretrained(self, folder: str, **kwargs) -> None:
+        """
+        Saves the model, or its adapter, as transformers and PEFT do.
+
+        Args:
+            folder (`str`):
+                Where to.
+            kwargs:
+                Arguments of the model's `save_pretrained`.
+        """
+        self.model.save_pretrained(folder, **kwargs)
+
+
+def _placeholders(model: PreTrainedModel) -> list[int]:
+    return sorted(all_placeholder_ids(model, model))
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions."""
+    kept = tuple(Actor._base(model)._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _load(path, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map) -> PreTrainedModel:
+    if model_class is None:
+        model_class = trained_part(path)
+    if model_class is None:
+        config = AutoConfig.from_pretrained(path)
+        model_class = getattr(
+            transformers, (config.architectures or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM
+        )
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto"}
+    if use_flash_attention_2:
+        options["attn_implementation"] = "flash_attention_2"
+    if device_map is not None:
+        options["device_map"] = device_map
+    if load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        )
+    model = model_class.from_pretrained(path, **options)
+    freeze_as_built(model)
+    return model
+
+
+def _add_lora(model, rank, alpha, dropout, target_modules):
+    if not is_peft_available():
+        raise ImportError("LoRA needs peft: `pip install peft`.")
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, bias="none")
+    own = set(model.modules())
+    adapted = get_peft_model(model, config)
+    for module in adapted.modules():
+        if module not in own:
+            module.training = model.training  # else dropout would be at work in a model that was just loaded
+    return adapted
+
+
+def _score_logits(logits, sequences, num_actions, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the last tokens and entropies there, in float32, row by row for the sake of memory."""
+    length = sequences.size(1)
+    if logits.shape[:2] != sequences.shape:
+        raise ValueError(
+            f"The logits have the shape {tuple(logits.shape[:2])} for sequences of {tuple(sequences.shape)}: the model "
+            "expands placeholders itself. Use a processor that does."
+        )
+    logps, entropies = [], []
+    for row, ids in zip(logits[:, length - 1 - num_actions : length - 1], sequences, strict=True):
+        log_softmax = (row.float() / temperature).log_softmax(-1)
+        logps.append(log_softmax.gather(-1, ids[length - num_actions :, None])[:, 0])
+        with torch.no_grad():
+            entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
+    return torch.stack(logps), torch.stack(entropies)

@@ -1,0 +1,52 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A critic that is called with sequences and their number of actions, as an actor is."""
+
+import torch
+
+from ..models import critic
+from .bare_inputs import bare_inputs
+
+
+class Critic(critic.Critic):
+    """
+    A [`~models.Critic`] with the call of the reference system.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model of the policy's class. Its LM head gives way to a [`~models.ValueHead`].
+    """
+
+    def forward(
+        self,
+        sequences: torch.LongTensor,
+        num_actions: int | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """
+        Values of the states before the actions.
+
+        Args:
+            sequences (`torch.LongTensor`):
+                Prompts and completions, shape `(B, S)`.
+            num_actions (`int`, *optional*):
+                Number of action tokens `A`, the last ones. `None` gives the value after every token.
+            attention_mask (`torch.Tensor`, *optional*):
+                1 on tokens, shape `(B, S)`; all ones by default.
+            inputs (`torch.Tensor`):
+                Media, per-token fields and positions by the names of the model's forward.
+
+        Returns:
+            `torch.Tensor`: Values, float32, shape `(B, A)`, or `(B, S)` without `num_actions`.
+
+        Raises:
+            [`MediaError`]: If placeholders and media don't agree.
+            `ValueError`: If the number of actions doesn't fit the sequences.
+        """
+        if num_actions is None:
+            return super().forward(sequences, attention_mask, **inputs)
+        length = sequences.size(1)
+        if not 0 <= num_actions < length:
+            raise ValueError(f"`num_actions` ({num_actions}) must be between 0 and {length - 1}.")
+        inputs = bare_inputs(self.model, sequences, inputs, num_actions)
+        return super().forward(sequences, attention_mask, **inputs)[:, length - 1 - num_actions : length - 1]

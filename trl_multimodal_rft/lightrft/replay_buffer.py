@@ -1,0 +1,232 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Samples of experiences, kept without padding until they are trained on."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..algorithms.advantages import TOLERANCE
+from .experience import Experience, VisionRecord
+from .replay_buffer_utils import (
+    BufferItem,
+    BufferItemAL,
+    BufferItemOmni,
+    BufferItemVL,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    share_media,
+    split_experience_batch,
+)
+
+
+# Classes in what [`ReplayBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
+SAVED_CLASSES = (BufferItem, BufferItemVL, BufferItemAL, BufferItemOmni)
+
+
+class ReplayBuffer:
+    """
+    The newest samples of experiences, in the order in which they came.
+
+    Args:
+        limit (`int`, *optional*, defaults to `0`):
+            Number of samples kept at most; the oldest go first. 0 keeps all.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of all random choices.
+        cpu_offload (`bool`, *optional*, defaults to `True`):
+            Whether to keep everything on the CPU, rather than where it came from.
+    """
+
+    def __init__(self, limit: int = 0, seed: int = 0, cpu_offload: bool = True):
+        self.limit = limit
+        self.cpu_offload = cpu_offload
+        self._items: list[BufferItem] = []
+        self._normalized: set[str] = set()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int | slice) -> BufferItem | list[BufferItem]:
+        return self._items[index]
+
+    def append(self, experience: Experience) -> None:
+        """
+        Takes in copies, which share no memory with the batch they come from.
+
+        Args:
+            experience ([`Experience`]):
+                A batch, which is taken apart into samples without padding.
+
+        Raises:
+            `RuntimeError`: If what is there has been normalized, and what comes has not.
+        """
+        if self._normalized and self._items:
+            raise RuntimeError(
+                f"{sorted(self._normalized)} have been normalized; call `clear` before you add to them."
+            )
+        self._normalized = set()
+        batch = replace(experience)
+        kept = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
+        if not isinstance(batch.sequences, list):
+            kept = remove_padding_in_sequences(kept)
+        if len(self) > 0 and kept:
+            share_media(self[-1], kept)  # a group may be spread over batches
+        self._items = (self._items + kept)[-self.limit :]
+
+    def sample(self, n: int) -> list[BufferItem]:
+        """
+        Chooses different samples at random.
+
+        Args:
+            n (`int`):
+                Number of samples wanted.
+
+        Returns:
+            `list[BufferItem]`: At most `n` samples, which stay in the buffer.
+        """
+        order = torch.randperm(len(self._items), generator=self._generator)[:n]
+        return [self._items[i] for i in order.tolist()]
+
+    def take(self, n: int) -> list[BufferItem]:
+        """
+        Takes the oldest samples out.
+
+        Args:
+            n (`int`):
+                Number of samples wanted.
+
+        Returns:
+            `list[BufferItem]`: At most `n` samples, the oldest first.
+        """
+        taken, self._items = self._items[:n], self._items[n:]
+        return taken
+
+    def batches(
+        self,
+        packing_samples: bool = False,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        pad_token_id: int = 0,
+    ) -> Iterator[Experience]:
+        """
+        All samples, once each, as experiences.
+
+        Args:
+            packing_samples (`bool`, *optional*, defaults to `False`):
+                Whether experiences are packed rather than padded.
+            max_tokens (`int`, *optional*):
+                Fills each experience up to this many tokens, padding counted in, by first-fit decreasing. A longer
+                sample gets an experience of its own.
+            batch_size (`int`, *optional*):
+                Puts this many samples into each experience; the last may have fewer. Give this or `max_tokens`.
+            shuffle (`bool`, *optional*, defaults to `True`):
+                Whether the order is random. With `max_tokens` this is about the order of experiences, and which of
+                equally long samples go together.
+            pad_token_id (`int`, *optional*, defaults to `0`):
+                Id written on padding.
+
+        Returns:
+            `Iterator[Experience]`: The experiences, made one at a time.
+
+        Raises:
+            `ValueError`: If not exactly one of `max_tokens` and `batch_size` is given.
+        """
+        if (max_tokens is None) == (batch_size is None):
+            raise ValueError("Give either `max_tokens` or `batch_size`.")
+        items = self._items
+        if shuffle:
+            items = [items[i] for i in torch.randperm(len(items), generator=self._generator).tolist()]
+        if batch_size is not None:
+            parts = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
+        else:
+            parts = _first_fit(items, max_tokens, padded=not packing_samples)
+            if shuffle:
+                parts = [parts[i] for i in torch.randperm(len(parts), generator=self._generator).tolist()]
+        return (make_experience_batch(part, packing_samples, pad_token_id) for part in parts)
+
+    def normalize(self, attribute: str = "advantages", accelerator: Accelerator | None = None) -> None:
+        """
+        Shifts and scales a field to mean 0 and population variance 1 over the actions of all samples, once.
+
+        Args:
+            attribute (`str`, *optional*, defaults to `"advantages"`):
+                A field with one value per action.
+            accelerator ([`~accelerate.Accelerator`], *optional*):
+                Takes the mean and the variance over all its processes, which then all have to call this.
+
+        Raises:
+            `RuntimeError`: If it has been normalized before.
+            `ValueError`: If a sample lacks the field.
+        """
+        if attribute in self._normalized:
+            raise RuntimeError(f"`{attribute}` has been normalized before; doing it twice changes what it means.")
+        items, statistics = self._items, torch.zeros(1, 3, dtype=torch.float64)
+        for index, item in enumerate(items):
+            if getattr(item, attribute) is None:
+                raise ValueError(f"`{attribute}` of item {index} is None and can't be normalized.")
+            valid = getattr(item, attribute)[_valid(item, attribute)].double()
+            statistics += torch.stack([valid.sum(), valid.square().sum(), valid.new_tensor(valid.numel())]).cpu()
+        if accelerator is not None:
+            statistics = accelerator.gather(statistics.to(accelerator.device)).cpu()
+        total, squares, count = statistics.sum(0).tolist()
+        mean = total / max(count, 1)
+        std = max(squares / max(count, 1) - mean**2, 0) ** 0.5
+        scale = 0.0 if std <= TOLERANCE * max(abs(mean), 1) else 1 / std
+        for index, item in enumerate(items):
+            value = getattr(item, attribute)
+            result = torch.where(_valid(item, attribute), (value.double() - mean) * scale, 0).to(value.dtype)
+            self._items[index] = replace(item, **{attribute: result})
+        self._normalized.add(attribute)
+
+    def clear(self) -> None:
+        """Forgets everything but the state of the random choices."""
+        self._items = []
+        self._normalized = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: `SAVED_CLASSES`, and what `info` holds. Raw images are left out."""
+        entries = [replace(e, raw_images=None) if isinstance(e, VisionRecord) else e for e in self._items]
+        return {
+            "items": entries,
+            "normalized": sorted(self._normalized),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Takes back what [`state_dict`] gave.
+
+        Args:
+            state (`dict`):
+                That dictionary.
+        """
+        self._items = state["items"][-self.limit :]
+        self._normalized = set(state["normalized"])
+        self._generator.set_state(state["generator"])
+
+
+def _valid(item: BufferItem, attribute: str) -> torch.Tensor:
+    if item.action_mask is None:
+        return torch.ones_like(getattr(item, attribute), dtype=torch.bool)
+    return item.action_mask.bool()
+
+
+def _first_fit(items: list[BufferItem], max_tokens: int, padded: bool) -> list[list[BufferItem]]:
+    parts: list[list[BufferItem]] = []
+    sizes: list[int] = []
+    for item in sorted(items, key=lambda item: -len(item.sequences)):
+        for index, part in enumerate(parts):
+            # The first is the longest
+            added = len(part[0].sequences) if padded else len(item.sequences)
+            if sizes[index] + added <= max_tokens:
+                part.append(item)
+                sizes[index] += added
+                break
+        else:
+            parts.append([item])
+            sizes.append(len(item.sequences))
+    return parts

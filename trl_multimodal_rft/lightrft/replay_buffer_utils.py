@@ -1,0 +1,615 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Experiences taken apart into samples and put together again, media and all.
+
+[`split_experience_batch`] and [`make_experience_batch`] are inverse to each other, up to padding and to `info`, where
+what was about a whole batch comes back once per sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from ..encoding.prompts import cat_padded
+from ..families import media_padding
+from .experience import (
+    AUDIO_FIELDS,
+    VISION_FIELDS,
+    AudioRecord,
+    Experience,
+    ExperienceAL,
+    ExperienceOmni,
+    ExperienceVL,
+    Record,
+    VisionRecord,
+    map_tensors,
+)
+
+
+@dataclass(eq=False)
+class BufferItem(Record):
+    """
+    One sample of an [`Experience`].
+
+    Args:
+        sequences (`torch.Tensor`):
+            Ids of prompt and response, shape `(S,)`. Its last `A` columns are the action columns.
+        action_log_probs (`torch.Tensor`):
+            Log-probabilities of the actions under the policy that sampled, shape `(A,)`.
+        base_action_log_probs (`torch.Tensor`):
+            Log-probabilities under the reference, shape `(A,)`; `None` without one.
+        values (`torch.Tensor`):
+            Values of the critic, shape `(A,)`; `None` without one.
+        returns (`torch.Tensor`):
+            Returns, shape `(A,)`.
+        advantages (`torch.Tensor`):
+            Advantages, shape `(A,)`.
+        attention_mask (`torch.Tensor`):
+            1 on tokens, 0 on padding, shape `(S,)`.
+        action_mask (`torch.Tensor`):
+            1 on actions, shape `(A,)`.
+        info (`dict`):
+            The sample's entries of [`Experience`]'s `info`.
+        action_entropy (`torch.Tensor`, *optional*):
+            Entropy of the policy at each action, shape `(A,)`.
+        kl (`torch.Tensor`, *optional*):
+            KL divergence from the reference, shape `(A,)`.
+    """
+
+    action_log_probs: torch.Tensor | None
+    base_action_log_probs: torch.Tensor | None
+    values: torch.Tensor | None
+    returns: torch.Tensor | None
+    advantages: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    action_mask: torch.Tensor | None
+    info: dict[str, Any] | None
+    action_entropy: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class _MediaItem(BufferItem):
+    action_log_probs: torch.Tensor | None = None
+    base_action_log_probs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    action_mask: torch.Tensor | None = None
+    info: dict[str, Any] | None = None
+    extra_media: dict[str, torch.Tensor] | None = None
+
+
+@dataclass(eq=False)
+class BufferItemVL(_MediaItem, VisionRecord):
+    """
+    One sample of an [`ExperienceVL`]; media it has none of are `None`.
+
+    Args:
+        extra_media (`dict[str, torch.Tensor]`, *optional*):
+            Other media tensors of the sample.
+
+    The others are those of [`BufferItem`] and [`VisionRecord`].
+    """
+
+
+@dataclass(eq=False)
+class BufferItemAL(_MediaItem, AudioRecord):
+    """
+    One sample of an [`ExperienceAL`]; media it has none of are `None`.
+
+    Args:
+        extra_media (`dict[str, torch.Tensor]`, *optional*):
+            Other media tensors of the sample.
+
+    The others are those of [`BufferItem`] and [`AudioRecord`].
+    """
+
+
+@dataclass(eq=False)
+class BufferItemOmni(BufferItemAL, BufferItemVL):
+    """One sample of an [`ExperienceOmni`]. Its fields are those of [`BufferItemVL`] and [`BufferItemAL`]."""
+
+
+# By whether there is room for images and videos, and for audio
+_TYPES = {
+    (False, False): (Experience, BufferItem),
+    (True, False): (ExperienceVL, BufferItemVL),
+    (False, True): (ExperienceAL, BufferItemAL),
+    (True, True): (ExperienceOmni, BufferItemOmni),
+}
+
+# What has a column for each token of the sequence, and for each action
+_SEQUENCE_FIELDS = ("sequences", "attention_mask")
+_ACTION_FIELDS = (
+    "action_log_probs",
+    "base_action_log_probs",
+    "values",
+    "returns",
+    "advantages",
+    "action_mask",
+    "kl",
+    "action_entropy",
+)
+
+# Of each modality the key under which `info` counts its media per sample, the tensor that has a row per medium
+# whatever the model, and those whose rows depend on the model.
+_MODALITIES = (
+    ("image_num", "image_grid_thws", ("pixel_values",)),
+    ("video_num", "video_grid_thws", ("pixel_values_videos",)),
+    ("audio_num", None, AUDIO_FIELDS),
+)
+
+
+def is_vl_experience(experience: Record) -> bool:
+    """
+    Whether an experience, or a sample of one, holds vision data.
+
+    Args:
+        experience ([`Experience`] or [`BufferItem`]):
+            What is asked about.
+
+    Returns:
+        `bool`: Whether any of its image or video tensors is given.
+    """
+    return isinstance(experience, VisionRecord) and any(getattr(experience, n) is not None for n in VISION_FIELDS)
+
+
+def zero_pad_sequences(
+    sequences: Sequence[torch.Tensor], side: Literal["left", "right"] = "left", value: float = 0
+) -> torch.Tensor:
+    """
+    Pads tensors to the longest last dimension and stacks them.
+
+    Args:
+        sequences (`Sequence[torch.Tensor]`):
+            Tensors of shape `(..., S_i)`, equal but for the last dimension.
+        side (`str`, *optional*, defaults to `"left"`):
+            Where padding goes, `"left"` or `"right"`.
+        value (`float`, *optional*, defaults to `0`):
+            What padding holds.
+
+    Returns:
+        `torch.Tensor`: The stack, shape `(B, ..., max S_i)`, of the same dtype.
+
+    Raises:
+        `AssertionError`: If `side` is something else.
+        `ValueError`: If there are no sequences.
+    """
+    assert side in ("left", "right"), f"`side` must be 'left' or 'right', not {side!r}."
+    if not sequences:
+        raise ValueError("There are no sequences to pad.")
+    if all(sequence.dim() == 1 for sequence in sequences):
+        return pad_sequence(list(sequences), batch_first=True, padding_value=value, padding_side=side)
+    longest = max(sequence.size(-1) for sequence in sequences)
+    gaps = [longest - sequence.size(-1) for sequence in sequences]
+    pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
+    return torch.stack([F.pad(sequence, pad, value=value) for sequence, pad in zip(sequences, pads, strict=True)])
+
+
+@torch.no_grad()
+def split_experience_batch(experience: Experience) -> list[BufferItem]:
+    """
+    Takes an experience apart.
+
+    How many rows of a media tensor belong to a sample is what `media_rows` says. Without it, samples have as many
+    images, videos and clips as `image_num`, `video_num` and `audio_num` in `info` say, or one each; a grid then has
+    one row per medium, tensors with a grid one row per patch, the others one per medium.
+
+    Args:
+        experience ([`Experience`]):
+            The batch, padded or packed.
+
+    Returns:
+        `list[BufferItem]`: The samples, of the type that goes with the experience's. They share no memory with the
+        batch, but equal media of adjacent samples, such as those of a group, are one tensor.
+
+    Raises:
+        `ValueError`: If a field doesn't fit the others, or if it isn't clear which rows of a media tensor belong to a
+            sample.
+    """
+    size = len(experience.sequences)
+    if size == 0:
+        return []
+    columns = {name: _rows(experience, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    columns["info"] = _split_info(experience.info, size)
+    if isinstance(experience, VisionRecord):
+        columns["raw_images"] = _raw_images(experience.raw_images, size)
+    _, item_type = _TYPES[isinstance(experience, VisionRecord), isinstance(experience, AudioRecord)]
+    items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
+    for index, item in enumerate(items):
+        _n_actions(item, index)
+
+    media = media_tensors(experience)
+    rows = _media_rows(experience, media)
+    own = {field.name for field in fields(item_type)}
+    for name, tensor in media.items():
+        for item, part in zip(items, _split_rows(tensor, rows[name]), strict=True):
+            if part is None:
+                continue
+            if name in own:
+                setattr(item, name, part)
+            else:
+                item.extra_media = {**(item.extra_media or {}), name: part}
+    return items
+
+
+@torch.no_grad()
+def make_experience_batch(
+    items: Sequence[BufferItem], packing_samples: bool = False, pad_token_id: int = 0
+) -> Experience:
+    """
+    Puts samples together.
+
+    Padding goes to the left of `sequences` and of all that belongs to actions, so that the last columns of `sequences`
+    are the action columns of every row. Media are joined in order, trailing dimensions padded on the right, and
+    `media_rows` tells which rows are whose.
+
+    Args:
+        items (`Sequence[BufferItem]`):
+            The samples, of any mixture of types.
+        packing_samples (`bool`, *optional*, defaults to `False`):
+            Whether to make lists without padding.
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Id written on padding.
+
+    Returns:
+        [`Experience`]: The batch, of a type with room for the media of all items. What is `None` in all items is
+        `None`, except that masks are made where there is padding. `info` has one entry per sample: tensors where all
+        are tensors of one shape and dtype, else lists, with `None` for samples that lack a key.
+
+    Raises:
+        `ValueError`: If there are no items, or if some of them lack a field that others have.
+    """
+    if not items:
+        raise ValueError("There are no items to make an experience of.")
+    lengths = [len(item.sequences) for item in items]
+    n_actions = [_n_actions(item, index) for index, item in enumerate(items)]
+    columns = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    if packing_samples:
+        columns = map_tensors(torch.clone, columns)
+    else:
+        if len(set(lengths)) > 1 and columns["attention_mask"] is None:
+            columns["attention_mask"] = [torch.ones_like(item.sequences) for item in items]
+        if len(set(n_actions)) > 1 and columns["action_mask"] is None:
+            device = items[0].sequences.device
+            columns["action_mask"] = [torch.ones(n, dtype=torch.bool, device=device) for n in n_actions]
+        padding = {"sequences": pad_token_id}
+        columns = {
+            name: None if column is None else zero_pad_sequences(column, value=padding.get(name, 0))
+            for name, column in columns.items()
+        }
+
+    media: dict[str, list[torch.Tensor]] = {}
+    media_rows: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        for name, tensor in media_tensors(item).items():
+            media.setdefault(name, []).append(tensor)
+            media_rows.setdefault(name, [0] * len(items))[index] = len(tensor)
+    joined = {name: cat_padded(tensors, media_padding(name)) for name, tensors in media.items()}
+
+    has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
+    experience_type, _ = _TYPES[has_vision, has_audio]
+    own = {field.name for field in fields(experience_type)}
+    columns |= {name: joined.pop(name) for name in list(joined) if name in own}
+    if has_vision or has_audio:
+        columns |= {"extra_media": joined or None, "media_rows": media_rows or None}
+    if has_vision:
+        raw_images = [item.raw_images if isinstance(item, VisionRecord) else None for item in items]
+        columns["raw_images"] = None if all(images is None for images in raw_images) else raw_images
+    return experience_type(**columns, info=_join_info(_counted_media(items)))
+
+
+@torch.no_grad()
+def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int | None = None) -> list[BufferItem]:
+    """
+    Cuts off what is padding on both ends of samples.
+
+    The attention mask says where a sequence begins and ends. Action columns beyond its end go, and those before its
+    first action, which stand for tokens of the prompt; columns in between stay, masked or not, and so do all where the
+    mask is 0 throughout.
+
+    Args:
+        items (`Sequence[BufferItem]`):
+            The samples, left as they are.
+        pad_token_id (`int`, *optional*):
+            Id of padding, for samples without an attention mask: runs of it at either end count as padding except
+            where the action mask is 1.
+
+    Returns:
+        `list[BufferItem]`: New samples; their tensors hold nothing of what was cut off.
+
+    Raises:
+        `ValueError`: If a sample has no token at all, or neither an attention mask nor a `pad_token_id` is given.
+    """
+    return [_without_padding(item, index, pad_token_id) for index, item in enumerate(items)]
+
+
+def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> BufferItem:
+    length, n_actions = len(item.sequences), _n_actions(item, index)
+    if item.attention_mask is not None:
+        real = item.attention_mask.bool()
+    elif pad_token_id is not None:
+        real = item.sequences != pad_token_id
+        if item.action_mask is not None:
+            real[length - n_actions :] |= item.action_mask.bool()
+    else:
+        raise ValueError(f"Item {index} has no `attention_mask`, so `pad_token_id` must tell what padding is.")
+    tokens = real.nonzero()
+    if len(tokens) == 0:
+        raise ValueError(f"Item {index} has no token: its sequence is all padding. Leave it out.")
+    start, end = int(tokens[0]), int(tokens[-1]) + 1
+
+    # In columns of the action block
+    last = max(n_actions - (length - end), 0)
+    first = max(last - (end - start), 0)
+    if item.action_mask is not None:
+        actions = item.action_mask[:last].nonzero()
+        first = max(first, int(actions[0])) if len(actions) else first
+    changes = {}
+    for names, part in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(first, last))):
+        for name in names:
+            value = getattr(item, name)
+            changes[name] = None if value is None else value[part].clone()
+    return replace(item, **changes)
+
+
+def _n_actions(item: BufferItem, index: int) -> int:
+    """Number of action columns, once all fields agree on it."""
+    if item.sequences.dim() != 1:
+        raise ValueError(f"`sequences` of item {index} has shape {tuple(item.sequences.shape)}, not (S,).")
+    given = {name: getattr(item, name) for name in ("attention_mask", *_ACTION_FIELDS)}
+    given = {name: value for name, value in given.items() if value is not None}
+    n_actions = next((value.numel() for name, value in given.items() if name != "attention_mask"), 0)
+    for name, value in given.items():
+        length = len(item.sequences) if name == "attention_mask" else n_actions
+        if value.shape != (length,):
+            raise ValueError(
+                f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) goes with its other fields."
+            )
+    if n_actions > len(item.sequences):
+        raise ValueError(f"Item {index} has {n_actions} action columns, but only {len(item.sequences)} tokens.")
+    return n_actions
+
+
+# Fields
+
+
+def _rows(experience: Experience, name: str) -> list[torch.Tensor | None]:
+    """A field of each sample."""
+    value, size = getattr(experience, name), len(experience.sequences)
+    if value is None:
+        return [None] * size
+    if len(value) != size:
+        raise ValueError(f"`{name}` has {len(value)} rows, but there are {size} samples.")
+    return [row.clone() for row in value]
+
+
+def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
+    """A field of all samples."""
+    column = [getattr(item, name) for item in items]
+    missing = [index for index, value in enumerate(column) if value is None]
+    if len(missing) == len(items):
+        return None
+    if missing:
+        raise ValueError(
+            f"`{name}` is None in item {missing[0]}, but not in all items; give all of them one, or none."
+        )
+    return column
+
+
+def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image] | None]:
+    if raw_images is None:
+        return [None] * size
+    if len(raw_images) != size:
+        raise ValueError(
+            f"`raw_images` has {len(raw_images)} entries for {size} samples; give one list of images per sample."
+        )
+    return [[images] if isinstance(images, PIL.Image.Image) else images for images in raw_images]
+
+
+# Info
+
+
+def _split_info(info: dict | None, size: int) -> list[dict | None]:
+    if info is None:
+        return [None] * size
+    split: list[dict] = [{} for _ in range(size)]
+    for key, value in info.items():
+        for own, part in zip(split, _split_value(value, size), strict=True):
+            own[key] = part
+    return split
+
+
+def _split_value(value: Any, size: int) -> list:
+    if isinstance(value, dict):
+        return _split_info(value, size)
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size:
+        return [row.clone() for row in value]
+    value = map_tensors(torch.clone, value)
+    return value if isinstance(value, list) and len(value) == size else [value] * size
+
+
+def _join_info(infos: list[dict | None]) -> dict | None:
+    if all(info is None for info in infos):
+        return None
+    infos = [info or {} for info in infos]
+    keys = dict.fromkeys(key for info in infos for key in info)
+    return {key: _join_values([info.get(key) for info in infos]) for key in keys}
+
+
+def _join_values(values: list) -> Any:
+    if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
+        return _join_info(values)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        if len({(value.shape, value.dtype) for value in values}) == 1:
+            return torch.stack(values)
+    return values
+
+
+def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
+    """The items' `info`. Where some tell their number of media, the others do too."""
+    infos = [item.info for item in items]
+    for key, grid, names in _MODALITIES:
+        known = next((info[key] for info in infos if info and key in info), None)
+        if known is None:
+            continue
+        for index, info in enumerate(infos):
+            if key not in (info or {}):
+                media = media_tensors(items[index])
+                number = next((len(media[name]) for name in (grid, *names) if name in media), 0)
+                number = known.new_tensor(number) if isinstance(known, torch.Tensor) else number
+                infos[index] = {**(info or {}), key: number}
+    return infos
+
+
+# Media
+
+
+def media_tensors(record: Record) -> dict[str, torch.Tensor]:
+    """
+    All media of a batch or sample.
+
+    Args:
+        record ([`Record`]):
+            An experience or a sample.
+
+    Returns:
+        `dict[str, torch.Tensor]`: The tensors that there are, by the names of experiences.
+
+    Raises:
+        `ValueError`: If `extra_media` gives one a second time.
+    """
+    names = {field.name for field in fields(record)}
+    own = {name: getattr(record, name) for name in VISION_FIELDS + AUDIO_FIELDS if name in names}
+    own = {name: tensor for name, tensor in own.items() if tensor is not None}
+    extra = (record.extra_media or {}) if "extra_media" in names else {}
+    if twice := own.keys() & extra.keys():
+        raise ValueError(f"`extra_media` gives {sorted(twice)} a second time.")
+    return own | extra
+
+
+def share_media(previous: BufferItem, items: Sequence[BufferItem]) -> None:
+    """
+    Gives samples the media tensors of the one before them where they are equal, in place.
+
+    Args:
+        previous ([`BufferItem`]):
+            The sample before.
+        items (`Sequence[BufferItem]`):
+            Samples of one experience, adjacent ones of a group with the same tensors.
+    """
+    names = [name for name in (*VISION_FIELDS, *AUDIO_FIELDS) if hasattr(previous, name) and hasattr(items[0], name)]
+    for name in names:
+        known, new = getattr(previous, name), getattr(items[0], name)
+        if known is not None and new is not None and torch.equal(known, new):
+            for item in items:
+                if getattr(item, name) is new:
+                    setattr(item, name, known)
+    known_extra = getattr(previous, "extra_media", None) or {}
+    for name, new in (getattr(items[0], "extra_media", None) or {}).items():
+        if name in known_extra and torch.equal(known_extra[name], new):
+            for item in items:
+                if item.extra_media and item.extra_media.get(name) is new:
+                    item.extra_media = {**item.extra_media, name: known_extra[name]}
+
+
+def _split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | None]:
+    """The rows of each sample, `None` without any; as long as they are equal, one tensor."""
+    parts: list[torch.Tensor | None] = []
+    for part in tensor.split(rows):
+        if len(part) == 0:
+            parts.append(None)
+        elif parts and parts[-1] is not None and torch.equal(parts[-1], part):
+            parts.append(parts[-1])
+        else:
+            parts.append(part.clone())
+    return parts
+
+
+def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    """How many rows of each media tensor belong to each sample."""
+    if not media:
+        return {}
+    size = len(experience.sequences)
+    rows = dict(experience.media_rows or {})
+    for name, numbers in rows.items():
+        if name not in media:
+            raise ValueError(f"`media_rows` tells of `{name}`, but the experience has {sorted(media)}.")
+        if len(numbers) != size or sum(numbers) != len(media[name]) or min(numbers) < 0:
+            raise ValueError(
+                f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {numbers}."
+            )
+    info = experience.info or {}
+    for key, grid, names in _MODALITIES:
+        numbers = _numbers(key, info[key], size) if key in info else None
+        patches = None
+        if grid in media:
+            rows[grid], patches = _grid_rows(grid, media[grid], rows.get(grid), numbers, size)
+            numbers = rows[grid]
+        for name in names:
+            if name in media and name not in rows:
+                rows[name] = _tensor_rows(name, media[name], patches, numbers, size)
+    known = set(map(tuple, rows.values()))
+    for name, tensor in media.items():
+        if name in rows:
+            continue
+        possible = {numbers for numbers in known if sum(numbers) == len(tensor)}
+        if len(tensor) == size:
+            possible.add((1,) * size)
+        if len(possible) != 1:
+            raise _unclear(name, tensor, size)
+        rows[name] = list(possible.pop())
+    return rows
+
+
+def _numbers(key: str, value: Any, size: int) -> list[int]:
+    """Numbers of media per sample, from whatever kind of numbers `info` holds."""
+    numbers = torch.as_tensor(value, dtype=torch.float64)
+    numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()
+    if len(numbers) != size or any(n != int(n) or n < 0 for n in numbers):
+        raise ValueError(f"`info['{key}']` must hold a whole number for each of {size} samples, but is {value}.")
+    return [int(n) for n in numbers]
+
+
+def _grid_rows(
+    name: str, grid: torch.Tensor, rows: list[int] | None, numbers: list[int] | None, size: int
+) -> tuple[list[int], list[int]]:
+    """Rows of each sample in the grid, and in what the grid describes."""
+    if grid.dim() != 2 or grid.size(1) != 3:
+        raise ValueError(f"`{name}` must have shape (N, 3), but has {tuple(grid.shape)}.")
+    rows = rows or numbers or [1] * size
+    if sum(rows) != len(grid):
+        raise _unclear(name, grid, size)
+    return rows, [int(part.prod(1).sum()) for part in grid.split(rows)]
+
+
+def _tensor_rows(
+    name: str, tensor: torch.Tensor, patches: list[int] | None, numbers: list[int] | None, size: int
+) -> list[int]:
+    if patches is not None:
+        if sum(patches) != len(tensor):
+            raise ValueError(
+                f"`{name}` has {len(tensor)} rows, but its grid tells of {sum(patches)} patches; if its rows aren't "
+                f"patches, say with `media_rows['{name}']` how many belong to each sample."
+            )
+        return patches
+    numbers = numbers or [1] * size
+    # With 5 dimensions a row may be a sample's whole set of images, padded to the largest
+    padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(numbers) > 1
+    if sum(numbers) != len(tensor) or padded_sets:
+        raise _unclear(name, tensor, size)
+    return numbers
+
+
+def _unclear(name: str, tensor: torch.Tensor, size: int) -> ValueError:
+    return ValueError(
+        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; say with "
+        f"`media_rows['{name}']` how many belong to each."
+    )

@@ -1,0 +1,228 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A value model that sees and hears what the policy does."""
+
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from ..forward.attention import install_prefix_attention
+from ..forward.masks import sharing_obstacle
+from .pretrained import SOURCE
+from .towers import freeze_as_built
+
+
+_HEAD = "value_head.safetensors"
+
+
+class ValueHead(nn.Linear):
+    """
+    From hidden states to values: linear, in float32, and 0 before it is trained.
+
+    Args:
+        hidden_size (`int`):
+            Size of the hidden states.
+        device (`torch.device` or `str`, *optional*):
+            Where it is.
+    """
+
+    def __init__(self, hidden_size: int, device: torch.device | str | None = None):
+        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Values of states.
+
+        Args:
+            hidden_states (`torch.Tensor`):
+                Last hidden states, shape `(..., hidden_size)`.
+
+        Returns:
+            `torch.Tensor`: Values, float32, shape `(...)`.
+        """
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            # An engine may have cast the weight
+            return super().forward(hidden_states.to(self.weight.dtype))[..., 0].float()
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """
+        Saves the head.
+
+        Args:
+            folder (`str` or `Path`):
+                Where to.
+            state_dict (`dict[str, torch.Tensor]`, *optional*):
+                Its whole weights, where processes hold them in part.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        save_file({name: value.float().contiguous() for name, value in state_dict.items()}, Path(folder, _HEAD))
+
+    def load(self, folder: str | Path, **kwargs) -> bool:
+        """
+        Takes back what [`save_pretrained`] wrote.
+
+        Args:
+            folder (`str` or `Path`):
+                Folder or repository of the Hub.
+            kwargs:
+                Arguments of `from_pretrained` that say where files are, such as `revision` and `subfolder`.
+
+        Returns:
+            `bool`: Whether there was a head.
+        """
+        path = cached_file(str(folder), _HEAD, _raise_exceptions_for_missing_entries=False, **kwargs)
+        if path is not None:
+            self.load_state_dict(load_file(path))
+        return path is not None
+
+
+class Critic(nn.Module):
+    """
+    A multimodal backbone with a value head: the expected return of the state before each token.
+
+    It runs through the same packed forward as the policy, see [`~forward.scoring.completion_values`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model of the policy's class. Its LM head gives way to a [`ValueHead`].
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        if not sharing_obstacle(model):
+            install_prefix_attention(model)
+        model.set_output_embeddings(nn.Identity())
+        self.model = model
+        self.head = ValueHead(model.config.get_text_config().hidden_size, model.device)
+
+    def forward(
+        self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Values of the states after every token.
+
+        Args:
+            input_ids (`torch.LongTensor`):
+                Prompts and completions, shape `(B, S)`.
+            attention_mask (`torch.Tensor`, *optional*):
+                1 on tokens, shape `(B, S)`; all ones by default.
+            inputs (`torch.Tensor`):
+                Media, per-token fields and positions by the names of the model's forward.
+
+        Returns:
+            `torch.Tensor`: Values, float32, shape `(B, S)`.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # Not the model's own forward, which may cap or scale what its head returns
+        outputs = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
+        return self.head(outputs.last_hidden_state)
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """
+        Saves the backbone as transformers does, and the head beside it.
+
+        Args:
+            folder (`str` or `Path`):
+                Where to.
+            state_dict (`dict[str, torch.Tensor]`, *optional*):
+                The critic's whole weights, where processes hold them in part.
+        """
+        backbone = head = None
+        if state_dict is not None:
+            prefix = f"model.{self.model.base_model_prefix}."
+            backbone, head = _below(state_dict, prefix), _below(state_dict, "head.")
+        self.model.base_model.save_pretrained(folder, state_dict=backbone)
+        self.head.save_pretrained(folder, head)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
+        """
+        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose score
+        is the first value), or a backbone, whose first values are 0.
+
+        Args:
+            folder (`str` or `Path`):
+                Folder or repository of the Hub.
+            model_class (`type`):
+                Class of the policy.
+            kwargs:
+                Arguments of `from_pretrained`, such as `subfolder="critic"` for the critic beside a published policy.
+
+        Returns:
+            [`Critic`]: The critic.
+
+        Raises:
+            `ValueError`: If the model isn't of the policy's family.
+        """
+        source = {name: kwargs[name] for name in SOURCE if name in kwargs}
+        config, _ = PreTrainedConfig.get_config_dict(folder, **source)
+        # Models such as the thinker of an omni model are a part of what is saved
+        types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
+        if model_class.config_class.model_type not in types:
+            # It would load as the policy's class, with weights left random
+            raise _other_family(f"{types[0]!r} model", model_class)
+        architecture = (config.get("architectures") or [model_class.__name__])[0]
+        if architecture.endswith("ForSequenceClassification"):
+            classifier = getattr(transformers, architecture).from_pretrained(folder, **kwargs)
+            return cls.from_model(classifier, model_class)
+        model = model_class.from_pretrained(folder, **kwargs)
+        freeze_as_built(model)
+        critic = cls(model)
+        critic.head.load(folder, **source)
+        return critic
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, model_class: type[PreTrainedModel]) -> "Critic":
+        """
+        Makes a critic of a model of the policy's family.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                A model of the policy's class, or a reward model (a sequence classifier with one label) on the same
+                backbone, whose score is the first value.
+            model_class (`type`):
+                Class of the policy.
+
+        Returns:
+            [`Critic`]: The critic, which takes over the model's weights.
+
+        Raises:
+            `ValueError`: If the model has another backbone or several labels.
+        """
+        if isinstance(model, model_class):
+            return cls(model)
+        if model.config.model_type != model_class.config_class.model_type:
+            raise _other_family(type(model).__name__, model_class)
+        with torch.device("meta"):
+            shell = model_class(model.config)  # masks and positions are the business of this class
+        prefix = shell.base_model_prefix
+        if type(model.base_model) is not type(shell.base_model):
+            raise _other_family(type(model).__name__, model_class)
+        setattr(shell, prefix, model.base_model)
+        critic = cls(shell)
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"A reward model that becomes a critic gives one number, {type(model).__name__} has "
+                f"{model.config.num_labels} labels."
+            )
+        with torch.no_grad():
+            critic.head.weight.copy_(model.score.weight)
+        return critic
+
+
+def _other_family(found: str, model_class: type[PreTrainedModel]) -> ValueError:
+    return ValueError(
+        f"The critic must be of the policy's family, to take the same tokens and media: it is a {found}, the policy a "
+        f"{model_class.__name__}."
+    )
+
+
+def _below(state_dict: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}

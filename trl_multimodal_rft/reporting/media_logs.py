@@ -1,0 +1,625 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The table of completions with its media: as a parquet file, and for trackio, wandb and TensorBoard."""
+
+import html
+import io
+import math
+import os
+import re
+import sys
+import wave
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Audio, Features, Image, List, Video
+from transformers import is_trackio_available, is_wandb_available
+from transformers.integrations import TensorBoardCallback
+from transformers.utils import is_rich_available
+from transformers.video_utils import VideoMetadata
+from trl.trainer.utils import print_prompt_completions_sample
+
+from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, iter_refs
+from ..data.loading import decoding, encoded_source, fetch_file, load_image, load_video, read_audio, require_module
+
+
+if is_trackio_available():
+    import trackio
+
+if is_wandb_available():
+    import wandb
+
+
+logger = get_logger(__name__)
+
+_FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
+
+# Files that browsers show, which are logged as they are: their extension, and how they start
+_VIEWABLE = {
+    "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
+    "audio": {
+        "wav": rb"RIFF.{4}WAVE",
+        "flac": rb"fLaC",
+        "ogg": rb"OggS",
+        "mp3": rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",
+    },
+    "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
+}
+_HEAD = 100  # bytes that tell
+
+_MOST_FRAMES = 64  # of a video that is encoded anew from a file
+_FRAMES_SHOWN = 8  # of a video, where a table or a board shows pictures only
+_UNKNOWN_FPS = 2.0  # at which frames of unknown rate are played
+
+
+@dataclass(frozen=True)
+class LoggedMedium:
+    """
+    A medium as it is stored.
+
+    Args:
+        kind (`str`):
+            `"image"`, `"audio"` or `"video"`.
+        data (`bytes`):
+            An encoded file that browsers show.
+        suffix (`str`):
+            Its extension, such as `"wav"`.
+    """
+
+    kind: str
+    data: bytes
+    suffix: str
+
+    def ref(self) -> MediaRef:
+        """Returns a reference to the medium, for the functions that decode."""
+        return MediaRef(self.kind, self.data, {}, self.kind, 0)
+
+
+# The media of a prompt, by the column of the dataset
+PromptMedia = dict[str, list[LoggedMedium]]
+
+
+# Encoding
+
+
+def encode_logged(ref: MediaRef, max_bytes: float) -> LoggedMedium:
+    """
+    Encodes a medium for logs.
+
+    A file that browsers show is taken as it is. Everything else becomes PNG, WAV (mono, 16 bits, of the source's own rate)
+    or MP4 (H.264, which needs PyAV): decoded values, files of other formats, and videos of which the message asks for a
+    span. Of a video file 64 frames are encoded, evenly spaced.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            What is to be logged.
+        max_bytes (`float`):
+            How many bytes it may take.
+
+    Returns:
+        [`LoggedMedium`]: The medium.
+
+    Raises:
+        [`~data.columns.MediaError`]: If it takes more, or can't be read.
+        `ImportError`: If a library that it needs is missing.
+    """
+    with decoding(ref):
+        file = _source_file(ref)
+        suffix = _viewable_suffix(ref, file)
+        if suffix is None:
+            file, suffix = _ENCODERS[ref.kind](ref)
+        size = os.path.getsize(file) if isinstance(file, str) else len(file)
+        if size > max_bytes:
+            raise ref.error(f"{size / 1e6:.1f} MB to log are too many; raise `max_logged_megabytes`")
+        return LoggedMedium(ref.kind, Path(file).read_bytes() if isinstance(file, str) else file, suffix)
+
+
+def _source_file(ref: MediaRef) -> str | bytes | None:
+    """Local path or bytes of a medium that is a file, `None` of decoded values."""
+    source = ref.source
+    if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
+        source = source._hf_encoded
+    if isinstance(source, dict) and source.get("array") is None:
+        source = encoded_source(ref if source is ref.source else MediaRef(ref.kind, source, {}, ref.column, ref.row))
+    if isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
+        return fetch_file(ref, source)
+    return None
+
+
+def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
+    """Extension of a file that browsers show and that is what the message asks for."""
+    if file is None or {"video_start", "video_end"} & ref.options.keys():
+        return None
+    if isinstance(file, str):
+        with open(file, "rb") as stream:
+            head = stream.read(_HEAD)
+    else:
+        head = file[:_HEAD]
+    return next((suffix for suffix, start in _VIEWABLE[ref.kind].items() if re.match(start, head, re.DOTALL)), None)
+
+
+def _png(ref: MediaRef) -> tuple[bytes, str]:
+    buffer = io.BytesIO()
+    load_image(ref).save(buffer, "PNG")
+    return buffer.getvalue(), "png"
+
+
+def _wav(ref: MediaRef) -> tuple[bytes, str]:
+    samples, rate = read_audio(ref)
+    if samples.ndim > 1:
+        samples = samples.mean(axis=np.argmin(samples.shape))
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(round(rate))
+        # What was 16 bits once becomes the same 16 bits
+        file.writeframes((samples * 2**15).round().clip(-(2**15), 2**15 - 1).astype("<i2").tobytes())
+    return buffer.getvalue(), "wav"
+
+
+def _mp4(ref: MediaRef) -> tuple[bytes, str]:
+    av = require_module("av", "video")
+    start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
+    frames, metadata = load_video(ref, _spread(_MOST_FRAMES, start, end))
+    # H.264 halves the resolution of colours
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    rate = (metadata["fps"] or _UNKNOWN_FPS) * len(frames) / metadata["total_num_frames"]
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(rate).limit_denominator(1000), options={"crf": "18"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue(), "mp4"
+
+
+_ENCODERS = {"image": _png, "audio": _wav, "video": _mp4}
+
+
+def _spread(count: int, start: float = 0, end: float = math.inf) -> Callable[[VideoMetadata], list[int]]:
+    """Chooses frames of a video, evenly spaced between two moments, for [`~data.loading.load_video`]."""
+
+    def indices(metadata: VideoMetadata) -> list[int]:
+        last = metadata.total_num_frames - 1
+        first = min(math.ceil(start * metadata.fps), last) if start else 0
+        last = max(math.floor(min(end * metadata.fps, last)), first) if end < math.inf else last
+        metadata.total_num_frames = last - first + 1
+        return np.linspace(first, last, min(count, last - first + 1)).round().astype(int).tolist()
+
+    return indices
+
+
+def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
+    """
+    Encodes the media of a prompt for logs.
+
+    Args:
+        refs (`list[MediaRef]`):
+            What the prompt holds, in order.
+        max_bytes (`float`):
+            How many bytes all of them may take.
+
+    Returns:
+        `dict[str, list[LoggedMedium]]`: The media by the column of the dataset; those that come in the messages are under
+        the plural of their kind.
+
+    Raises:
+        [`~data.columns.MediaError`], `ImportError`: As [`encode_logged`].
+    """
+    media: PromptMedia = {}
+    for ref in refs:
+        name = ref.column.split("[")[0]
+        medium = encode_logged(ref, max_bytes)
+        max_bytes -= len(medium.data)
+        media.setdefault(name if name in MEDIA_COLUMNS else f"{ref.kind}s", []).append(medium)
+    return media
+
+
+class MediaLog:
+    """
+    Remembers the media of the rows that TRL's logs hold, and encodes them when they are logged.
+
+    Rows are counted over all processes since the start, as TRL gathers them: batch by batch, in each of them process by
+    process. Nothing is decoded before [`gather`], and nothing is kept longer than TRL keeps the texts.
+
+    Args:
+        n_rows (`int`):
+            How many rows TRL's logs hold.
+        max_prompts (`int` or `None`):
+            How many prompts are logged with their media. `None` means all, 0 that nothing is said of others.
+        max_megabytes (`float`):
+            How much the media of a prompt may take.
+        process_index (`int`):
+            Number of this process.
+        num_processes (`int`):
+            How many there are.
+    """
+
+    def __init__(
+        self,
+        n_rows: int,
+        max_prompts: int | None,
+        max_megabytes: float,
+        process_index: int = 0,
+        num_processes: int = 1,
+    ):
+        self.n_rows = n_rows
+        self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
+        self.max_bytes = max_megabytes * 1e6
+        self.process_index, self.num_processes = process_index, num_processes
+        self.n_seen = 0
+        self._refs: dict[int, list[MediaRef] | None] = {}  # by the first row of the prompt; None where too many
+        self._groups: deque[int] = deque(maxlen=n_rows)  # first row of the prompt of each row
+        self._gathered: int | None = None  # what `n_seen` was at the last gathering
+        self._with_media: set[int] = set()
+        self._media: dict[int, PromptMedia] = {}
+        self._said: set[str] = set()
+        self.logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
+
+    def add(self, prompts: list, group_size: int) -> None:
+        """
+        Remembers a batch.
+
+        Args:
+            prompts (`list`):
+                This process's prompts, once for each completion, as texts or messages that hold [`MediaRef`]s.
+            group_size (`int`):
+                How many completions of all processes follow each other that share a prompt.
+        """
+        start, total = self.n_seen, len(prompts) * self.num_processes
+        self.n_seen += total
+        first_kept = self.n_seen - self.n_rows
+        self._refs = {row: refs for row, refs in self._refs.items() if row >= first_kept}
+        self._groups.extend(start + i - i % group_size for i in range(total))
+        n_kept = 0
+        for i, prompt in enumerate(prompts, self.process_index * len(prompts)):
+            refs = list(iter_refs(prompt)) if i % group_size == 0 and start + i >= first_kept else []
+            if refs:
+                self._refs[start + i] = refs if n_kept < self.max_prompts else None
+                n_kept += 1
+
+    def gather(self) -> None:
+        """Encodes the media of the first prompts and brings them to the main process. To be called on all processes."""
+        if self._gathered == self.n_seen:
+            return
+        self._gathered = self.n_seen
+        own = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
+        everyone = sorted(gather_object(own))
+        kept = [(row, process) for row, process, is_kept in everyone if is_kept]
+        kept = kept[: self.max_prompts]
+        encoded = [(row, self._encoded(row)) for row, process in kept if process == self.process_index]
+        # Each process in turn, so that no more than its media are on the way at a time
+        results = list(encoded) if self.process_index == 0 else []
+        for process in sorted({process for _, process in kept} - {0}):
+            (sent,) = broadcast_object_list([encoded if process == self.process_index else None], process)
+            results += sent if self.process_index == 0 else []
+        if self.process_index == 0:
+            self._with_media = {row for row, *_ in everyone}
+            self._media = {row: media for row, media in results if not isinstance(media, str)}
+            if 0 < self.max_prompts and len(kept) < len(everyone):
+                self._say_once(
+                    "max_logged_media",
+                    f"Of {len(everyone)} prompts with media in the table of completions, {len(kept)} are logged with them; "
+                    "raise `max_logged_media` for more.",
+                )
+            for _, media in results:
+                if isinstance(media, str):
+                    self._say_once("failed", f"The table of completions is without the media of a prompt: {media}.")
+
+    def _encoded(self, row: int) -> PromptMedia | str:
+        """The media of a prompt, or why they can't be logged."""
+        try:
+            return encode_prompt_media(self._refs[row], self.max_bytes)
+        except (MediaError, ImportError) as error:
+            return str(error)
+
+    def _say_once(self, about: str, message: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            logger.warning(f"{message} This is said once.")
+
+    def rows(self) -> list[PromptMedia]:
+        """Returns, for each row of TRL's logs, its media: those of a prompt on its first row, and none on the others."""
+        first = self.n_seen - len(self._groups)
+        return [self._media.get(first + i, {}) for i in range(len(self._groups))]
+
+    def groups(self) -> list[int | None]:
+        """Returns, for each row of TRL's logs, a number that only rows of the same prompt share; `None` without media."""
+        return [group if group in self._with_media else None for group in self._groups]
+
+
+# Tables
+
+
+def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
+    """
+    Makes a table of TRL's logs, with the columns of TRL.
+
+    Args:
+        logs (`dict[str, Any]`):
+            `_logs` of TRL's trainers, without media.
+        step (`int`):
+            The optimizer step.
+
+    Returns:
+        `pandas.DataFrame`: A row for each completion.
+    """
+    table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
+    return pd.DataFrame({**table, **logs["rewards"], **logs["extra"], "advantage": logs["advantages"]})
+
+
+def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
+    """
+    Names the columns that hold the media.
+
+    Args:
+        frame (`pandas.DataFrame`):
+            The other columns.
+        media (`list[PromptMedia]`):
+            What each row holds.
+        columns (`Iterable[str]`, *optional*):
+            Columns of the dataset, of which those of media are there even if no row holds any.
+
+    Returns:
+        `dict[str, str]`: For each column of the dataset its name in the table, which is the same unless a reward function
+        has taken it.
+    """
+    found = set(columns).union(*media)
+    return {c: f"prompt_{c}" if c in frame.columns else c for c in MEDIA_COLUMNS if c in found}
+
+
+def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, columns: Iterable[str] = ()) -> None:
+    """
+    Writes a table as `datasets` reads it: media are embedded, with their features.
+
+    Args:
+        frame (`pandas.DataFrame`):
+            A row for each completion.
+        media (`list[PromptMedia]`):
+            What each row holds. Columns of one medium become a feature, those of several a list of it.
+        path (`Path`):
+            The file, which is replaced if it exists.
+        columns (`Iterable[str]`, *optional*):
+            Columns of the dataset, see [`media_columns`]. With them, the files of all steps have the same columns.
+    """
+    table = pa.Table.from_pandas(frame)
+    features = Features.from_arrow_schema(table.schema)
+    for column, name in media_columns(frame, media, columns).items():
+        kind = MEDIA_COLUMNS[column]
+        feature = _FEATURES[kind] if column == kind else List(_FEATURES[kind])
+        features[name] = feature
+        values = []
+        for index, row in enumerate(media):
+            files = [
+                {"bytes": medium.data, "path": f"{column}-{index}-{i}.{medium.suffix}"}
+                for i, medium in enumerate(row.get(column, ()))
+            ]
+            values.append((files[0] if column == kind else files) if files else None)
+        storage = Features({name: feature}).arrow_schema.field(name).type
+        # In chunks, since none may have more than 2 GB
+        array = pa.chunked_array([pa.array([value], storage) for value in values])
+        table = table.append_column(name, array)
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **features.arrow_schema.metadata})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")  # which nobody reads
+    pq.write_table(table, partial)
+    partial.replace(path)
+
+
+def as_text(messages: str | list[dict[str, Any]]) -> str:
+    """
+    Writes a prompt or a completion as one text.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            Text, or messages whose contents are texts.
+
+    Returns:
+        `str`: The content of a single message; of several, each after its role; and calls of tools.
+    """
+    if isinstance(messages, str):
+        return messages
+    texts = []
+    for message in messages:
+        calls = [str(call) for call in message.get("tool_calls") or ()]
+        texts.append("\n".join([*filter(None, [message.get("content")]), *calls]))
+    if len(texts) == 1:
+        return texts[0]
+    return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
+
+
+def _label(name: str, prompt: int, index: int, count: int) -> str:
+    """Where a medium is found in a board."""
+    return f"completions/{name}/{prompt}" + (f".{index}" if count > 1 else "")
+
+
+def _labels(found: list[tuple[LoggedMedium, str]]) -> str:
+    return ", ".join(label for _, label in found)
+
+
+def _video_frames(medium: LoggedMedium) -> np.ndarray:
+    return load_video(medium.ref(), _spread(_FRAMES_SHOWN))[0]
+
+
+def _file(medium: LoggedMedium, label: str, folder: Path) -> str:
+    path = folder / f"{label.replace('/', '-')}.{medium.suffix}"
+    path.write_bytes(medium.data)
+    return str(path)
+
+
+def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -> pd.DataFrame:
+    """Adds the columns of media; `cell(found)` makes a cell of media with their labels."""
+    prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
+    columns = {}
+    for column, name in media_columns(frame, media).items():
+        cells: list[Any] = [None] * len(media)
+        for i, row in enumerate(media):
+            found = row.get(column, ())
+            labels = [_label(name, prompts[i], j, len(found)) for j in range(len(found))]
+            if found:
+                cells[i] = cell(list(zip(found, labels, strict=True)))
+        columns[name] = pd.Series(cells, index=frame.index, dtype=object)
+    return frame.assign(**columns)
+
+
+def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
+    """
+    Makes what wandb shows.
+
+    Args:
+        frame (`pandas.DataFrame`):
+            A row for each completion, with texts.
+        media (`list[PromptMedia]`):
+            What each row holds.
+        folder (`Path`):
+            Where the media are put until they are logged.
+
+    Returns:
+        `dict[str, Any]`: What is to be logged: a table whose cells hold a medium each, which wandb shows and plays. The
+        column `images` becomes `images_0`, `images_1` and so on.
+    """
+    types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
+
+    def cell(found):
+        return [types[medium.kind](_file(medium, label, folder)) for medium, label in found]
+
+    table = _with_cells(frame, media, cell)
+    for column, name in media_columns(frame, media).items():
+        lists = [[] if value is None else value for value in table.pop(name)]
+        for i in range(max(map(len, lists))):
+            cells = [value[i] if i < len(value) else None for value in lists]
+            table[name if column == MEDIA_COLUMNS[column] else f"{name}_{i}"] = pd.Series(cells, dtype=object)
+    return {"completions": wandb.Table(dataframe=table)}
+
+
+def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
+    """
+    Makes what trackio shows. Cells of its tables show pictures, and don't play: those of audio hold the names under which
+    the sounds are beside the table, those of videos some frames, with the videos beside the table, too.
+
+    Args:
+        frame (`pandas.DataFrame`):
+            A row for each completion, with texts.
+        media (`list[PromptMedia]`):
+            What each row holds.
+        folder (`Path`):
+            Where the media are put until they are logged.
+
+    Returns:
+        `dict[str, Any]`: What is to be logged: the table, and sounds and videos by their name.
+    """
+    beside = {}
+
+    def cell(found):
+        pictures = []
+        for medium, label in found:
+            path = _file(medium, label, folder)
+            if medium.kind == "image":
+                pictures.append(trackio.Image(path))
+            elif medium.kind == "audio":
+                beside[label] = trackio.Audio(path)
+            else:
+                beside[label] = trackio.Video(path)
+                pictures += [trackio.Image(frame) for frame in _video_frames(medium)]
+        return pictures or _labels(found)
+
+    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **beside}
+
+
+def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+    """
+    Writes the table as text, and media under the names that it holds: images, sounds, and frames of videos.
+
+    Args:
+        writer (`torch.utils.tensorboard.SummaryWriter`):
+            The writer.
+        frame (`pandas.DataFrame`):
+            A row for each completion, with texts.
+        media (`list[PromptMedia]`):
+            What each row holds.
+        step (`int`):
+            The optimizer step.
+    """
+
+    def cell(found):
+        for medium, label in found:
+            if medium.kind == "audio":
+                samples, rate = read_audio(medium.ref())
+                writer.add_audio(label, samples[None], step, sample_rate=round(rate))
+            elif medium.kind == "image":
+                writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")
+            else:
+                writer.add_images(label, _video_frames(medium), step, dataformats="NHWC")
+        return _labels(found)
+
+    table = _with_cells(frame, media, cell)
+    rows = [list(table), ["---"] * len(table.columns), *table.itertuples(index=False)]
+    writer.add_text("completions", "\n".join(f"| {' | '.join(map(_markdown, row))} |" for row in rows), step)
+    writer.flush()
+
+
+def _markdown(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
+
+
+def log_completions(trainer, log: MediaLog) -> None:
+    """
+    Prints the table of completions, writes it to the output folder and sends it where the metrics go. Main process only.
+
+    Args:
+        trainer (`MultimodalMixin`):
+            The trainer, whose logs it takes.
+        log ([`MediaLog`]):
+            The media of these logs.
+    """
+    args, step = trainer.args, trainer.state.global_step
+    if log.logged == (step, log.n_seen):  # at the end of training, which logs once more
+        return
+    log.logged = step, log.n_seen
+    if is_rich_available():
+        print_prompt_completions_sample(
+            trainer._logs["prompt"],
+            trainer._logs["completion"],
+            trainer._logs["rewards"],
+            trainer._logs["advantages"],
+            step,
+            trainer.num_completions_to_print,
+            extra=dict(trainer._logs["extra"]),
+        )
+    frame, media = completions_frame(trainer._logs, step), log.rows()
+    path = Path(args.output_dir, "completions", f"completions_{step:05d}.parquet")
+    write_parquet(frame, media, path, trainer._columns_seen if trainer.log_multimodal else ())
+
+    if trainer.log_unique_prompts:
+        # Prompts with media may share their text
+        keys = pd.Series(list(zip(frame["prompt"].astype(str), log.groups(), strict=True)))
+        kept = ~keys.duplicated()
+        frame, media = frame[kept].reset_index(drop=True), [row for row, keep in zip(media, kept, strict=True) if keep]
+    numbers = frame.select_dtypes("float")
+    shown = {name: numbers[name].map(lambda value: float(f"{value:.6g}")) for name in numbers}
+    texts = {name: frame[name].map(as_text) for name in ("prompt", "completion")}
+    frame = frame.assign(**shown, **texts)
+    with TemporaryDirectory() as folder:
+        if "wandb" in args.report_to and wandb.run is not None:
+            wandb.log(wandb_table(frame, media, Path(folder)))
+        if "trackio" in args.report_to:
+            trackio.log(trackio_table(frame, media, Path(folder)))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            write_tensorboard(callback.tb_writer, frame, media, step)

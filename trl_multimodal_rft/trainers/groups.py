@@ -1,0 +1,201 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Groups of completions that are exchanged within a batch, or outlive it, media and all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..encoding.prompts import EncodedPrompt
+from ..forward.scoring import left_pad
+
+
+# What pads per-token tensors on the right where it is not 0: tools' output counts unless masked, and no correction is 1.
+_PADDING = {"tool_mask": 1, "importance_sampling_ratio": 1}
+
+
+@dataclass(eq=False)
+class Group:
+    """
+    The completions of one prompt with everything their loss needs.
+
+    Args:
+        prompt ([`EncodedPrompt`]):
+            The prompt with its media, held once.
+        rows (`dict[str, torch.Tensor]`):
+            Values of each completion, `(G,)`, `(G, 1)` or, per token, `(G, C)` without columns that are padding in all
+            rows.
+        step (`int`):
+            Optimizer step at which the completions were sampled.
+    """
+
+    prompt: EncodedPrompt
+    rows: dict[str, torch.Tensor]
+    step: int
+
+    def to(self, device: torch.device | str) -> "Group":
+        """
+        A copy on a device.
+
+        Args:
+            device (`torch.device` or `str`):
+                Where the values of the completions go. The prompt stays on the CPU.
+
+        Returns:
+            [`Group`]: The copy, which shares no memory with a larger batch.
+        """
+        return replace(self, rows={name: value.to(device, copy=True) for name, value in self.rows.items()})
+
+
+def split_groups(batch: dict[str, Any], group_size: int, step: int) -> list[Group]:
+    """
+    Takes a generation batch apart.
+
+    Args:
+        batch (`dict`):
+            What the trainer made of a generation batch: tensors with one row per completion, groups one after the other,
+            and `encoded_prompts`.
+        group_size (`int`):
+            Completions per prompt.
+        step (`int`):
+            Current optimizer step.
+
+    Returns:
+        `list[Group]`: The groups in order. Their tensors are views of the batch.
+    """
+    prompts = batch["encoded_prompts"]
+    width = batch["completion_ids"].size(1)
+    own = {"prompt_ids", "prompt_mask"}  # made anew from the prompts
+    rows = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0 and k not in own}
+    groups = []
+    for start in range(0, len(prompts), group_size):
+        part = {name: value[start : start + group_size] for name, value in rows.items()}
+        length = max(int(part["completion_mask"].sum(1).max()), 1)
+        trimmed = {
+            name: value[:, :length] if value.dim() == 2 and value.size(1) == width else value
+            for name, value in part.items()
+        }
+        groups.append(Group(prompts[start], trimmed, step))
+    return groups
+
+
+def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device) -> dict[str, Any]:
+    """
+    Makes a generation batch of groups, whenever they were sampled.
+
+    Args:
+        groups (`Sequence[Group]`):
+            Groups with the same values.
+        pad_token_id (`int`):
+            Id written on padding.
+        device (`torch.device`):
+            Where the tensors go.
+
+    Returns:
+        `dict`: `prompt_ids` and `prompt_mask`, padded on the left, the values of the completions, padded on the right,
+        and `encoded_prompts`. What counts over the whole batch is for the caller to add.
+    """
+    # Copies, or masks made for the batch would stay with a group that is kept
+    own = [replace(group.prompt, mask_cache={}) for group in groups]
+    prompts = [p for p, group in zip(own, groups, strict=True) for _ in range(len(group.rows["completion_ids"]))]
+    padded = left_pad(prompts, pad_token_id)
+    width = max(group.rows["completion_ids"].size(1) for group in groups)
+    padding = {"completion_ids": pad_token_id, **_PADDING}
+    batch = {"prompt_ids": padded["input_ids"].to(device), "prompt_mask": padded["attention_mask"].to(device)}
+    for name in groups[0].rows:
+        values = [group.rows[name].to(device) for group in groups]
+        # `(G, 1)` is one value per completion, unless all completions of the group have one token
+        lengths = [group.rows["completion_ids"].size(1) for group in groups]
+        if all(value.dim() == 2 and value.size(1) == n for value, n in zip(values, lengths, strict=True)):
+            values = [F.pad(v, (0, width - v.size(1)), value=padding.get(name, 0)) for v in values]
+        batch[name] = torch.cat(values)
+    return {**batch, "encoded_prompts": prompts}
+
+
+# Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
+SAVED_CLASSES = (EncodedPrompt, frozenset, Group)
+
+
+class GroupBuffer:
+    """
+    The newest groups of completions, on the CPU, in the order in which they came.
+
+    Args:
+        limit (`int`, *optional*, defaults to `0`):
+            Number of groups kept at most; the oldest go first. 0 keeps all.
+        max_age (`int`, *optional*):
+            Number of optimizer steps after which a group isn't handed out any more.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of all random choices.
+    """
+
+    def __init__(self, limit: int = 0, max_age: int | None = None, seed: int = 0):
+        self.limit = limit
+        self.max_age = max_age
+        self._groups: list[Group] = []
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def append(self, groups: Sequence[Group]) -> None:
+        """
+        Takes in copies, which share no memory with the batch they come from.
+
+        Args:
+            groups (`Sequence[Group]`):
+                Groups, the newest last, which are kept without the images that only generation needs.
+        """
+        for group in groups[-self.limit :]:
+            prompt = replace(group.prompt, images=[], mask_cache={})
+            self._groups.append(replace(group.to("cpu"), prompt=prompt))
+        self._groups = self._groups[-self.limit :]
+
+    def sample(self, n: int, step: int) -> list[Group]:
+        """
+        Chooses different groups at random and forgets those that are too old.
+
+        Args:
+            n (`int`):
+                Number of groups wanted.
+            step (`int`):
+                Current optimizer step.
+
+        Returns:
+            `list[Group]`: At most `n` groups, which stay in the buffer.
+        """
+        if self.max_age is not None:
+            self._groups = [group for group in self._groups if step - group.step <= self.max_age]
+        order = torch.randperm(len(self._groups), generator=self._generator)[:n]
+        return [self._groups[i] for i in order.tolist()]
+
+    def take(self, n: int) -> list[Group]:
+        """
+        Takes the oldest groups out.
+
+        Args:
+            n (`int`):
+                Number of groups wanted.
+
+        Returns:
+            `list[Group]`: At most `n` groups, the oldest first.
+        """
+        taken, self._groups = self._groups[:n], self._groups[n:]
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, of `SAVED_CLASSES`."""
+        return {"groups": self._groups, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Takes back what [`state_dict`] gave.
+
+        Args:
+            state (`dict`):
+                That dictionary.
+        """
+        self._groups = state["groups"][-self.limit :]
+        self._generator.set_state(state["generator"])
