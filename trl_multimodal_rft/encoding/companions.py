@@ -1,12 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Prompts with the smallest media there are, for encoders that must run where there are none."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import PIL.Image
-import torch
-from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 
 from ..data.columns import rows_to_messages
@@ -47,31 +43,3 @@ def companion_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedMode
     """
     (row,) = rows_to_messages([{"prompt": "-", kind: _MEDIA[kind]()}])
     return CompanionPrompt(**vars(encode_prompt(row["prompt"], processor, model)))
-
-
-def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
-    """
-    Parameters to train that outputs don't depend on, such as layers behind the one whose features a model takes.
-
-    Args:
-        module (`torch.nn.Module`):
-            Module that holds the parameters.
-        outputs (`Iterable[torch.Tensor]`):
-            What a forward of the module returned, with its graph.
-
-    Returns:
-        `list[torch.nn.Parameter]`: The parameters. None where reentrant checkpointing hides what the outputs depend on.
-    """
-    seen, reached = set(), set()
-    nodes = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return []
-        seen.add(node)
-        if hasattr(node, "variable"):  # it accumulates a parameter's gradient
-            reached.add(node.variable)
-        nodes += [following for following, _ in node.next_functions]
-    return [p for p in module.parameters() if p.requires_grad and p not in reached]

@@ -3,8 +3,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
+
+
+if TYPE_CHECKING:
+    from .token_budget import DeferredParts
 
 
 def _aligned():
@@ -27,7 +32,9 @@ class Scores:
         aux_loss (`torch.Tensor`, *optional*):
             Load-balancing loss of a mixture of experts, a scalar of all rows.
         supervised (`torch.Tensor`, *optional*):
-            Log-probabilities of rows to learn from, which are other rows than the samples'.
+            Log-probabilities of supervised completions, which are others than the samples'.
+        deferred ([`~forward.token_budget.DeferredParts`], *optional*):
+            The parts that these scores were computed in, whose gradients are still to come.
 
     Raises:
         `ValueError`: If fields with one row per sample have different shapes.
@@ -38,6 +45,7 @@ class Scores:
     values: torch.Tensor | None = _aligned()
     aux_loss: torch.Tensor | None = None
     supervised: torch.Tensor | None = None
+    deferred: "DeferredParts | None" = None
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape) for name, value in self._chosen(aligned=True).items()}
@@ -45,7 +53,8 @@ class Scores:
             raise ValueError(f"scores of the same samples have different shapes: {shapes}")
 
     def _chosen(self, aligned: bool) -> dict[str, torch.Tensor]:
-        names = [each.name for each in fields(self) if ("aligned" in each.metadata) == aligned]
+        tensors = [each for each in fields(self) if each.name != "deferred"]
+        names = [each.name for each in tensors if ("aligned" in each.metadata) == aligned]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def tensors(self) -> dict[str, torch.Tensor]:

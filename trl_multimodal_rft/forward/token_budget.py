@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A loss of a whole micro-batch, differentiated part by part."""
 
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -31,6 +32,7 @@ class DeferredParts:
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
+        start = time.perf_counter()
         self.score = score
         self.parts = parts + parts[-1:] * (n_parts - len(parts))
         self.n_own = len(parts)
@@ -42,6 +44,7 @@ class DeferredParts:
             with torch.no_grad():
                 scores = score(index, part)
             self.outputs.append(scores.map(lambda value: value.detach().requires_grad_()))
+        self.seconds = time.perf_counter() - start  # that these forwards took, which come on top
 
     def joined(self) -> Scores:
         """
@@ -50,7 +53,9 @@ class DeferredParts:
         Returns:
             [`~forward.scores.Scores`]: What one call for all rows would return.
         """
-        return Scores.join(self.outputs[: self.n_own], self.parts[: self.n_own])
+        scores = Scores.join(self.outputs[: self.n_own], self.parts[: self.n_own])
+        scores.deferred = self
+        return scores
 
     def again(self, index: int) -> Scores:
         """

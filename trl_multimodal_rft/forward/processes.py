@@ -1,0 +1,202 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Forwards that processes must run alike, because their engine makes them wait for each other."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ..encoding.companions import companion_prompt
+from ..encoding.prompts import EncodedPrompt
+from ..families import MODALITIES
+from ..models.towers import find_tower
+from ..models.wrapped import is_whole, unwrapped
+from .layout import split_samples
+
+
+class Processes:
+    """
+    Gives each process the forwards, and the media, that the others have.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The processes.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, which several processes need.
+    """
+
+    def __init__(self, accelerator: Accelerator, processor: ProcessorMixin | None = None):
+        self.accelerator = accelerator
+        self.processor = processor
+        self._companions: dict[str, EncodedPrompt] = {}
+        self._trained: tuple[nn.Module, set[str]] | None = None  # a wrapped model and its encoders to train
+        self._used: set[str] = set()  # kinds whose encoders got a gradient on any process
+
+    def companions(
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], beside_others: bool = False
+    ) -> list[EncodedPrompt]:
+        """
+        Prompts with media of the kinds that this process lacks, where processes wait for each other's encoders: sharded
+        weights are gathered, and gradients reduced, on all of them alike.
+
+        Args:
+            model (`torch.nn.Module`):
+                Model to call, as prepared by the accelerator.
+            prompts (`Sequence[EncodedPrompt]`):
+                This process's prompts.
+            beside_others (`bool`, *optional*, defaults to `False`):
+                Whether another forward of the same backward has companions, so that gradients need none here.
+
+        Returns:
+            `list[EncodedPrompt]`: The prompts, one for each kind that lacks.
+        """
+        if self.accelerator.num_processes == 1:
+            return []
+        own = kinds_of(prompts)
+        if not is_whole(self.accelerator):
+            held = torch.tensor([[kind in own for kind in MODALITIES]], device=self.accelerator.device)
+            everyone = self.accelerator.gather(held).any(0).tolist()
+            needed = {kind for kind, any_has in zip(MODALITIES, everyone, strict=True) if any_has}
+            if torch.is_grad_enabled() and is_deepspeed_zero3_enabled():
+                # It takes a gradient of the past where an encoder gets none
+                encoders = _encoders(needed)
+                self._used |= encoders
+                needed |= (self._used - encoders) & self._encoders_to_train(model)
+        elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not beside_others:
+            # Where it looks for weights without a gradient, it also reduces those that only an earlier forward used
+            needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
+            own = _encoders(own)
+        else:
+            return []
+        return [self._companion(kind, model) for kind in sorted(needed - own)]
+
+    def n_forwards(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        apart: str | None,
+        companions: Sequence[EncodedPrompt] = (),
+    ) -> int:
+        """
+        Number of forwards, on the process where it is largest.
+
+        Args:
+            prompts (`Sequence[EncodedPrompt]`):
+                This process's prompts.
+            apart (`str` or `None`):
+                Which of them get forwards of their own, see [`~forward.scoring.completion_scores`].
+            companions (`Sequence[EncodedPrompt]`, *optional*):
+                Prompts that go with each of the forwards.
+
+        Returns:
+            `int`: The number.
+
+        Raises:
+            `ValueError`: If forwards of several processes that wait for each other hold different kinds of media.
+        """
+        parts = split_samples(prompts, apart)
+        if apart is None or self.accelerator.num_processes == 1:
+            return len(parts)
+        device = self.accelerator.device
+        count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
+        if not is_whole(self.accelerator):
+            kinds = [kinds_of([*(prompts[i] for i in part), *companions]) for part in parts]
+            kinds += kinds[-1:] * (count - len(kinds))
+            forwards = torch.tensor([[[kind in each for kind in MODALITIES] for each in kinds]], device=device)
+            everyone = self.accelerator.gather(forwards)
+            if (everyone != everyone[0]).any():
+                raise ValueError(
+                    "Processes hold media of different kinds, and this model takes prompts apart, so that their forwards "
+                    "would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
+                )
+        return count
+
+    def _companion(self, kind: str, model: nn.Module) -> EncodedPrompt:
+        if kind not in self._companions:
+            self._companions[kind] = companion_prompt(kind, self.processor, unwrapped(self.accelerator, model))
+        return self._companions[kind]
+
+    def _encoders_to_train(self, model: nn.Module) -> set[str]:
+        """Kinds whose media reach weights to train before the language model does, when an engine wraps the model."""
+        # It decides then, too, which gradients it waits for
+        if self._trained is None or self._trained[0] is not model:
+            own = self.accelerator.unwrap_model(model)
+            self._trained = model, trained_encoders(own, unwrapped(self.accelerator, model))
+        return self._trained[1]
+
+
+def kinds_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
+    """
+    Kinds of media in prompts.
+
+    Args:
+        prompts (`Iterable[EncodedPrompt]`):
+            Prompts.
+
+    Returns:
+        `set[str]`: Of `"image"`, `"video"` and `"audio"`.
+    """
+    return set().union(*(prompt.modalities for prompt in prompts))
+
+
+def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
+    """
+    Kinds whose media reach weights to train before the language model does.
+
+    Args:
+        module (`torch.nn.Module`):
+            What is trained, which holds the policy and perhaps a critic, a model like it with weights of its own.
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy without wrappers.
+
+    Returns:
+        `set[str]`: Of `"image"`, whose encoder sees videos too, and `"audio"`.
+    """
+    kinds = {kind for kind in ("image", "audio") if kind in policy.input_modalities}
+    trained = set()
+    for model in module.modules():
+        if type(model) is not type(policy):
+            continue
+        encoders = {kind: model.get_submodule(find_tower(model, kind)) for kind in kinds}
+        known = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
+        # What lies between encoders and decoder may be any kind's
+        if any(p.requires_grad and p not in known for p in model.base_model.parameters()):
+            return kinds
+        trained |= {kind for kind, each in encoders.items() if any(p.requires_grad for p in each.parameters())}
+    return trained
+
+
+def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+    """
+    Parameters to train that outputs don't depend on, such as layers behind the one whose features a model takes.
+
+    Args:
+        module (`torch.nn.Module`):
+            Module that holds the parameters.
+        outputs (`Iterable[torch.Tensor]`):
+            What a forward of the module returned, with its graph.
+
+    Returns:
+        `list[torch.nn.Parameter]`: The parameters. None where reentrant checkpointing hides what the outputs depend on.
+    """
+    seen, reached = set(), set()
+    nodes = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return []
+        seen.add(node)
+        if hasattr(node, "variable"):  # it accumulates a parameter's gradient
+            reached.add(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return [p for p in module.parameters() if p.requires_grad and p not in reached]
+
+
+def _encoders(kinds: set[str]) -> set[str]:
+    """One encoder sees images and videos."""
+    return {"image" if kind == "video" else kind for kind in kinds}

@@ -1,0 +1,39 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Models within wrappers of engines and adapters."""
+
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
+    """
+    The model within wrappers of the engine and of PEFT.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            What prepared the model.
+        model (`torch.nn.Module`):
+            Model.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model itself.
+    """
+    model = accelerator.unwrap_model(model)
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def is_whole(accelerator: Accelerator) -> bool:
+    """
+    Whether processes run forwards without each other: all hold all weights, and no engine stands between.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The processes.
+
+    Returns:
+        `bool`: Whether they do.
+    """
+    engines = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
+    return all(engine is None for engine in engines)

@@ -1,0 +1,342 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How prompts and completions go through a policy, its reference and its critic."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
+from transformers.utils import ModelOutput
+from trl.models import unwrap_model_for_generation
+from trl.models.utils import _ForwardRedirection
+
+from .encoding.prompts import EncodedPrompt
+from .forward.layout import packed_length, split_by_tokens, split_samples
+from .forward.processes import Processes, unreached_parameters
+from .forward.scores import Scores
+from .forward.scoring import completion_scores, completion_values
+from .forward.token_budget import DeferredParts
+from .generation.transformers import generate_in_parts
+from .models.critic import Critic, ValueHead
+from .models.wrapped import unwrapped
+
+
+# A packed row must have this share of the padded batch's tokens at most: the time saved follows the tokens saved, and
+# below that it is lost in the noise (measured on a CPU, see `benchmarks/`).
+_WORTH_PACKING = 0.9
+
+# Prompts, completions `(B, C)` and their mask `(B, C)`
+Rows = tuple[Sequence[EncodedPrompt], torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Remedies:
+    """
+    What is done where a model can't do everything exactly in the fastest way. The self-check finds what is needed.
+
+    Args:
+        can_pack (`bool`, *optional*, defaults to `True`):
+            Whether prompts are forwarded once for all their completions.
+        apart (`str`, *optional*):
+            Which prompts get forwards of their own, see [`~forward.scoring.completion_scores`].
+        own_logits (`bool`, *optional*, defaults to `False`):
+            Whether log-probabilities are taken from the model's own logits instead of TRL's fused head.
+        share_prefill (`bool`, *optional*, defaults to `True`):
+            Whether prompts are prefilled once for all their completions.
+    """
+
+    can_pack: bool = True
+    apart: str | None = None
+    own_logits: bool = False
+    share_prefill: bool = True
+
+
+@dataclass
+class PolicyForward:
+    """
+    Scores and samples completions, packed or padded, with what engines and families need done.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            What prepared the models.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The models' processor, which several processes need.
+        remedies ([`Remedies`], *optional*):
+            What is done for the family.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of TRL's fused head, for models of which it doesn't know the logits.
+        max_tokens (`int`, *optional*):
+            Tokens in one forward with a gradient at most. Larger batches are scored in parts, see
+            [`~forward.token_budget.DeferredParts`].
+    """
+
+    accelerator: Accelerator
+    processor: ProcessorMixin | None = None
+    remedies: Remedies = field(default_factory=Remedies)
+    temperature: float = 1.0
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        self.processes = Processes(self.accelerator, self.processor)
+        self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
+
+    def unwrapped(self, model: nn.Module) -> PreTrainedModel:
+        """The model within its wrappers, see [`~models.wrapped.unwrapped`]."""
+        return unwrapped(self.accelerator, model)
+
+    def worth_packing(self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int) -> bool:
+        """
+        Whether packed rows are possible, and enough shorter than padded ones to be faster.
+
+        Args:
+            prompts (`Sequence[EncodedPrompt]`):
+                Each completion's prompt.
+            lengths (`Sequence[int]`):
+                Length of each completion.
+            size (`int`):
+                Completions in one forward, which share prompts among themselves at most.
+
+        Returns:
+            `bool`: Whether to pack.
+        """
+        padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
+        slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
+        packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
+        return self.remedies.can_pack and packed <= _WORTH_PACKING * padded
+
+    # Scores
+
+    def score(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        *,
+        packed: bool,
+        remedies: Remedies | None = None,
+        compute_aux_loss: bool = False,
+        critic: Critic | ValueHead | None = None,
+        supervised: Rows | None = None,
+    ) -> Scores:
+        """
+        Scores of completions, differentiable where gradients are on.
+
+        Args:
+            model (`torch.nn.Module`):
+                Model to call, as prepared by the accelerator, with TRL's fused LM head.
+            prompts (`Sequence[EncodedPrompt]`):
+                Each completion's prompt, length `B`; completions of a group hold the same object.
+            completion_ids (`torch.Tensor`):
+                Right-padded completions, shape `(B, C)`.
+            completion_mask (`torch.Tensor`):
+                1 on completion tokens, shape `(B, C)`.
+            packed (`bool`):
+                Whether each prompt and its media are forwarded once for all its completions.
+            remedies ([`Remedies`], *optional*):
+                What is done for the family, where it isn't what is always done.
+            compute_aux_loss (`bool`, *optional*, defaults to `False`):
+                Whether to compute the load-balancing loss of a mixture of experts.
+            critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
+                What gives values of the states, in the same forward of the wrapper; a head does on the model itself.
+            supervised (`tuple`, *optional*):
+                Prompts, completions and their mask whose log-probabilities are computed beside, in the same forward of
+                the wrapper.
+
+        Returns:
+            [`~forward.scores.Scores`]: The scores. With more tokens than `max_tokens`, gradients come from
+            [`~forward.token_budget.backward_by_parts`] with its `deferred`.
+
+        Raises:
+            `ValueError`: If a load-balancing loss is to be computed in parts.
+        """
+        remedies = self.remedies if remedies is None else remedies
+        parts, n_parts = [], 1
+        if self.max_tokens is not None and torch.is_grad_enabled():
+            parts = split_by_tokens(prompts, completion_mask.sum(1).tolist(), self.max_tokens, packed)
+            count = torch.tensor([len(parts)], device=self.accelerator.device)
+            n_parts = int(self.accelerator.gather(count).max())
+
+        def score(index: int, part: list[int]) -> Scores:
+            rows = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
+            beside = supervised if index == 0 else None
+            return self._score_part(model, rows, packed, remedies, compute_aux_loss, critic, beside)
+
+        if n_parts == 1:
+            return score(0, list(range(len(prompts))))  # a part has an order of its own
+        if compute_aux_loss:
+            raise ValueError(
+                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is one of "
+                "the whole micro-batch; drop `router_aux_loss_coef` or the budget."
+            )
+        return DeferredParts(score, parts, n_parts, self.accelerator.device).joined()
+
+    def values(
+        self,
+        model: nn.Module,
+        critic: Critic | ValueHead,
+        prompts: Sequence[EncodedPrompt],
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        *,
+        packed: bool,
+    ) -> torch.Tensor:
+        """
+        Values of the states before each completion token.
+
+        Args:
+            model (`torch.nn.Module`):
+                What the accelerator prepared, which holds the critic.
+            critic ([`~models.Critic`] or [`~models.ValueHead`]):
+                Its critic.
+            prompts (`Sequence[EncodedPrompt]`):
+                See [`score`].
+            completion_ids (`torch.Tensor`):
+                See [`score`].
+            completion_mask (`torch.Tensor`):
+                See [`score`].
+            packed (`bool`):
+                See [`score`].
+
+        Returns:
+            `torch.Tensor`: Values, shape `(B, C)`, 0 where the mask is 0.
+        """
+        n = len(prompts)
+        rows = self._with_companions(model, (prompts, completion_ids, completion_mask))
+        options = self._forwards(rows, packed, self.remedies)
+        policy = self.unwrapped(model)
+
+        def values(call) -> torch.Tensor:
+            if isinstance(critic, ValueHead):
+                return completion_scores(call, policy, *rows, value_head=critic, **options).values
+            return completion_values(critic, critic.model, *rows, **options)
+
+        with self.accelerator.autocast():
+            return self._as_one_forward(model, values)[:n]
+
+    def _score_part(self, model, rows: Rows, packed, remedies, compute_aux_loss, critic, supervised) -> Scores:
+        """Scores of what fits into the token budget."""
+        n, policy = len(rows[0]), self.unwrapped(model)
+        rows = self._with_companions(model, rows)
+        options = self._forwards(rows, packed, remedies)
+        head = {"logits_temperature": self.temperature if remedies.own_logits else None}
+        own_head = critic if isinstance(critic, ValueHead) else None
+        own_critic = None if own_head is not None else critic
+        if supervised is not None:
+            others = self._with_companions(model, supervised, beside_others=True)
+            others_options = self._forwards(others, False, remedies)
+        _gather_head(policy)
+
+        def score(call) -> dict[str, torch.Tensor]:
+            results = completion_scores(
+                call, policy, *rows, output_router_logits=compute_aux_loss, value_head=own_head, **options, **head
+            ).tensors()
+            if own_critic is not None:
+                results["values"] = completion_values(own_critic, own_critic.model, *rows, **options)
+            if supervised is not None:
+                likelihoods = completion_scores(call, policy, *others, **others_options, **head).logps
+                results["supervised"] = likelihoods[: len(supervised[0])]
+            return results
+
+        with self.accelerator.autocast():
+            # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
+            is_ddp = isinstance(model, DistributedDataParallel)
+            several = own_critic is not None or supervised is not None or (remedies.apart is not None and is_ddp)
+            tensors = self._as_one_forward(model, score) if several else score(model)
+        if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
+            tensors["logps"] = tensors["logps"] + self._touch_unreached(model, list(tensors.values()))
+        return Scores(**tensors).rows(slice(n))  # without companions
+
+    def _forwards(self, rows: Rows, packed: bool, remedies: Remedies) -> dict:
+        """How rows are split over forwards."""
+        n_forwards = self.processes.n_forwards(rows[0], remedies.apart)
+        return {"packed": packed, "apart": remedies.apart, "min_forwards": n_forwards}
+
+    def _with_companions(self, model, rows: Rows, beside_others: bool = False) -> Rows:
+        """Adds companions without a completion, which the others don't see, see [`Processes.companions`]."""
+        prompts, completion_ids, completion_mask = rows
+        companions = self.processes.companions(model, prompts, beside_others)
+        if not companions:
+            return rows
+        padding = (0, 0, 0, len(companions))
+        ids, mask = (nn.functional.pad(each, padding) for each in (completion_ids, completion_mask))
+        return [*prompts, *companions], ids, mask
+
+    def _as_one_forward(self, model, function: Callable):
+        """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""
+        module = self.accelerator.unwrap_model(model)
+        return _ForwardRedirection()(model, module, lambda: function(module.forward))
+
+    def _touch_unreached(self, model, tensors) -> torch.Tensor | int:
+        """A zero that depends on the weights that no forward uses, which DDP would wait for."""
+        if self._unreached is None:
+            self._unreached = unreached_parameters(model, tensors)
+        return sum(0 * parameter.flatten()[0] for parameter in self._unreached)
+
+    # Samples
+
+    def sample(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        generation_config: GenerationConfig,
+        pad_token_id: int,
+        *,
+        share_prefill: bool | None = None,
+        generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
+    ) -> torch.Tensor | ModelOutput:
+        """
+        Samples a completion of each prompt, with transformers.
+
+        Args:
+            model (`torch.nn.Module`):
+                Model, as prepared by the accelerator.
+            prompts (`Sequence[EncodedPrompt]`):
+                Each completion's prompt, length `B`; completions of a group hold the same object.
+            generation_config ([`~transformers.GenerationConfig`]):
+                How to sample.
+            pad_token_id (`int`):
+                Id written on padding.
+            share_prefill (`bool`, *optional*):
+                Whether each prompt is prefilled once. By default as the remedies say.
+            generating (`Callable`, *optional*):
+                Gives a context with the model ready to generate. By default TRL's.
+
+        Returns:
+            `torch.Tensor`: Completions, shape `(B, N)`, or what [`~generation.transformers.generate_in_parts`] returns.
+        """
+        remedies = self.remedies
+        share_prefill = remedies.share_prefill if share_prefill is None else share_prefill
+        with torch.no_grad():  # nothing waits for gradients here
+            companions = self.processes.companions(model, prompts)
+            parts = split_samples(prompts, remedies.apart)
+            ready = unwrap_model_for_generation(model, self.accelerator) if generating is None else generating()
+            surplus = self.processes.n_forwards(prompts, remedies.apart, companions) - len(parts)
+            with ready as own:
+                return generate_in_parts(
+                    own,
+                    self.unwrapped(own),
+                    prompts,
+                    parts,
+                    generation_config,
+                    pad_token_id,
+                    self.accelerator.device,
+                    surplus=surplus,
+                    share_prefill=share_prefill,
+                    companions=companions,
+                )
+
+
+def _gather_head(policy: PreTrainedModel) -> None:
+    """
+    TRL's fused head reads the weight of a module that never runs. What FSDP2 gathers itself gets a gradient that isn't
+    reduced: each process would train its rows of the head on its own samples alone.
+    """
+    head = policy.get_output_embeddings()
+    if isinstance(head, FSDPModule) and torch.is_grad_enabled():
+        head.unshard()

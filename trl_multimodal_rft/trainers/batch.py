@@ -1,0 +1,38 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What TRL's signatures can't carry."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..encoding.prompts import EncodedPrompt
+from ..forward.scores import Scores
+
+
+@dataclass
+class Batch:
+    """
+    What belongs to the rows that TRL's code is at work on: those of a rollout, or of a micro-batch whose loss is computed.
+
+    Args:
+        prompts (`list[EncodedPrompt]`, *optional*):
+            Each completion's prompt; `None` until prompts are encoded, and where `rollout_func` makes its own.
+        packed (`bool`, *optional*):
+            Whether completions share a forward of their prompt; `None` until that is decided.
+        rows (`list[dict]`, *optional*):
+            In a rollout, the rows as the dataset has them.
+        rewards_per_func (`torch.Tensor`, *optional*):
+            In a rollout, the rewards of all processes' completions, `(N, F)`.
+        scores (`list[Scores]`, *optional*):
+            Scores of the completions, in the order in which TRL's code asked for them.
+        token_weights (`torch.Tensor`, *optional*):
+            In a loss, the weight of each token in it, `(B, C)`; `None` for 1.
+    """
+
+    prompts: list[EncodedPrompt] | None = None
+    packed: bool | None = None
+    rows: list[dict[str, Any]] | None = None
+    rewards_per_func: torch.Tensor | None = None
+    scores: list[Scores] = field(default_factory=list)
+    token_weights: torch.Tensor | None = None

@@ -1,0 +1,201 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Checkpoints from which a run goes on as if it hadn't stopped, and none of which is ever half there."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from ..models.wrapped import is_whole, unwrapped
+from ..policy import Remedies
+from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
+from .self_check import SelfCheck
+
+
+logger = get_logger(__name__)
+
+# Folder of a checkpoint for a reference that moves with the policy
+_REFERENCE = "ref_model"
+
+# Where a checkpoint is until it is whole and before it is deleted, and there, the one whose place another takes
+_PARTIAL = "_partial_checkpoint"
+_REPLACED = "replaced"
+
+
+class ResumableTrainer:
+    """Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all."""
+
+    _partial: Path | None = None  # where a checkpoint is being written
+
+    def _rollout_state(self) -> dict[str, Any]:
+        """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
+        reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        return {
+            "batches": self._batches(),
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs if reused else None,
+            "metrics": dict(self._metrics["train"]),
+            "self_check": None if self._self_check is None else asdict(self._self_check),
+            "remedies": asdict(self._remedies),
+            "checked": self._checked(),
+            "n_skipped": self._n_skipped,
+        }
+
+    def _checked(self) -> dict[str, Any]:
+        """What the self-check's measurements hold for."""
+        model = unwrapped(self.accelerator, self.model)
+        return {
+            "packing": self.args.packing,
+            "precision": [self.accelerator.mixed_precision, str(model.dtype)],
+            "attention": model.config.get_text_config(decoder=True)._attn_implementation,
+        }
+
+    def _batches(self) -> dict[str, Any]:
+        """What the size and the contents of a generation batch depend on."""
+        args = self.args
+        return {
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "steps_per_generation": args.steps_per_generation,
+            "num_generations": args.num_generations,
+            "num_iterations": args.num_iterations,
+            "num_processes": self.accelerator.num_processes,
+            "reference": args.beta != 0,
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        """Restores what is the same on all processes, and a process's own completions if they still fit."""
+        if state["batches"] == self._batches():
+            self._step = state["step"]
+            self._metrics["train"].update(state["metrics"])
+            if state["buffered_inputs"] is not None:
+                self._buffered_inputs = [
+                    {name: _to_device(value, self.accelerator.device) for name, value in batch.items()}
+                    for batch in state["buffered_inputs"]
+                ]
+        else:
+            logger.warning(
+                f"Batches have changed from {state['batches']} to {self._batches()}, so the run goes on with new "
+                "completions."
+            )
+        if state["checked"] == self._checked():  # else what this run does is measured anew
+            self._remedies = Remedies(**state["remedies"])
+            if state["self_check"] is not None:
+                self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
+        for batch in self._buffered_inputs or ():
+            batch["packed"] = [packed and self._remedies.can_pack for packed in batch["packed"]]
+        self._n_skipped = state["n_skipped"]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Saves the model and its processor. All processes have to call this.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder. Defaults to the `output_dir` of the config.
+
+        Raises:
+            `FloatingPointError`: If weights aren't finite. What the folder holds stays as it is.
+        """
+        self._check_weights(output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def _get_output_dir(self, trial):
+        return super()._get_output_dir(trial) if self._partial is None else str(self._partial)
+
+    def _save_checkpoint(self, model, trial):
+        """
+        Writes a checkpoint aside and moves it to its place when it is whole, and aside what is to be deleted, so that none is
+        ever half there.
+        """
+        run_folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        partial = run_folder / _PARTIAL
+        if self.args.should_save and partial.exists():  # from a run that was killed while it saved
+            shutil.rmtree(partial)
+        self.accelerator.wait_for_everyone()
+        self._partial = partial
+        try:
+            super()._save_checkpoint(model, trial)
+            if not self.args.save_only_model:
+                self._save_beside_model(partial / name)
+        finally:
+            self._partial = None
+        self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == str(partial / name):
+            self.state.best_model_checkpoint = str(run_folder / name)
+        if self.args.should_save:
+            self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
+            if (run_folder / name).exists():
+                (run_folder / name).rename(partial / _REPLACED)
+            (partial / name).rename(run_folder / name)
+            for checkpoint in self._surplus_checkpoints(run_folder):
+                checkpoint.rename(partial / checkpoint.name)
+            shutil.rmtree(partial, ignore_errors=True)  # what stays goes before the next is written
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_folder / name))
+
+    def _surplus_checkpoints(self, run_folder: Path) -> list[Path]:
+        """The checkpoints that `Trainer` would delete, oldest first."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return []
+        checkpoints = [Path(checkpoint) for checkpoint in sort_checkpoints(str(run_folder), use_mtime=True)]
+        kept = {checkpoints[-1]}
+        if self.state.best_model_checkpoint is not None:
+            kept.add(Path(self.state.best_model_checkpoint))
+        surplus = max(0, len(checkpoints) - max(limit, len(kept)))
+        deleted = [checkpoint for checkpoint in checkpoints if checkpoint not in kept][:surplus]
+        if self._pushes and self._uploaded in deleted:
+            deleted.remove(self._uploaded)  # the next time, as it is being read
+        return deleted
+
+    def _save_beside_model(self, folder: Path) -> None:
+        """Adds to a checkpoint what TRL leaves out."""
+        save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
+        if self.args.sync_ref_model:
+            save_whole(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        if self.args.sync_ref_model:
+            if not Path(checkpoint, _REFERENCE).is_dir():
+                raise ValueError(
+                    f"{checkpoint} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
+                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved with it "
+                    "and without `save_only_model`, or set `sync_ref_model=False`."
+                )
+            load_whole(self.accelerator, self.ref_model, Path(checkpoint, _REFERENCE))
+        # A process that the run before hadn't takes what is the same for all from the first
+        state = load_rollout_state(checkpoint, self.accelerator.process_index) or load_rollout_state(checkpoint, 0)
+        if state is None:
+            logger.warning(f"{checkpoint} has no state of the rollouts; the run goes on with new completions.")
+        else:
+            self._load_rollout_state(state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._reload_weights(resume_from_checkpoint)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._reload_weights(self.state.best_model_checkpoint)
+
+    def _reload_weights(self, folder: str | Path) -> None:
+        # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and restores
+        # nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
+        if is_whole(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
+            load_whole(self.accelerator, self.model, folder)
+
+
+def _to_device(value, device):
+    """Moves tensors; lists of prompts stay where they are."""
+    return value.to(device) if isinstance(value, torch.Tensor) else value

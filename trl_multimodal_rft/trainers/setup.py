@@ -1,0 +1,257 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a trainer checks and loads before TRL's constructor."""
+
+import logging
+import os
+from contextlib import contextmanager
+
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from transformers import PreTrainedModel, ProcessorMixin
+from trl.trainer.utils import get_config_model_id
+
+from ..data.columns import iter_refs, rows_to_messages
+from ..data.unread import check_columns, columns_known
+from ..families import MODALITIES
+from ..models.pretrained import load_model, trained_part
+from ..models.towers import freeze_as_built
+
+
+logger = get_logger(__name__)
+
+# Rows of a dataset in which media are looked for before training
+_ROWS_TO_LOOK_AT = 16
+
+
+def own_config(config_class: type, args, model):
+    """
+    The config of a trainer.
+
+    Args:
+        config_class (`type`):
+            The trainer's config class.
+        args (`TrainingArguments`, *optional*):
+            What the user passed.
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            The model, after which a default config is named.
+
+    Returns:
+        `config_class`: The user's config, or a default one.
+
+    Raises:
+        `TypeError`: If it is another config, such as TRL's own, which lacks arguments that are read.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
+        return config_class(f"{name.split('/')[-1]}-{algorithm}")
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
+            "of this package."
+        )
+    return args
+
+
+def check_name(model, args, processing_class, ref_model, peft_config) -> None:
+    """An instance that was built in memory has no name to load anything else by."""
+    if get_config_model_id(model.config):
+        return
+    lacks = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
+    if processing_class is None:
+        raise ValueError(f"{lacks} its processor would be loaded; pass `processing_class`.")
+    if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
+        raise ValueError(
+            f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
+            "set `beta=0`."
+        )
+
+
+def check_takes_media(model, processing_class, args, *datasets) -> None:
+    """A tokenizer does for text, of a model that takes media, too, but not for rows that have some."""
+    takes_media = any(kind in model.input_modalities for kind in MODALITIES)
+    if isinstance(processing_class, ProcessorMixin) or not takes_media:
+        return
+    datasets = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
+    for dataset in datasets:
+        if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
+            continue  # streams are read once, and say so then
+        rows = [dataset[index] for index in range(min(_ROWS_TO_LOOK_AT, len(dataset)))]
+        for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows, args.ignored_media_columns or ())]):
+            raise ref.error(
+                f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.kind}; pass "
+                "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
+            )
+
+
+def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
+    """
+    Warns of media that nothing reads, or raises, see [`check_columns`].
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+        whole (`bool`, *optional*, defaults to `True`):
+            Whether the datasets have all their rows.
+        datasets:
+            Datasets, dictionaries of them and `None`, under the name of their argument.
+    """
+    for argument, given in datasets.items():
+        supervised = argument == "ptx_dataset"
+        reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
+        ignored = args.ignored_media_columns or ()
+        for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
+            name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
+            if dataset is not None:
+                warning = check_columns(dataset, name, ignored, reads=reads, needs_prompt=not supervised, whole=whole)
+                if warning is not None:
+                    logger.warning(warning)
+
+
+def has_unknown_columns(dataset) -> bool:
+    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(each is not None and not columns_known(each) for each in datasets)
+
+
+def refuse_runs_apart(args) -> None:
+    """
+    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor `Trainer`
+    when it takes several GPUs for one process.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and args.world_size == 1:
+        raise RuntimeError(
+            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU: {launched} "
+            "runs would know nothing of each other and write into the same folder. To train on the CPU, set "
+            "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
+            "on GPUs, make them visible and start the script with `accelerate launch`."
+        )
+    if args.n_gpu > 1:
+        raise RuntimeError(
+            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
+            f"with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: `CUDA_VISIBLE_DEVICES=0`."
+        )
+
+
+def refuse_unchecked_steps(args) -> None:
+    """DeepSpeed steps before anybody else has seen the gradient, so that only its own checks can leave out an update."""
+    config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if config.get(section, {}).get(option) is False:
+            raise ValueError(
+                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that aren't "
+                "finite; remove it."
+            )
+
+
+@contextmanager
+def image_token_id(config, placeholders: set[int]):
+    """TRL reads `config.image_token_id` for every processor; a model without images has none."""
+    missing = not hasattr(config, "image_token_id")
+    if missing:
+        config.image_token_id = min(placeholders, default=None)
+    try:
+        yield
+    finally:
+        if missing:
+            del config.image_token_id
+
+
+@contextmanager
+@contextmanager
+def no_warning_about_init_kwargs(active: bool):
+    """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
+
+    def keep(record):
+        return not (active and "but your model is already instantiated" in record.getMessage())
+
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo")]
+    for trl_logger in loggers:
+        trl_logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        for trl_logger in loggers:
+            trl_logger.removeFilter(keep)
+
+
+@contextmanager
+def without_reference(args, active: bool):
+    """
+    Keeps TRL's constructor from loading a reference, and from making a callback for it, where there is one.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+        active (`bool`):
+            Whether there is one.
+    """
+    names = {"beta": 0.0, "sync_ref_model": False} if active else {}
+    given = {name: getattr(args, name) for name in names}
+    vars(args).update(names)
+    try:
+        yield
+    finally:
+        vars(args).update(given)
+
+
+def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
+    """
+    Loads the model to train, as TRL's trainers do.
+
+    Args:
+        name (`str`):
+            Name or folder.
+        args ([`MultimodalArguments`]):
+            The config.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model.
+
+    Raises:
+        `ValueError`: If there are two quantizations.
+    """
+    init_kwargs = dict(args.model_init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in init_kwargs:
+            raise ValueError(
+                "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Set it as a "
+                "trainer argument."
+            )
+        init_kwargs["quantization_config"] = quantization_config
+    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+        init_kwargs["device_map"] = None
+    init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    model = load_model(name, **init_kwargs)
+    freeze_as_built(model)
+    return model
+
+
+def load_reference(model: PreTrainedModel, args, peft_config=None) -> PreTrainedModel | None:
+    """
+    Loads the reference of a policy that is a part of what its name holds; TRL would load the whole of it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The policy.
+        args ([`MultimodalArguments`]):
+            The config.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapter to come, without which the policy is its own reference.
+
+    Returns:
+        [`~transformers.PreTrainedModel`] or `None`: The reference; `None` where TRL's way is right, or none is needed.
+    """
+    if args.beta == 0 or peft_config is not None or is_peft_model(model):
+        return None
+    name = get_config_model_id(model.config)
+    if trained_part(name) is None:
+        return None
+    init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+    init_kwargs |= args.model_init_kwargs or {}
+    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+        init_kwargs["device_map"] = None
+    return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
