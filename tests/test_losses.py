@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Losses, KL, entropy mask: numbers worked out by hand, TRL's formulas, expectations over all of a small vocabulary."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -13,11 +14,10 @@ from torch.testing import assert_close
 from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
 from trl_multimodal_rft.algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from trl_multimodal_rft.algorithms.losses import (
+    LOSSES,
+    LossOptions,
     aggregate,
-    cpgd_loss,
-    dual_clip_loss,
     explained_variance,
-    gmpo_loss,
     policy_drift,
     value_loss,
 )
@@ -25,7 +25,6 @@ from trl_multimodal_rft.algorithms.losses import (
 
 NAN, INF = math.nan, math.inf
 MODES = ["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
-EPSILON = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 properties = settings(max_examples=50, deadline=None, derandomize=True)
 
 
@@ -46,12 +45,20 @@ LOG_RATIO = tensor([[1.5, 0.5, 1.1], [4, 0.9, 1]]).log()
 ADVANTAGES = tensor([1, -1])
 MASK = tensor([[1, 1, 1], [1, 1, 0]])
 
+
+def policy_loss(name, log_ratio, advantages, mask=None, epsilon_low=0.2, epsilon_high=0.2, *, weights=1.0, **options):
+    """By its name; log-ratios are those to a policy whose log-probabilities are 0."""
+    mask = torch.ones_like(log_ratio) if mask is None else mask
+    options = LossOptions(epsilon_low, epsilon_high, **{"drift_coef": 0.0, **options})
+    return LOSSES[name](log_ratio, torch.zeros_like(log_ratio), advantages, mask, options, weights=weights)
+
+
 # Functions of log-ratio and advantages
-LOSSES = {
-    "ppo": lambda x, a: dual_clip_loss(x, a[:, None], **EPSILON, delta=INF),
-    "clip-higher": lambda x, a: dual_clip_loss(x, a[:, None], epsilon_low=0.2, epsilon_high=0.28, delta=INF),
-    "dual clip": lambda x, a: dual_clip_loss(x, a[:, None], **EPSILON, delta=3.0),
-    "cpgd": lambda x, a: cpgd_loss(x, a[:, None], **EPSILON),
+FUNCTIONS = {
+    "ppo": lambda x, a: policy_loss("dual_clip", x, a),
+    "clip-higher": lambda x, a: policy_loss("dual_clip", x, a, epsilon_high=0.28),
+    "dual clip": lambda x, a: policy_loss("dual_clip", x, a, delta=3.0),
+    "cpgd": lambda x, a: policy_loss("cpgd", x, a),
     "policy drift": lambda x, a: policy_drift(x, torch.zeros_like(x), clamp=2.0),
 }
 
@@ -66,7 +73,7 @@ LOSSES = {
     ],
 )
 def test_token_loss_golden(name, tokens, aggregated):
-    loss = LOSSES[name](LOG_RATIO, ADVANTAGES)
+    loss = FUNCTIONS[name](LOG_RATIO, ADVANTAGES)
     assert_close(loss[MASK.bool()], tensor(tokens), rtol=0, atol=1e-6)
     # A constant of 4 tokens for each of 2 completions
     results = [aggregate(loss, MASK, "seq-mean-token-mean", 2)]
@@ -76,7 +83,7 @@ def test_token_loss_golden(name, tokens, aggregated):
 
 
 def test_gmpo_golden():
-    loss = gmpo_loss(LOG_RATIO, ADVANTAGES, MASK, epsilon_low=0.4, epsilon_high=0.4)
+    loss = policy_loss("gmpo", LOG_RATIO, ADVANTAGES, MASK, 0.4, 0.4)
     assert_close(loss, tensor([-0.936182, 1.897367]), rtol=0, atol=1e-6)
     assert_close(loss.mean(), tensor(0.480592), rtol=0, atol=1e-6)
 
@@ -105,7 +112,7 @@ def test_dual_clip_equals_trl_two_sided_clip(delta, token_advantages):
     options = {"epsilon_low": 0.1, "epsilon_high": 0.28, "delta": delta}
     ours, theirs = (
         gradient(lambda x, loss=loss: loss(x, advantages, **options).sum(), log_ratio)
-        for loss in (dual_clip_loss, trl_loss)
+        for loss in (functools.partial(policy_loss, "dual_clip"), trl_loss)
     )
     assert_close(ours, theirs)
 
@@ -117,7 +124,7 @@ def test_gmpo_equals_trl():
     mask[0], mask[1, :3] = 0, 2.5  # also weights, as the entropy mask gives
     ours, theirs = (
         gradient(lambda x, f=f: f(x, advantages, mask, epsilon_low=0.3, epsilon_high=0.4).mean(), log_ratio)
-        for f in (gmpo_loss, trl_gmpo_loss)
+        for f in (functools.partial(policy_loss, "gmpo"), trl_gmpo_loss)
     )
     assert_close(ours, theirs)
 
@@ -125,7 +132,7 @@ def test_gmpo_equals_trl():
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_exploding_ratio_leaves_finite_gradients(advantage):
     loss, grad = gradient(
-        lambda x: LOSSES["dual clip"](x, tensor([advantage])).sum(), tensor([[100, 1000, 0]], dtype=torch.float32)
+        lambda x: FUNCTIONS["dual clip"](x, tensor([advantage])).sum(), tensor([[100, 1000, 0]], dtype=torch.float32)
     )
     assert loss.isfinite() and grad.isfinite().all()
 
@@ -136,9 +143,7 @@ def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
     low, high = math.log(0.9), math.log(1.3)
     log_ratio = tensor([[low - 3, low - 0.01, low + 0.01, 0, high - 0.01, high + 0.01, high + 3]])
     moves = log_ratio < high if advantage > 0 else log_ratio > low
-    grad = gradient(lambda x: cpgd_loss(x, tensor([[advantage]]), epsilon_low=0.1, epsilon_high=0.3).sum(), log_ratio)[
-        1
-    ]
+    grad = gradient(lambda x: policy_loss("cpgd", x, tensor([advantage]), None, 0.1, 0.3).sum(), log_ratio)[1]
     assert torch.equal(grad, torch.where(moves, tensor(-advantage), 0))
 
 
@@ -184,12 +189,12 @@ def test_aggregate_does_not_depend_on_micro_batches(mode, seed, cuts, data):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_completion_without_tokens_adds_nothing(mode, name):
     mask = tensor([[0, 0, 0], [1, 0, 1]])
 
     def loss(x, rows=slice(None)):
-        return aggregate(LOSSES[name](x, ADVANTAGES)[rows], mask[rows], mode, 2)
+        return aggregate(FUNCTIONS[name](x, ADVANTAGES)[rows], mask[rows], mode, 2)
 
     assert_close(gradient(loss, LOG_RATIO), gradient(lambda x: loss(x, slice(1, 2)), LOG_RATIO))
     value, grad = gradient(lambda x: loss(x, slice(1)), LOG_RATIO)
@@ -204,9 +209,7 @@ def test_aggregate_ignores_what_is_masked(mode):
 
 
 def test_gmpo_of_completion_without_tokens_has_no_gradient():
-    grad = gradient(lambda x: gmpo_loss(x, ADVANTAGES, 0 * MASK, epsilon_low=0.4, epsilon_high=0.4).sum(), LOG_RATIO)[
-        1
-    ]
+    grad = gradient(lambda x: policy_loss("gmpo", x, ADVANTAGES, 0 * MASK, 0.4, 0.4).sum(), LOG_RATIO)[1]
     assert (grad == 0).all()
 
 

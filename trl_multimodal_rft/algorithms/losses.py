@@ -1,74 +1,229 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Policy losses that TRL doesn't have, and how losses are averaged.
+Policy losses that TRL doesn't have, and how losses of either kind are averaged.
 
-Losses are to be minimised. `log_ratio` is the current minus the old log-probability of each token.
+A loss is one function under [`policy_loss`], whose docstring holds its formula and paper. Losses are to be minimised.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from .papers import Paper, paper_of
 
 
 # Beyond this, the exponential overflows sooner or later, and its gradient becomes NaN
 _LARGEST_LOG_RATIO = 20.0
 
 
-def dual_clip_loss(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, *, epsilon_low: float, epsilon_high: float, delta: float
-) -> torch.Tensor:
-    r"""
-    PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, see
-    [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
-
-    Without the bound, one token that became much likelier while its advantage is negative dominates the batch.
+@dataclass(frozen=True)
+class LossOptions:
+    """
+    What policy losses are told beside the tokens; each reads what its docstring names.
 
     Args:
-        log_ratio (`torch.Tensor`):
-            Log-ratios, shape `(B, T)`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B, 1)` or `(B, T)`.
         epsilon_low (`float`):
             The ratio is clipped at `1 - epsilon_low`.
         epsilon_high (`float`):
             The ratio is clipped at `1 + epsilon_high`.
-        delta (`float`):
-            Bound of the ratio for negative advantages, above `1 + epsilon_high`; usually 3.
-
-    Returns:
-        `torch.Tensor`: Loss of each token, shape `(B, T)`.
+        delta (`float`, *optional*, defaults to `inf`):
+            Bound of the ratio for negative advantages in [`dual_clip_loss`], above `1 + epsilon_high`; usually 3.
+        drift_coef (`float`, *optional*, defaults to `0.01`):
+            Coefficient of the [`policy_drift`].
+        drift_clamp (`float`, *optional*, defaults to `2.0`):
+            Largest weight of a token in the [`policy_drift`].
     """
-    ratio = log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    loss = -torch.min(ratio * advantages, clipped * advantages)
-    return torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)
+
+    epsilon_low: float
+    epsilon_high: float
+    delta: float = math.inf
+    drift_coef: float = 0.01
+    drift_clamp: float = 2.0
 
 
-def cpgd_loss(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, *, epsilon_low: float, epsilon_high: float
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class LossType:
     r"""
-    CPGD's policy gradient, clipped in the *log*-ratio, see [CPGD](https://huggingface.co/papers/2505.12504).
-
-    The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage. The
-    paper adds the [`policy_drift`].
+    A value of `loss_type`.
 
     Args:
-        log_ratio (`torch.Tensor`):
-            Log-ratios, shape `(B, T)`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B, 1)` or `(B, T)`.
-        epsilon_low (`float`):
-            The log-ratio is clipped at `log(1 - epsilon_low)`.
-        epsilon_high (`float`):
-            The log-ratio is clipped at `log(1 + epsilon_high)`.
+        name (`str`):
+            The value.
+        paper ([`~algorithms.papers.Paper`], *optional*):
+            Where it comes from.
+        function (`Callable`, *optional*):
+            `function(logps, old_logps, advantages, mask, options, weights, correction)`, see [`policy_loss`]. `None` for
+            the losses of TRL, which are TRL's code.
+        mode (`str`, *optional*, defaults to `"token-sum"`):
+            How [`aggregate`] sums.
+        over (`str`, *optional*, defaults to `"batch_tokens"`):
+            What the sum is divided by: the `"completions"` of the optimizer step, the `"length_limit"` of all of them, the
+            tokens of the micro-batch (`"micro_batch_tokens"`) times the accumulation steps, or the tokens of the optimizer
+            step (`"batch_tokens"`).
+        per_completion (`bool`, *optional*, defaults to `False`):
+            Whether it has one ratio, and takes one advantage, per completion.
+        clips_log_ratio (`bool`, *optional*, defaults to `False`):
+            Whether `epsilon` bounds the log-ratio instead of the ratio.
+    """
+
+    name: str
+    paper: Paper | None = None
+    function: Callable[..., torch.Tensor] | None = None
+    mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"
+    over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
+    per_completion: bool = False
+    clips_log_ratio: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether TRL doesn't have it."""
+        return self.function is not None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over a micro-batch, divided by the accumulation steps."""
+        return self.over != "batch_tokens"
+
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        """See [`policy_loss`]."""
+        return self.function(*args, **kwargs)
+
+    def average(
+        self,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        accumulation: int,
+        length_limit: int,
+        batch_tokens: torch.Tensor | float,
+    ) -> torch.Tensor:
+        """
+        A micro-batch's part of the loss of an optimizer step, with the denominator that TRL gives the loss type.
+
+        Args:
+            values (`torch.Tensor`):
+                Of each token, shape `(B, T)`, or of each completion, shape `(B,)`.
+            mask (`torch.Tensor`):
+                1 on the tokens that count, shape `(B, T)`.
+            accumulation (`int`):
+                Micro-batches of the optimizer step on this process.
+            length_limit (`int`):
+                Tokens that a completion may have.
+            batch_tokens (`torch.Tensor` or `float`):
+                Tokens of the optimizer step, per process.
+
+        Returns:
+            `torch.Tensor`: A scalar.
+        """
+        completions = len(mask) * accumulation
+        if values.dim() == 1:
+            return values.sum() / completions
+        denominators = {
+            "completions": completions,
+            "length_limit": completions * length_limit,
+            "micro_batch_tokens": mask.sum().clamp(min=1) * accumulation,
+            "batch_tokens": batch_tokens,
+        }
+        return aggregate(values, mask, self.mode, denominators[self.over])
+
+    def clipped(
+        self, log_ratio: torch.Tensor, advantages: torch.Tensor, options: LossOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Tokens beyond the clip range, on the side that their advantage pushes to.
+
+        Args:
+            log_ratio (`torch.Tensor`):
+                Log-ratios, shape `(B, T)`.
+            advantages (`torch.Tensor`):
+                Advantages, shape `(B,)` or `(B, T)`.
+            options ([`LossOptions`]):
+                Holds the range.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Tokens below and tokens above it, both of shape `(B, T)`.
+        """
+        low, high = -options.epsilon_low, options.epsilon_high
+        if not self.clips_log_ratio:
+            low, high = torch.log1p(torch.tensor([low, high])).tolist()
+        advantages = _per_token(advantages)
+        return (log_ratio < low) & (advantages < 0), (log_ratio > high) & (advantages > 0)
+
+
+_DEEPSEEK_MATH = Paper("DeepSeekMath", "2402.03300")
+_DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
+_TRL_LOSSES = (
+    LossType("grpo", _DEEPSEEK_MATH, mode="seq-mean-token-mean", over="completions"),
+    LossType("bnpo", over="micro_batch_tokens"),
+    LossType("dr_grpo", _DR_GRPO, over="length_limit"),
+    LossType("dapo", Paper("DAPO", "2503.14476")),
+    LossType("cispo", Paper("MiniMax-M1", "2506.13585")),
+    LossType(
+        "sapo",
+        Paper("Soft Adaptive Policy Optimization", "2511.20347"),
+        mode="seq-mean-token-mean",
+        over="completions",
+    ),
+    LossType("vespo", Paper("VESPO", "2602.10693")),
+    LossType("luspo", Paper("LUSPO", "2602.05261"), mode="seq-mean-token-sum", over="completions"),
+)
+
+# All values of `loss_type`: those of TRL, and below each of ours
+LOSSES = {loss.name: loss for loss in _TRL_LOSSES}
+
+
+def policy_loss(name: str, **facts) -> Callable:
+    """
+    Makes a function the loss of that name.
+
+    The function takes the tensors `logps` and `old_logps` of shape `(B, T)`, of which the second has no gradient,
+    `advantages` of shape `(B,)` or `(B, T)`, `mask` of shape `(B, T)`, the [`LossOptions`], and as keywords `weights` of the
+    tokens that are trained on, and the `correction` for what the sampler did otherwise, both 1 or a tensor. It returns
+    the loss of each token, shape `(B, T)`, or of each completion, shape `(B,)`.
+
+    Args:
+        name (`str`):
+            Value of `loss_type`.
+        facts:
+            Fields of its [`LossType`].
 
     Returns:
-        `torch.Tensor`: Loss of each token, shape `(B, T)`.
+        `Callable`: The decorator. It returns the function as it was.
     """
-    clipped = log_ratio.clamp(math.log(1 - epsilon_low), math.log(1 + epsilon_high))
-    return -torch.min(log_ratio * advantages, clipped * advantages)
+
+    def register(function):
+        LOSSES[name] = LossType(name, paper_of(function), function, **facts)
+        return function
+
+    return register
+
+
+def log_ratios(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The current minus the old log-probability of each token, 0 outside the mask."""
+    return torch.where(mask.bool(), logps - old_logps, 0)
+
+
+def _per_token(advantages: torch.Tensor) -> torch.Tensor:
+    return advantages[:, None] if advantages.dim() == 1 else advantages
+
+
+@policy_loss("cpgd")
+def cpgd_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0) -> torch.Tensor:
+    r"""
+    CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, with the
+    [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
+
+    The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage. Like
+    the KL divergence, the drift counts on all tokens. Arguments are those of [`policy_loss`].
+    """
+    advantages = _per_token(advantages)
+    log_ratio = log_ratios(logps, old_logps, mask)
+    clipped = log_ratio.clamp(math.log(1 - options.epsilon_low), math.log(1 + options.epsilon_high))
+    loss = -torch.min(log_ratio * advantages, clipped * advantages) * weights * correction
+    return loss + options.drift_coef * policy_drift(logps, old_logps, options.drift_clamp)
 
 
 def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> torch.Tensor:
@@ -92,38 +247,41 @@ def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> 
     return ((logps.detach() - old_logps).exp() - 1).clamp(max=clamp) * logps
 
 
-def gmpo_loss(
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> torch.Tensor:
+@policy_loss("gmpo", mode="seq-mean-token-mean", over="completions", per_completion=True, clips_log_ratio=True)
+def gmpo_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0) -> torch.Tensor:
     r"""
-    GMPO: the geometric mean of a completion's ratios, clipped one-sidedly in log space, times its advantage, see
+    The geometric mean of a completion's ratios times its advantage, see
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673).
 
-    Args:
-        log_ratio (`torch.Tensor`):
-            Log-ratios, shape `(B, T)`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B,)`.
-        mask (`torch.Tensor`):
-            Weight of each token in the geometric mean, shape `(B, T)`.
-        epsilon_low (`float`):
-            Log-ratios are clipped at `-epsilon_low` where the advantage is negative; the paper uses 0.4.
-        epsilon_high (`float`):
-            Log-ratios are clipped at `epsilon_high` where the advantage is positive; the paper uses 0.4.
-
-    Returns:
-        `torch.Tensor`: Loss of each completion, shape `(B,)`.
+    Log-ratios are clipped at `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the
+    paper uses 0.4. Arguments are those of [`policy_loss`], with one advantage per completion; `weights` are those in the
+    geometric mean.
     """
+    log_ratio = log_ratios(logps, old_logps, mask)
     clipped = torch.where(
-        advantages[:, None] > 0, log_ratio.clamp(max=epsilon_high), log_ratio.clamp(min=-epsilon_low)
+        advantages[:, None] > 0, log_ratio.clamp(max=options.epsilon_high), log_ratio.clamp(min=-options.epsilon_low)
     )
-    mean = torch.where(mask.bool(), clipped * mask, 0).sum(1) / mask.sum(1).clamp(min=1)
-    return -mean.clamp(max=_LARGEST_LOG_RATIO).exp() * advantages
+    weights = mask * weights
+    mean = torch.where(weights.bool(), clipped * weights, 0).sum(1) / weights.sum(1).clamp(min=1)
+    loss = -mean.clamp(max=_LARGEST_LOG_RATIO).exp() * advantages
+    return (loss[:, None] * correction).squeeze(1)
+
+
+@policy_loss("dual_clip")
+def dual_clip_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0) -> torch.Tensor:
+    r"""
+    PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, see
+    [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
+
+    Without the bound, one token that became much likelier while its advantage is negative dominates the batch.
+    Arguments are those of [`policy_loss`].
+    """
+    advantages = _per_token(advantages)
+    ratio = log_ratios(logps, old_logps, mask).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    clipped = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
+    loss = torch.where(advantages < 0, torch.min(loss, -options.delta * advantages), loss)
+    return loss * weights * correction
 
 
 def value_loss(
@@ -169,7 +327,9 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
         `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.
     """
     returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
-    variance = returns.var(correction=0) if len(returns) > 1 else returns.new_zeros(())
+    if len(returns) < 2:
+        return returns.new_tensor(torch.nan)
+    variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
 
 

@@ -1,19 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the GRPO trainer."""
 
+import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, check_estimator
+from ..algorithms.losses import LOSSES, LossOptions
 from .multimodal_config import MultimodalArguments, check_choice
 
-
-# Values of `loss_type` that TRL's trainer has, which says so only after sampling
-TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
-
-# Values of `loss_type` that TRL doesn't have
-OWN_LOSS_TYPES = ("cpgd", "gmpo", "dual_clip")
 
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
@@ -317,12 +313,13 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             raise ValueError(f"`kl_horizon` must be above 0, got {self.kl_horizon}.")
 
     def _check_loss(self) -> None:
-        check_choice(self, "loss_type", (*TRL_LOSS_TYPES, *OWN_LOSS_TYPES))
+        check_choice(self, "loss_type", tuple(LOSSES))  # TRL checks it only after sampling
+        loss = LOSSES[self.loss_type]
         token_level = self.advantage_estimator in ("gae", "reinforce")
         sequence_level = self.importance_sampling_level == "sequence"
-        if token_level and self.loss_type == "gmpo":
+        if token_level and loss.per_completion:
             raise ValueError(
-                f"`loss_type='gmpo'` takes one advantage per completion, but `advantage_estimator="
+                f"`loss_type={self.loss_type!r}` takes one advantage per completion, but `advantage_estimator="
                 f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as 'reinforce_baseline'."
             )
         if sequence_level and (self.advantage_estimator == "gae" or token_level and self.kl_in_reward):
@@ -332,15 +329,15 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"
                 f"{', or `kl_in_reward=False`' if penalized else ''}."
             )
-        if self.loss_type not in OWN_LOSS_TYPES:
+        if not loss.is_own:
             return
         if sequence_level:
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
             )
-        if self.loss_type == "gmpo" and self.entropy_renormalize:
+        if loss.per_completion and self.entropy_renormalize:
             raise ValueError(
-                "`entropy_renormalize` has no effect with `loss_type='gmpo'`, whose geometric mean is over the tokens that "
+                f"`entropy_renormalize` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is over the tokens that "
                 "are trained on anyway; remove it."
             )
         if self.cpgd_drift_coef < 0 or self.cpgd_drift_clamp <= 0:
@@ -354,7 +351,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             )
         if self.loss_type == "dual_clip":
             self.delta = _DUAL_CLIP_DELTA if self.delta is None else self.delta
-            upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+            upper = 1 + self.loss_options().epsilon_high
             if self.delta <= upper:
                 raise ValueError(
                     f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {upper}."
@@ -362,9 +359,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         elif self.delta is not None:
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.loss_type == "gmpo" and corrects and self.vllm_importance_sampling_mode.startswith("token"):
+        if loss.per_completion and corrects and self.vllm_importance_sampling_mode.startswith("token"):
             raise ValueError(
-                "`loss_type='gmpo'` weighs whole completions; set `vllm_importance_sampling_mode` to 'sequence_mask' or "
+                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to 'sequence_mask' or "
                 "'sequence_truncate'."
             )
 
@@ -387,6 +384,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                     f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
                     f"({self.num_generations})."
                 )
+
+    def loss_options(self) -> LossOptions:
+        """What the policy loss is told."""
+        return LossOptions(
+            epsilon_low=self.epsilon,
+            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            delta=math.inf if self.delta is None else self.delta,
+            drift_coef=self.cpgd_drift_coef,
+            drift_clamp=self.cpgd_drift_clamp,
+        )
 
     def to_dict(self):
         return {**super().to_dict(), "advantage_estimator": self._estimator_name()}

@@ -17,18 +17,18 @@ from trl.trainer.utils import use_adapter
 from ..algorithms.advantages import estimate_advantages, group_statistics
 from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from ..algorithms.losses import aggregate, cpgd_loss, dual_clip_loss, gmpo_loss, policy_drift
+from ..algorithms.losses import LOSSES, log_ratios
 from ..algorithms.shaping import RunningScale
 from ..data.fetch import EndlessRows
 from ..reporting.pending_metrics import PendingMetrics
 from ..rewards.checks import distinct_names
 from .groups import Group, GroupBuffer, join_groups, split_groups
-from .grpo_config import OWN_LOSS_TYPES, MultimodalGRPOConfig
+from .grpo_config import MultimodalGRPOConfig
 from .multimodal import MultimodalMixin, own_config
 
 
 # Loss types that are a mean over a micro-batch, divided by the accumulation steps
-MEAN_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "gmpo")
+MEAN_LOSS_TYPES = tuple(name for name, loss in LOSSES.items() if loss.is_mean)
 
 
 if TYPE_CHECKING:
@@ -459,7 +459,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     def _compute_loss(self, model, inputs):
         self._entropy_weights = 1.0
         args = self.args
-        own_policy = args.loss_type in OWN_LOSS_TYPES
+        own_policy = LOSSES[args.loss_type].is_own
         own_kl = self.beta != 0 and not args.kl_in_reward and (own_policy or args.kl_estimator != "k3")
         overrides = {"_inputs": inputs}
         trl_inputs = inputs
@@ -501,7 +501,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         args = self.args
         advantages = inputs["advantages"]
         token_advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-        log_ratio = torch.where(mask.bool(), logps - old_logps, 0)
+        log_ratio = log_ratios(logps, old_logps, mask)
         correction = inputs.get("importance_sampling_ratio", 1.0)
         if self.off_policy_mask_threshold is not None:
             correction = correction * self.get_off_policy_mask(
@@ -511,26 +511,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
                 mask=mask,
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
-        clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        if args.loss_type == "gmpo":
-            low, high = -self.epsilon_low, self.epsilon_high
-            per_sequence = gmpo_loss(log_ratio, advantages, mask * self._entropy_weights, **clip)[:, None] * correction
-            loss = per_sequence.sum() / (len(mask) * self._accumulation())
-        else:
-            low, high = torch.log1p(torch.tensor([-self.epsilon_low, self.epsilon_high])).tolist()
-            if args.loss_type == "cpgd":
-                per_token = cpgd_loss(log_ratio, token_advantages, **clip)
-            else:
-                per_token = dual_clip_loss(log_ratio, token_advantages, **clip, delta=args.delta)
-            per_token = per_token * self._entropy_weights * correction
-            if args.loss_type == "cpgd":
-                # Like the KL divergence, the drift counts on all tokens
-                per_token = per_token + args.cpgd_drift_coef * policy_drift(logps, old_logps, args.cpgd_drift_clamp)
-            loss = self._aggregate(per_token, mask, inputs)
+        loss_type, options = LOSSES[args.loss_type], args.loss_options()
+        weights = {"weights": self._entropy_weights, "correction": correction}
+        loss = self._aggregate(loss_type(logps, old_logps, advantages, mask, options, **weights), mask, inputs)
 
         metrics = self._metrics["train" if self.model.training else "eval"]
-        low_clipped = (log_ratio < low) & (token_advantages < 0)
-        high_clipped = (log_ratio > high) & (token_advantages > 0)
+        low_clipped, high_clipped = loss_type.clipped(log_ratio, advantages, options)
         for name, clipped in (("low", low_clipped), ("high", high_clipped), ("region", low_clipped | high_clipped)):
             self._pending.add_token_mean(metrics[f"clip_ratio/{name}_mean"].append, clipped.float(), mask)
         for name, clipped, largest in (("low_min", low_clipped, False), ("high_max", high_clipped, True)):
@@ -551,19 +537,16 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     def _aggregate(self, values, mask, inputs) -> torch.Tensor:
         """Averages over tokens and completions with the denominators that TRL gives the loss type."""
-        loss_type, completions = self.args.loss_type, len(mask) * self._accumulation()
-        if loss_type in ("grpo", "sapo", "gmpo"):
-            return aggregate(values, mask, "seq-mean-token-mean", completions)
-        if loss_type == "luspo":
-            return aggregate(values, mask, "seq-mean-token-sum", completions)
-        if loss_type == "bnpo":
-            return aggregate(values, mask, "token-sum", mask.sum().clamp(min=1) * self._accumulation())
-        if loss_type == "dr_grpo":
-            return aggregate(values, mask, "token-sum", completions * self.max_completion_length)
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:  # of the generation batch, where it holds several optimizer steps
             tokens = tokens * self._accumulation() / self.args.steps_per_generation
-        return aggregate(values, mask, "token-sum", tokens)
+        return LOSSES[self.args.loss_type].average(
+            values,
+            mask,
+            accumulation=self._accumulation(),
+            length_limit=self.max_completion_length,
+            batch_tokens=tokens,
+        )
 
     def _accumulation(self) -> int:
         return self.current_gradient_accumulation_steps if self.model.training else 1
