@@ -103,7 +103,7 @@ class Heard:
 
     def _tokenize_prompts(self, prompts):
         result = super()._tokenize_prompts(prompts)
-        self.heard = list(zip(prompts, self._samples, strict=True))
+        self.heard = list(zip(prompts, self._batch.prompts, strict=True))
         return result
 
 
@@ -231,8 +231,11 @@ def test_reward_models_by_name(family, policy, tmp_path, monkeypatch):
 
 def _rewards(policy: str, reward, folder) -> torch.Tensor:
     trainer = make_trainer(InjectedOurs, policy, rows(policy), folder, reward=reward, **STEP)
+    seen = []
+    roll_out = trainer._roll_out
+    trainer._roll_out = lambda inputs: seen.append(roll_out(inputs)) or seen[-1]
     trainer.train()
-    return trainer._rewards_per_func
+    return seen[-1][1].rewards_per_func
 
 
 @pytest.mark.parametrize(("family", "cls"), [(AUDIO, ActorAL), (IMAGE, ActorVL), (OMNI, ActorOmni)])
@@ -331,7 +334,7 @@ def test_sounds_move_log_probs_by_name_as_by_instance(tmp_path):
         ]
         ids = torch.tensor([[60, 61, 62]] * 2)
         with torch.no_grad():
-            logps = trainer._score(trainer.model, prompts, ids, torch.ones_like(ids), packed=False).logps
+            logps = trainer._policy.score(trainer.model, prompts, ids, torch.ones_like(ids), packed=False).logps
         moved.append(logps[0] - logps[1])
     assert torch.equal(*moved) and moved[0].abs().max() > 0.5
 

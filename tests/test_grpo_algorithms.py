@@ -336,12 +336,12 @@ def loss_by_hand(trainer, moment, logps, weights=None):
                     policy = torch.min(policy, -args.delta * advantage)
                 assert kind in ("dapo", "dual_clip", "grpo", "bnpo", "dr_grpo") or advantage == 0
             total += share * weight[t] * policy
-            if moment.beta and not args.kl_in_reward:
+            if moment.kl_coef and not args.kl_in_reward:
                 d = logps[i, t] - batch["ref_per_token_logps"][i, t]
                 kl = d**2 / 2 if args.kl_estimator == "k2" else (-d).exp() - 1 + d
                 if args.kl_estimator == "k3" and args.use_bias_correction_kl and kind != "gmpo":
                     kl = kl * ratio
-                total += share * moment.beta * kl
+                total += share * moment.kl_coef * kl
         if kind == "gmpo":
             total += -mean.exp() * batch["advantages"][i] / (len(mask) * steps)
     return total
@@ -575,7 +575,7 @@ def test_kl_target_moves_the_coefficient(options, target):
     kind, beta, betas = result.trainer.args.kl_estimator, 0.1, []
     for step in range(3):
         moments = [m for m in result.trainer.micro_batches if m.step == step and m.training]
-        assert [m.beta for m in moments] == pytest.approx([beta] * 2)
+        assert [m.kl_coef for m in moments] == pytest.approx([beta] * 2)
         total = tokens = 0
         for m in moments:
             mask = m.batch["completion_mask"].bool()
@@ -597,7 +597,9 @@ def test_each_completion_adapts_the_coefficient_once(in_reward):
     betas = [0.1, *logged(result, "kl_coef")]
     changes = [abs(after / before - 1) for before, after in itertools.pairwise(betas)]  # k1 may be below 0
     assert changes == pytest.approx([0.04, 0.04, 0, 0] * 2)
-    assert [moment.beta for moment in result.trainer.micro_batches] == [beta for beta in betas[:-1] for _ in range(2)]
+    assert [moment.kl_coef for moment in result.trainer.micro_batches] == [
+        beta for beta in betas[:-1] for _ in range(2)
+    ]
 
 
 # High-entropy tokens
@@ -631,7 +633,7 @@ class Scoring(Recorded):
     def _compute_loss(self, model, inputs):
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             for batch in self._buffered_inputs:
-                batch["sampled"] = self._score_again(self.model, batch)[1]
+                batch["sampled"] = self._score_rollout(self.model, batch).entropies
         return super()._compute_loss(model, inputs)
 
 
@@ -745,9 +747,9 @@ def test_extra_forwards_are_made_and_logged_where_needed(options, passes):
             self.passes = [0, 0]
             super().__init__(*args, **kwargs)
 
-        def _score_again(self, *args):
-            self.passes[self.state.global_step] += 1
-            return super()._score_again(*args)
+        def _score_rollout(self, model, inputs, extra=False):
+            self.passes[self.state.global_step] += extra
+            return super()._score_rollout(model, inputs, extra)
 
     result = ours(Counting, **options)
     assert result.trainer.passes == passes

@@ -68,7 +68,9 @@ class Alone(Recorded):
     @torch.no_grad()
     def _score_alone(self, model, batch):
         rows = zip(batch["encoded_prompts"], batch["completion_ids"], batch["completion_mask"], strict=True)
-        return torch.cat([self._score(model, [p], ids[None], mask[None], packed=False).logps for p, ids, mask in rows])
+        return torch.cat(
+            [self._policy.score(model, [p], ids[None], mask[None], packed=False).logps for p, ids, mask in rows]
+        )
 
 
 def ours(kind, hard, trainer_class=Alone, **options):

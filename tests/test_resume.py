@@ -368,7 +368,7 @@ def test_what_the_run_no_longer_asks_for_stays_in_the_checkpoint(straight, tmp_p
     options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": False, "max_steps": 8}
     trainer = CASES[name].make(tmp_path, save_strategy="no", **options)
     trainer.train(resume_from_checkpoint=folder)
-    assert trainer.beta == 0.3
+    assert trainer.kl_coef == 0.3
     assert len(trainer._replay) == len(trainer._surplus) == 0
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
 
@@ -377,15 +377,13 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     """Also not in the middle of a generation batch; what it does is measured anew."""
     name, step = "several epochs", 6
     uninterrupted = straight(name)
-    assert uninterrupted._remedies.can_pack
+    assert uninterrupted._policy.remedies.can_pack
     trainer = CASES[name].make(tmp_path, save_strategy="no", packing="padded", self_check=True, max_steps=step + 3)
     scored = []
-    score = trainer._score
-    trainer._score = lambda *args, **options: (
-        scored.append(options.get("packed", trainer._packed)) or score(*args, **options)
-    )
+    score = trainer._policy.score
+    trainer._policy.score = lambda *args, **options: scored.append(options["packed"]) or score(*args, **options)
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
-    assert scored and not any(scored) and not trainer._remedies.can_pack
+    assert scored and not any(scored) and not trainer._policy.remedies.can_pack
     assert trainer._self_check.packed is None and trainer._self_check.padded < 1e-5
 
 

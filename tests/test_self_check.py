@@ -28,8 +28,8 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, Mult
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.policy import Remedies
 from trl_multimodal_rft.trainers import multimodal
-from trl_multimodal_rft.trainers.self_check import Remedies
 
 
 def trainer(family, rows, output_dir, break_model=None, objects=None, **options):
@@ -66,7 +66,7 @@ def test_a_sound_model_passes(family, rows, tmp_path, capsys):
     assert check.features == 0
     assert max(check.padded, check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
     assert min(check.media.values()) > 1e-2
-    assert run._remedies == Remedies(can_pack=True, apart=None)
+    assert run._policy.remedies == Remedies(can_pack=True, apart=None)
     line = (
         r"self-check: features = processor's 0e\+00, log-probs = model's own \S+, packed = model's own \S+, "
         r"(audio|image) moves log-probs by \S+, rows independent \S+, sampled = model's own \S+"
@@ -104,7 +104,7 @@ def test_own_logits_where_the_fused_head_is_wrong(family, tmp_path, caplog):
     run.train()
     check = run._self_check
     assert "TRL's fused head gives log-probabilities that are" in caplog.text
-    assert check.remedies.own_logits and run._remedies == check.remedies
+    assert check.remedies.own_logits and run._policy.remedies == check.remedies
     assert check.padded < 1e-4 and check.sampled < 1e-4 and "(its own logits)" in str(check)
     assert min(check.media.values()) > 1e-3  # Inkling's audio are codes
     if family == "inkling":  # whose layers carry a state along the row, which its cache can't give up again
@@ -255,9 +255,9 @@ def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path):
 def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
     forget_apart(monkeypatch)
     run = trainer("gemma3n", audio_rows(), tmp_path)
-    assert run._remedies.apart is None
+    assert run._policy.remedies.apart is None
     run.train()
-    assert run._remedies.apart == "media"
+    assert run._policy.remedies.apart == "media"
     assert "(each media apart)" in str(run._self_check)
     assert run._self_check.rows < 1e-5
 
@@ -270,7 +270,7 @@ def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(tmp_path, monke
     rows = with_media(rows, "audio", [sound(0.9, seed=1), None, sound(0.7, seed=2)])
     run = trainer("gemma3n", rows, tmp_path, per_device_train_batch_size=12, shuffle_dataset=False)
     run.train()
-    assert run._remedies.apart == "media"
+    assert run._policy.remedies.apart == "media"
     assert run._self_check.rows < 1e-5
 
 
@@ -284,7 +284,7 @@ def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypa
     monkeypatch.setattr(forward, "pack", leak)  # positions of later prompts depend on the earlier ones
     run = trainer("llava", image_rows(), tmp_path)
     run.train()
-    assert run._remedies.apart == "prompt" or not run._remedies.can_pack
+    assert run._policy.remedies.apart == "prompt" or not run._policy.remedies.can_pack
     assert run._self_check.rows < 1e-5
 
 
@@ -308,11 +308,11 @@ def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
     causal = lambda model, prompt, n_new: {"full_attention": None, "sliding_attention": None}  # noqa: E731
     monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
     run = trainer("gemma3", image_rows(), tmp_path)
-    assert run._remedies.can_pack
+    assert run._policy.remedies.can_pack
     run.train()
     assert run._self_check.packed > run._self_check.tolerance
     assert "packed differs from model's own" in str(run._self_check)
-    assert not run._remedies.can_pack and not run._packed
+    assert not run._policy.remedies.can_pack and run.scored_packed[-1] is False
 
 
 def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
@@ -333,7 +333,7 @@ def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
     run.train()
     lengths = sorted({len(prompt) for batch in run._buffered_inputs for prompt in batch["encoded_prompts"]})
     assert lengths[0] + 8 < window < lengths[1]
-    assert run._self_check.packed > 1e-2 and not run._remedies.can_pack
+    assert run._self_check.packed > 1e-2 and not run._policy.remedies.can_pack
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, TypeError, KeyError])
@@ -345,7 +345,7 @@ def test_packing_that_fails_falls_back_to_padded(error, tmp_path, monkeypatch, c
     run = trainer("llava", image_rows(), tmp_path)
     with caplog.at_level(logging.WARNING):
         run.train()
-    assert run._self_check.packed == math.inf and not run._remedies.can_pack
+    assert run._self_check.packed == math.inf and not run._policy.remedies.can_pack
     assert re.search(rf"self-check: llava fails at scoring packed rows \({error.__name__}: .*masks", caplog.text)
 
 
@@ -356,9 +356,9 @@ def test_sampling_from_a_wrong_cache_is_given_up_and_measured_again(tmp_path, mo
     # The last token of a bidirectional prefix is seen by all others, so it can't be left out of the prefill
     monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
     run = trainer("paligemma", image_rows(), tmp_path)
-    assert run._remedies.share_prefill
+    assert run._policy.remedies.share_prefill
     run.train()
-    assert not run._remedies.share_prefill and "(prefilled apart)" in str(run._self_check)
+    assert not run._policy.remedies.share_prefill and "(prefilled apart)" in str(run._self_check)
     assert run._self_check.sampled <= run._self_check.tolerance
 
 
@@ -417,7 +417,7 @@ def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
     run = trainer("idefics3", image_rows(), tmp_path, without_cache)
     run.train()
     assert run._self_check.sampled <= run._self_check.tolerance
-    assert run._remedies.share_prefill  # nothing had to be given up
+    assert run._policy.remedies.share_prefill  # nothing had to be given up
 
 
 # What is chosen, and what a failure says
@@ -428,13 +428,13 @@ def test_partners_are_prompts_with_other_grids_and_of_every_kind(tmp_path):
     rows = image_rows(4)  # of 84 x 56, 56 x 56, 112 x 84 and 56 x 112 pixels
     run = trainer("qwen2_5_vl", rows, tmp_path, per_device_train_batch_size=16)
     grids = []
-    score = run._score
+    score = run._policy.score
 
     def remember(model, samples, *args, **options):
         grids.append({tuple(p.media["image_grid_thw"].flatten().tolist()) for p in samples if p.media})
         return score(model, samples, *args, **options)
 
-    run._score = remember
+    run._policy.score = remember
     run.train()
     assert max(len(each) for each in grids) == 4
 

@@ -711,13 +711,13 @@ def test_every_family_trains(name):
     assert check.media.keys() == set(FAMILIES[name].modalities)
     assert min(check.media.values()) > 5e-3
     assert check.sampled <= check.tolerance
-    assert trainer._remedies.share_prefill
+    assert trainer._policy.remedies.share_prefill
     if family_of(model).apart:
-        assert trainer._remedies.apart
+        assert trainer._policy.remedies.apart
     else:
         assert check.rows <= check.tolerance
     if name == "qwen3_5":
-        assert not trainer._remedies.can_pack
+        assert not trainer._policy.remedies.can_pack
     else:
         assert check.packed <= check.tolerance
         assert result.history[0]["packing/shared_frac"] == 0.75
@@ -729,7 +729,7 @@ def test_autocast_is_no_reason_to_pad(kind):
     result = run(InjectedOurs, FAMILY[kind], ROWS[kind](), bf16=True)
     assert result.trainer.model.dtype == torch.float32
     assert all(result.trainer.scored_packed)
-    assert result.trainer._remedies.share_prefill
+    assert result.trainer._policy.remedies.share_prefill
 
 
 # Logs, callbacks, evaluation

@@ -25,8 +25,8 @@ class Engine:
         self.requests.append((prompts, images))
         completions = torch.tensor([[60 + i % 7, 70, 80] for i in range(len(prompts))])
         with torch.no_grad():
-            rows = self.trainer._samples, completions, torch.ones_like(completions)
-            logps = self.trainer._score(self.trainer.model, *rows, packed=False).logps + self.error
+            rows = self.trainer._batch.prompts, completions, torch.ones_like(completions)
+            logps = self.trainer._policy.score(self.trainer.model, *rows, packed=False).logps + self.error
         return prompts, completions.tolist(), logps[..., None].tolist(), None
 
 

@@ -73,7 +73,8 @@ class RemembersParts:
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
-        self.parts.append([1, 1] if self._deferred is None else [self._deferred.n_own, len(self._deferred.parts)])
+        (deferred,) = [scores.deferred for scores in self._batch.scores]
+        self.parts.append([1, 1] if deferred is None else [deferred.n_own, len(deferred.parts)])
         return loss
 
 

@@ -139,7 +139,7 @@ class RemembersPacking:
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.scored_packed = [*getattr(self, "scored_packed", []), self._packed]
+        self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]
         return scores
 
 
@@ -160,21 +160,20 @@ class Recording:
         self.draws, self.micro_batches = [], []
         super().__init__(*args, **kwargs)
 
+    def _roll_out(self, inputs):
+        output, batch = super()._roll_out(inputs)
+        self.rewards = batch.rewards_per_func.clone()
+        return output, batch
+
     def _draw(self, inputs):
         batch = super()._draw(inputs)
-        rewards = self._rewards_per_func.clone()
-        self.draws.append(self._moment(rows=inputs, batch=_cloned(batch), rewards=rewards))
+        self.draws.append(self._moment(rows=inputs, batch=_cloned(batch), rewards=self.rewards))
         return batch
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._forwards = [*getattr(self, "_forwards", []), scores]
-        return scores
-
     def _compute_loss(self, model, inputs):
-        self._forwards, beta = [], self.beta
+        kl_coef = self.kl_coef
         loss = super()._compute_loss(model, inputs)
-        ((logps, entropies, _),) = self._forwards
+        logps, entropies = self._batch.current.logps, self._batch.current.entropies
         gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
         self.micro_batches.append(
             self._moment(
@@ -183,7 +182,7 @@ class Recording:
                 entropies=entropies.detach(),
                 loss=loss.detach(),
                 gradient=gradient,
-                beta=beta,
+                kl_coef=kl_coef,
             )
         )
         return loss

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, is_peft_model, set_seed
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,6 @@ from transformers import (
 )
 from trl import is_conversational
 from trl.distributed import DistributedBackend
-from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import (
     get_callable_name,
     is_async_callable,
@@ -43,9 +42,10 @@ from ..data.unread import check_columns, check_ignored, columns_known, no_prompt
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..families import family_of
-from ..forward.layout import split_samples
-from ..generation.transformers import as_generation_config, generate_in_parts, trim_after_eos
+from ..generation.transformers import as_generation_config, trim_after_eos
 from ..models.modes import evaluation_mode
+from ..models.wrapped import is_whole, unwrapped
+from ..policy import PolicyForward, Remedies
 from ..reporting.media_logs import as_text
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.checks import checked_reward, distinct_names
@@ -288,18 +288,17 @@ def evaluate(
         )
     if hasattr(model, "model_for"):  # an actor
         model = model.model
-    unwrapped = accelerator.unwrap_model(model)
-    base = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+    base = unwrapped(accelerator, model)
     if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
         raise ValueError(
             "The weights of the model are spread over processes, where `evaluate` can't tell how to sample; load it "
             "whole on each process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
         )
 
+    forward = PolicyForward(accelerator, processing_class, remedies=Remedies(apart=family_of(base).apart))
+
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
-        parts = split_samples(prompts, family_of(base).apart)
-        with unwrap_model_for_generation(model, accelerator) as generating, torch.no_grad():
-            return generate_in_parts(generating, base, prompts, parts, config, config.pad_token_id, base.device)
+        return forward.sample(model, prompts, config, config.pad_token_id)
 
     policy = _Policy(model, base, processing_class, sample, template_kwargs or {}, audio_overlong)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
@@ -352,7 +351,7 @@ def evaluate_trainer(
         audio_overlong=trainer.args.audio_overlong,
         ignored_media_columns=trainer.args.ignored_media_columns or (),
         # Sharded weights are gathered, and forwards counted, on all processes alike
-        in_step=not trainer._is_whole or trainer._remedies.apart is not None,
+        in_step=not is_whole(accelerator) or trainer._policy.remedies.apart is not None,
         trainer_state=trainer.state,
     )
     return _evaluate(policy, dataset, reward_funcs or list(trainer.reward_funcs), args, accelerator)

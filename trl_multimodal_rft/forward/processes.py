@@ -98,7 +98,8 @@ class Processes:
             `ValueError`: If forwards of several processes that wait for each other hold different kinds of media.
         """
         parts = split_samples(prompts, apart)
-        if apart is None or self.accelerator.num_processes == 1:
+        alone = is_whole(self.accelerator) and not torch.is_grad_enabled()  # nobody waits
+        if apart is None or self.accelerator.num_processes == 1 or alone:
             return len(parts)
         device = self.accelerator.device
         count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())

@@ -2,7 +2,10 @@
 """A critic that is called with sequences and their number of actions, as an actor is."""
 
 import torch
+from transformers import PreTrainedModel
 
+from ..forward.attention import install_prefix_attention
+from ..forward.masks import sharing_obstacle
 from ..models import critic
 from .bare_inputs import bare_inputs
 
@@ -15,6 +18,11 @@ class Critic(critic.Critic):
         model ([`~transformers.PreTrainedModel`]):
             Model of the policy's class. Its LM head gives way to a [`~models.ValueHead`].
     """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model)
+        if not sharing_obstacle(model):
+            install_prefix_attention(model)
 
     def forward(
         self,

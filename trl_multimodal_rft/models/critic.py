@@ -10,8 +10,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..forward.attention import install_prefix_attention
-from ..forward.masks import sharing_obstacle
 from .pretrained import SOURCE
 from .towers import freeze_as_built
 
@@ -96,8 +94,6 @@ class Critic(nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        if not sharing_obstacle(model):
-            install_prefix_attention(model)
         model.set_output_embeddings(nn.Identity())
         self.model = model
         self.head = ValueHead(model.config.get_text_config().hidden_size, model.device)

@@ -8,6 +8,7 @@ import torch
 
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scores import Scores
+from ..policy import Rows
 
 
 @dataclass
@@ -26,6 +27,10 @@ class Batch:
             In a rollout, the rewards of all processes' completions, `(N, F)`.
         scores (`list[Scores]`, *optional*):
             Scores of the completions, in the order in which TRL's code asked for them.
+        current ([`~forward.scores.Scores`], *optional*):
+            In a loss, the scores with gradients, once they are computed.
+        supervised (`tuple`, *optional*):
+            In a loss of PPO, prompts, completions and mask of supervised rows.
         token_weights (`torch.Tensor`, *optional*):
             In a loss, the weight of each token in it, `(B, C)`; `None` for 1.
     """
@@ -35,4 +40,6 @@ class Batch:
     rows: list[dict[str, Any]] | None = None
     rewards_per_func: torch.Tensor | None = None
     scores: list[Scores] = field(default_factory=list)
+    current: Scores | None = None
+    supervised: Rows | None = None
     token_weights: torch.Tensor | None = None

@@ -20,15 +20,13 @@ from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LOSSES, log_ratios
 from ..algorithms.shaping import RunningScale
 from ..data.fetch import EndlessRows
+from ..forward.scores import Scores
 from ..reporting.pending_metrics import PendingMetrics
-from ..rewards.checks import distinct_names
+from ..rewards.checks import checked_reward, distinct_names
 from .groups import Group, GroupBuffer, join_groups, split_groups
 from .grpo_config import MultimodalGRPOConfig
-from .multimodal import MultimodalMixin, own_config
-
-
-# Loss types that are a mean over a micro-batch, divided by the accumulation steps
-MEAN_LOSS_TYPES = tuple(name for name, loss in LOSSES.items() if loss.is_mean)
+from .multimodal import MultimodalMixin
+from .setup import own_config
 
 
 if TYPE_CHECKING:
@@ -153,16 +151,20 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
-            self.reward_funcs = [*self.reward_funcs, penalty]
+            self.reward_funcs = [*self.reward_funcs, checked_reward(penalty)]
             self.reward_processing_classes = [*self.reward_processing_classes, None]
             self.reward_func_names = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
-        self._inputs: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
         self._reward_scale = RunningScale()
         if args.kl_target is None:
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
+        # TRL's loss has its own KL term, which is k3; all others are ours, and TRL's is then 0
+        self._has_own_kl = args.beta != 0 and (
+            args.kl_in_reward or args.kl_estimator != "k3" or LOSSES[args.loss_type].is_own
+        )
+        self._set_kl_coef()
         self._pending = PendingMetrics(self.accelerator)  # metrics of the micro-batch
         self._kl_window = []  # what the controller gets at the end of the optimizer step
         self._exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
@@ -188,6 +190,14 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         self._extra_rows = None
 
+    @property
+    def kl_coef(self) -> float:
+        """Coefficient of the KL divergence now, in the loss or in the rewards."""
+        return self._kl_controller.value
+
+    def _set_kl_coef(self) -> None:
+        self.beta = 0.0 if self._has_own_kl else self.kl_coef
+
     # Rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,51 +208,51 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     def _draw(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Samples, scores and rewards completions, with the advantages that the config asks for."""
-        output = super()._generate_and_score_completions(inputs)
+        output, batch = self._roll_out(inputs)
         args, training = self.args, self.model.training
-        own_estimator = callable(args.advantage_estimator)
-        need_old = own_estimator or args.kl_in_reward or (training and self._exchanges_groups)
+        need_old = callable(args.advantage_estimator) or args.kl_in_reward or (training and self._exchanges_groups)
         need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
-        old_logps = output.get("old_per_token_logps")
-        entropies = next((scores.entropies for scores in self._scores if scores.logps is old_logps), None)
-        if (need_old and old_logps is None) or (need_entropies and entropies is None):
-            logps, entropies = self._score_again(self.model, output)
-            old_logps = logps if old_logps is None else old_logps
+        # TRL scores with the sampling policy first, if at all
+        old = batch.scores[0] if "old_per_token_logps" in output else None
+        if (need_old and old is None) or (need_entropies and (old is None or old.entropies is None)):
+            old = self._score_rollout(self.model, output, extra=True)
         if need_old:
-            output["old_per_token_logps"] = old_logps
+            output.setdefault("old_per_token_logps", old.logps)
         if need_entropies:
-            output["rollout_entropies"] = entropies
-        self._scores.clear()
-        self._set_advantages(output)
+            output["rollout_entropies"] = old.entropies
+        if self._has_own_kl:
+            output["ref_per_token_logps"] = self._score_reference(output)
+        self._set_advantages(output, batch.rewards_per_func)
         return output
 
-    def _score_again(self, model, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies that TRL doesn't compute, both of shape `(B, C)`."""
+    @torch.no_grad()
+    def _score_rollout(self, model, inputs: dict[str, Any], extra: bool = False) -> Scores:
+        """Scores of a generation batch, or of a part of one; `extra` ones are those that TRL's trainer doesn't compute."""
         start = time.perf_counter()
-        args, training = self.args, self.model.training
-        completion_ids = batch["completion_ids"]
+        args, completion_ids = self.args, inputs["completion_ids"]
         with (
-            torch.no_grad(),
             disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            self._rows_at_hand(batch),
+            self._rows_of(inputs) as batch,
         ):
-            logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            self._get_per_token_logps_and_entropies(
                 model,
-                torch.cat([batch["prompt_ids"], completion_ids], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                 completion_ids.size(1),
-                batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+                batch_size=args.per_device_train_batch_size
+                if self.model.training
+                else args.per_device_eval_batch_size,
                 compute_entropy=True,
             )
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        self._extra_scoring_time += time.perf_counter() - start
-        return logps, entropies
+        if extra:
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            self._extra_scoring_time += time.perf_counter() - start
+        return batch.scores[0]
 
-    def _set_advantages(self, output: dict[str, Any]) -> None:
+    def _set_advantages(self, output: dict[str, Any], per_func: torch.Tensor) -> None:
         """Replaces TRL's advantages, and marks groups with signal where they are exchanged."""
         args, mode = self.args, "train" if self.model.training else "eval"
-        per_func = self._rewards_per_func
         rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
         rewards[per_func.isnan().all(dim=1)] = torch.nan
         if args.reward_running_scale:
@@ -267,7 +277,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         else:
             mask = self._loss_mask(output)
             n_tokens = mask.size(1)
-            advantages = self._estimate_advantages(output, rewards, group_ids, mask)
+            advantages = self._estimate_advantages(output, rewards, per_func, group_ids, mask)
             per_completion = args.loss_type == "gmpo" or args.importance_sampling_level == "sequence"
             if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
                 option = "loss_type" if args.loss_type == "gmpo" else "importance_sampling_level"
@@ -287,7 +297,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             output["live"] = live[rows]
 
     def _estimate_advantages(
-        self, output: dict[str, Any], rewards: torch.Tensor, group_ids: torch.Tensor, mask: torch.Tensor
+        self,
+        output: dict[str, Any],
+        rewards: torch.Tensor,
+        per_func: torch.Tensor,
+        group_ids: torch.Tensor,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         """Advantages of all processes' completions from their shaped rewards; the mask is that of this process's."""
         args = self.args
@@ -296,12 +311,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         return estimate_advantages(
             args.advantage_estimator,
             rewards=rewards,
-            rewards_per_func=self._rewards_per_func,
+            rewards_per_func=per_func,
             group_ids=group_ids,
             mask=self._gather_rows(mask),
             old_logps=self._gather_rows(old_logps) if need_logps else None,
             ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
-            kl_coef=self.beta if args.kl_in_reward else 0.0,
+            kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
             norm_level=args.norm_level,
             weight=args.cpgd_weight,
@@ -349,7 +364,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         result["packed"] = batch["packed"]
         if self._any_process(any(group.step != step for group in joined)) and "ref_per_token_logps" in result:
             # The reference may have moved since
-            result["ref_per_token_logps"] = self._score_reference(result)
+            result["ref_per_token_logps"] = self._score_reference(result, extra=True)
         result["num_items_in_batch"] = self.accelerator.gather(self._loss_mask(result).sum()).sum()
 
         counts = torch.tensor([[len(drawn), len(live), size, len(replayed)]], device=self.accelerator.device)
@@ -375,12 +390,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         rows = self._extra_rows.at(start, n)
         return [row for row in rows for _ in range(self.num_generations)]
 
-    def _score_reference(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _score_reference(self, inputs: dict[str, Any], extra: bool = False) -> torch.Tensor:
         if self.ref_model is not None:
-            return self._score_again(self.ref_model, batch)[0]
+            return self._score_rollout(self.ref_model, inputs, extra).logps
         model = self.accelerator.unwrap_model(self.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-            return self._score_again(self.model, batch)[0]
+            return self._score_rollout(self.model, inputs, extra).logps
 
     # High-entropy tokens
 
@@ -399,7 +414,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         elif args.entropy_source == "current" and args.entropy_scope == "batch" and self._step % window == 0:
             start = self._step % args.steps_per_generation
             batches = self._buffered_inputs[start : start + window]
-            self._mark_tokens(batches, [self._score_again(self.model, batch)[1] for batch in batches])
+            self._mark_tokens(
+                batches, [self._score_rollout(self.model, batch, extra=True).entropies for batch in batches]
+            )
         return inputs
 
     def _mark_tokens(self, batches: list[dict[str, Any]], entropies: list[torch.Tensor]) -> None:
@@ -435,18 +452,22 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't
             trained on. Shape `(B, C)`.
         """
-        inputs = vars(self).get("_inputs")
-        if inputs is None:  # not asked for the loss of a micro-batch
+        if self._batch is None or self._batch.token_weights is None:  # not asked for the loss of a micro-batch
             return super().get_high_entropy_mask(entropies, mask, threshold)
+        return self._batch.token_weights
+
+    def _token_weights(
+        self, inputs: dict[str, Any], entropies: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Weights of the tokens in the policy loss, `(B, C)`; `None` for 1."""
         args = self.args
+        if args.top_entropy_quantile == 1:
+            return None
         if "high_entropy_weights" in inputs:
-            weights = inputs["high_entropy_weights"]
-        elif args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
-            weights = super().get_high_entropy_mask(entropies, mask, threshold)
-        else:
-            weights = self._high_entropy_weights(entropies, mask)
-        self._entropy_weights = weights
-        return weights
+            return inputs["high_entropy_weights"]
+        if args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
+            return super().get_high_entropy_mask(entropies, mask, 1 - args.top_entropy_quantile)
+        return self._high_entropy_weights(entropies, mask)
 
     # Loss
 
@@ -457,83 +478,127 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         return loss
 
     def _compute_loss(self, model, inputs):
-        self._entropy_weights = 1.0
-        args = self.args
-        own_policy = LOSSES[args.loss_type].is_own
-        own_kl = self.beta != 0 and not args.kl_in_reward and (own_policy or args.kl_estimator != "k3")
-        overrides = {"_inputs": inputs}
-        trl_inputs = inputs
-        if own_kl or args.kl_in_reward:
-            overrides["beta"] = 0.0
-        if own_policy:
-            # TRL's part is then the entropy bonus, the auxiliary loss and their metrics
-            overrides |= {"loss_type": "sapo", "beta": 0.0}
-            trl_inputs = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-            trl_inputs.pop("old_per_token_logps", None)
-        with self._overridden(**overrides):
-            loss = super()._compute_loss(model, trl_inputs)
-        logps = self._scores.pop().logps
+        """
+        The loss of a micro-batch: its scores, then TRL's own code for TRL's loss types, ours for ours.
+
+        TRL's code asks for scores and for high-entropy tokens, and gets those of `self._batch`.
+        """
+        args, own = self.args, LOSSES[self.args.loss_type].is_own
         mask = self._loss_mask(inputs)
-        old_logps = inputs.get("old_per_token_logps")
-        old_logps = logps.detach() if old_logps is None else old_logps
-        self._log_ratio = torch.where(mask.bool(), logps.detach() - old_logps, 0)
-        own_loss = loss.new_zeros(())
-        if own_policy:
-            own_loss = own_loss + self._policy_loss(logps, old_logps, mask, inputs)
-        if own_kl:
-            own_loss = own_loss + self.beta * self._kl_loss(logps, old_logps, mask, inputs)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        if self._entropy_bonus_enabled and (own_policy or own_kl):  # with which TRL logs it
-            # Like TRL, before the division by accumulation steps where the loss type has it
-            scale = self._accumulation() if args.loss_type in MEAN_LOSS_TYPES else 1
-            logged = metrics["policy_loss"]
-            self._pending.add(lambda mean: logged.append(logged.pop() + scale * mean), own_loss, torch.mean)
-        loss = loss + own_loss
+        scores = self._batch.current = self._score(model, inputs)
+        self._batch.token_weights = self._token_weights(inputs, scores.entropies, mask)
+        loss = self._own_loss(scores, mask, inputs) if own else super()._compute_loss(model, inputs)
+        if self._has_own_kl and not args.kl_in_reward and not own:
+            kl_loss = self._kl_loss(scores.logps, mask, inputs)
+            self._log_policy_loss(kl_loss, beside_trl=True)
+            loss = loss + kl_loss
         if args.kl_target is not None and self.model.training:
-            self._adapt_kl(logps, mask, inputs)
+            self._adapt_kl(scores.logps, mask, inputs)
         if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
-            metrics["extra_scoring_time"].append(self._extra_scoring_time)
+            self._own_metrics["extra_scoring_time"].append(self._extra_scoring_time)
             self._extra_scoring_time = 0.0
         return loss
 
-    def _policy_loss(self, logps, old_logps, mask, inputs) -> torch.Tensor:
+    def _own_loss(self, scores: Scores, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """A loss type that TRL doesn't have, with the terms that TRL's have: KL divergence, entropy bonus, balancing."""
+        loss = self._policy_loss(scores.logps, mask, inputs)
+        if self._has_own_kl and not self.args.kl_in_reward:
+            loss = loss + self._kl_loss(scores.logps, mask, inputs)
+        if self._entropy_bonus_enabled:
+            self._log_policy_loss(loss)
+            loss = loss - self._entropy_bonus(scores.entropies, mask)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss / self._accumulation()
+            self._pending.add(self._own_metrics["aux_loss"].append, scores.aux_loss, torch.mean)
+        self._pending.add_token_mean(self._own_metrics["entropy"].append, scores.entropies, mask)
+        return loss
+
+    def _score(self, model, inputs: dict[str, Any]) -> Scores:
+        """Scores of a micro-batch, with gradients."""
+        completion_ids = inputs["completion_ids"]
+        self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            completion_ids.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+        return self._batch.scores[-1]
+
+    def _policy_loss(self, logps: torch.Tensor, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """A policy loss that TRL doesn't have, and its metrics."""
-        args = self.args
-        advantages = inputs["advantages"]
-        token_advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-        log_ratio = log_ratios(logps, old_logps, mask)
+        loss_type, options = LOSSES[self.args.loss_type], self.args.loss_options()
+        advantages, old = inputs["advantages"], old_logps(inputs, logps)
         correction = inputs.get("importance_sampling_ratio", 1.0)
         if self.off_policy_mask_threshold is not None:
             correction = correction * self.get_off_policy_mask(
-                advantages=token_advantages,
+                advantages=advantages[:, None] if advantages.dim() == 1 else advantages,
                 per_token_logps=logps,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old_logps),
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old),
                 mask=mask,
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
-        loss_type, options = LOSSES[args.loss_type], args.loss_options()
-        weights = {"weights": self._entropy_weights, "correction": correction}
-        loss = self._aggregate(loss_type(logps, old_logps, advantages, mask, options, **weights), mask, inputs)
+        weights = 1.0 if self._batch.token_weights is None else self._batch.token_weights
+        per_token = loss_type(logps, old, advantages, mask, options, weights=weights, correction=correction)
 
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        low_clipped, high_clipped = loss_type.clipped(log_ratio, advantages, options)
-        for name, clipped in (("low", low_clipped), ("high", high_clipped), ("region", low_clipped | high_clipped)):
+        metrics = self._own_metrics
+        low, high = loss_type.clipped(log_ratios(logps, old, mask), advantages, options)
+        for name, clipped in (("low", low), ("high", high), ("region", low | high)):
             self._pending.add_token_mean(metrics[f"clip_ratio/{name}_mean"].append, clipped.float(), mask)
-        for name, clipped, largest in (("low_min", low_clipped, False), ("high_max", high_clipped, True)):
+        for name, clipped, largest in (("low_min", low, False), ("high_max", high, True)):
             per_completion = (clipped * mask).sum(1) / mask.sum(1)
             self._pending.add_extreme(metrics[f"clip_ratio/{name}"].append, per_completion, largest)
-        return loss
+        return self._aggregate(per_token, mask, inputs)
 
-    def _kl_loss(self, logps, old_logps, mask, inputs) -> torch.Tensor:
-        """The KL term, without its coefficient, where it isn't TRL's own."""
+    def _kl_loss(self, logps: torch.Tensor, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """The KL term where it isn't TRL's own."""
         args = self.args
         kl = approx_kl(logps, inputs["ref_per_token_logps"], mask, args.kl_estimator)
         # GMPO's is plain, as TRL's trainer for it has it
         if args.kl_estimator == "k3" and args.use_bias_correction_kl and args.loss_type != "gmpo":
-            kl = kl * torch.where(mask.bool(), logps - old_logps, 0).exp()
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        self._pending.add_token_mean(metrics["kl"].append, kl, mask)
-        return self._aggregate(kl, mask, inputs)
+            kl = kl * log_ratios(logps, old_logps(inputs, logps), mask).exp()
+        self._pending.add_token_mean(self._own_metrics["kl"].append, kl, mask)
+        return self.kl_coef * self._aggregate(kl, mask, inputs)
+
+    def _entropy_bonus(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The mean entropy of the tokens that are trained on times its coefficient, which may adapt as TRL's does."""
+        args, training, weights = self.args, self.model.training, self._batch.token_weights
+        weights = mask if weights is None else mask * weights
+        sums = torch.stack([(entropies * weights).sum(), weights.sum()])
+        active = not self.use_adaptive_entropy or self._last_world_entropy <= args.entropy_target
+        coef = self.entropy_coef if active else 0.0
+        if training and self.use_adaptive_entropy:
+            window = sums.detach()
+            self._entropy_window_stats = window + (
+                0 if self._entropy_window_stats is None else self._entropy_window_stats
+            )
+            if self.accelerator.sync_gradients:
+                total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
+                self._entropy_window_stats, self._last_world_entropy = None, total / max(count, 1.0)
+                step = (
+                    args.entropy_coef_delta
+                    if self._last_world_entropy <= args.entropy_target
+                    else -args.entropy_coef_delta
+                )
+                self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
+        if training and self.accelerator.sync_gradients:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+        return coef * sums[0] / sums[1].clamp(min=1.0) / self._accumulation()
+
+    def _log_policy_loss(self, loss: torch.Tensor, beside_trl: bool = False) -> None:
+        """The metric `policy_loss`, which TRL has with an entropy bonus; or what comes to TRL's."""
+        if not self._entropy_bonus_enabled:
+            return
+        # Like TRL, before the division by accumulation steps where the loss type has it
+        scale = self._accumulation() if LOSSES[self.args.loss_type].is_mean else 1
+        logged = self._own_metrics["policy_loss"]
+        take = (lambda mean: logged.append(logged.pop() + mean)) if beside_trl else logged.append
+        self._pending.add(take, scale * loss, torch.mean)
+
+    @property
+    def _own_metrics(self) -> dict[str, list[float]]:
+        return self._metrics["train" if self.model.training else "eval"]
 
     def _aggregate(self, values, mask, inputs) -> torch.Tensor:
         """Averages over tokens and completions with the denominators that TRL gives the loss type."""
@@ -560,9 +625,9 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
                 window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
                 total, n_tokens, n_samples = window.tolist()
                 self._kl_controller.update(total / max(n_tokens, 1.0), int(n_samples))
-                self.beta = self._kl_controller.value
+                self._set_kl_coef()
                 self._kl_window.clear()
-            self._metrics["train"]["kl_coef"].append(self.beta)
+            self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
         """Whether the controller hears of the completions at hand, which it does in their first epoch."""
@@ -595,7 +660,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         # What the run no longer asks for stays in the checkpoint
         if self.args.kl_target is not None:
             self._kl_controller.load_state_dict(state["kl_controller"])
-            self.beta = self._kl_controller.value
+            self._set_kl_coef()
         self._reward_scale.load_state_dict(state["reward_scale"])
         if state["batches"] == self._batches():
             if self.args.replay_buffer_size > 0:
@@ -607,3 +672,20 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
 def _with_signal(groups: list[Group]) -> list[Group]:
     return [group for group in groups if group.rows["live"].all()]
+
+
+def old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
+    """
+    Log-probabilities under the policy that sampled, which is the current one in the first update.
+
+    Args:
+        inputs (`dict`):
+            A micro-batch.
+        logps (`torch.Tensor`):
+            Current log-probabilities, shape `(B, C)`.
+
+    Returns:
+        `torch.Tensor`: The old ones, without a gradient, shape `(B, C)`.
+    """
+    given = inputs.get("old_per_token_logps")
+    return logps.detach() if given is None else given

@@ -119,7 +119,7 @@ class MultimodalMixin(ResumableTrainer, FiniteUpdates):
         check_processor(processing_class)
         check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if ref_model is None:
-            ref_model = load_reference(model, args, kwargs.get("peft_config"))
+            ref_model = load_reference(model, args, kwargs.get("peft_config"), quantization_config)
         elif args.beta == 0 or args.sync_ref_model:
             option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
             raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
@@ -496,6 +496,8 @@ class MultimodalMixin(ResumableTrainer, FiniteUpdates):
         **kwargs,
     ):
         batch = self._batch
+        if batch is not None and batch.current is not None:
+            return batch.current.logps, batch.current.entropies, batch.current.aux_loss
         if batch is None or batch.prompts is None:  # `rollout_func` makes its own prompts
             tensors = super()._get_per_token_logps_and_entropies(
                 model,

@@ -2,7 +2,6 @@
 """PPO: a critic beside the policy, in one module, one forward and one backward."""
 
 import copy
-import functools
 import math
 import textwrap
 from contextlib import contextmanager
@@ -31,16 +30,19 @@ from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..algorithms.advantages import gae, place_rewards, whiten
 from ..algorithms.kl import approx_kl
-from ..algorithms.losses import explained_variance, value_loss
+from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
 from ..data.fetch import EndlessRows
 from ..encoding.supervised import encode_supervised
-from ..forward.scoring import completion_scores, completion_values
+from ..forward.attention import install_prefix_attention
+from ..forward.masks import sharing_obstacle
+from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..models.towers import freeze_as_built
+from ..models.wrapped import is_whole
 from .ema import MovingAverage
-from .grpo_trainer import MEAN_LOSS_TYPES, MultimodalGRPOTrainer
-from .multimodal import own_config, warn_of_unread
+from .grpo_trainer import MultimodalGRPOTrainer, old_logps
 from .ppo_config import MultimodalPPOConfig
+from .setup import own_config, warn_of_unread
 
 
 if TYPE_CHECKING:
@@ -209,12 +211,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
             self.ema = MovingAverage(policy, args.ema_decay)
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
-        self._joint: dict[str, Any] | None = None  # what the forward of an update takes and gives beside the policy's
         self._critic_groups: list[bool] = []  # which parameter groups of the optimizer are the critic's
         self._trained = {"policy", "critic"}  # what an update may change
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, SyncRefModelCallback):
-                callback.__class__ = _SyncPolicy
+        if self.pop_callback(SyncRefModelCallback) is not None:
+            self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
         self.add_callback(_Averaging(self))
 
     def _make_critic(self, value_model) -> Critic | ValueHead:
@@ -241,6 +241,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 copied = copied.unload().requires_grad_()
                 freeze_as_built(copied)
             critic = Critic(copied)
+        if not sharing_obstacle(critic.model):
+            install_prefix_attention(critic.model)
         theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
         if type(critic.model) is not type(policy) or theirs != own:
             raise ValueError(
@@ -393,16 +395,16 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         with self._policy_alone():
             return super()._generate_single_turn(*args, **kwargs)
 
-    def _estimate_advantages(self, output, rewards, group_ids, mask):
+    def _estimate_advantages(self, output, rewards, per_func, group_ids, mask):
         if self.critic is None:
-            return super()._estimate_advantages(output, rewards, group_ids, mask)
+            return super()._estimate_advantages(output, rewards, per_func, group_ids, mask)
         args, n = self.args, len(mask)
         values, bootstrap = self._score_values(output)
         own_rewards = rewards[self.accelerator.process_index * n :][:n]
         token_rewards = place_rewards(own_rewards.nan_to_num(), mask)
         if args.kl_in_reward:
             kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
-            token_rewards = token_rewards - self.beta * kl
+            token_rewards = token_rewards - self.kl_coef * kl
         advantages, returns = gae(token_rewards, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
         scorable = (~own_rewards.isnan()).long()
         output.update(old_values=values, returns=returns, scorable=scorable)
@@ -430,32 +432,24 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         further = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut.to(mask.dtype))
         ids, extended = further if args.bootstrap_truncated else (ids, mask)
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-        parts = []
         with (
             disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            self._rows_at_hand(batch),
-            self.accelerator.autocast(),
+            self._rows_of(batch) as rows,
         ):
-            for start in range(0, len(ids), size):
-                part = slice(start, start + size)
-                rows = self._with_companions(self.model, (self._samples[part], ids[part], extended[part]))
-                options = {"packed": self._packed, "apart": self._remedies.apart}
-                options["min_forwards"] = self._n_forwards(rows[0], self._remedies.apart)
-                values = self._as_one_forward(self.model, self._values_of(rows, **options))
-                parts.append(values[: len(ids[part])])
-        values = torch.cat(parts)
+            slices = [slice(start, start + size) for start in range(0, len(ids), size)]
+            values = torch.cat(
+                [
+                    self._policy.values(
+                        self.model, self.critic, rows.prompts[part], ids[part], extended[part], packed=rows.packed
+                    )
+                    for part in slices
+                ]
+            )
         bootstrap = torch.zeros(len(ids), device=ids.device)
         if args.bootstrap_truncated:
             bootstrap = torch.where(cut, values.gather(1, lengths), 0)[:, 0]
             values = values[:, :-1]
         return torch.where(mask.bool(), values, 0), bootstrap
-
-    def _values_of(self, rows: tuple, **options):
-        """What gives values of states within a forward."""
-        if self.args.shared_trunk:
-            policy = self._unwrapped(self.model)
-            return lambda call: completion_scores(call, policy, *rows, value_head=self.critic, **options).values
-        return lambda call: completion_values(self.critic, self.critic.model, *rows, **options)
 
     # Update
 
@@ -470,60 +464,39 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model, inputs):
+        policy_loss = super()._compute_loss(model, inputs)
         if not self.model.training:
-            return super()._compute_loss(model, inputs)
-        args, metrics = self.args, self._metrics["train"]
-        supervised = self._supervised_batch()
-        self._joint = {"inputs": inputs, "supervised": supervised}
-        try:
-            policy_loss = super()._compute_loss(model, inputs)
-            scores, logps = self._joint["scores"], self._joint["logps"]
-        finally:
-            self._joint = None
-        self._log_policy(policy_loss, inputs)
-        loss = self._if_trained("policy", policy_loss, logps)
+            return policy_loss
+        args, scores = self.args, self._batch.current
+        self._log_policy(policy_loss, scores.logps, inputs)
+        loss = self._if_trained("policy", policy_loss, scores.logps)
         if self.critic is not None:
-            values = scores.values
-            loss = loss + args.vf_coef * self._if_trained("critic", self._value_loss(values, inputs), values)
-        if supervised is not None:
-            mask = supervised[2]
-            likelihood = (scores.supervised * mask).sum() / mask.sum()
-            self._pending.add(metrics["ptx_loss"].append, -likelihood, torch.mean)
-            likelihood = self._if_trained("policy", likelihood, scores.supervised)
-            loss = loss - args.ptx_coef * likelihood / self._accumulation()
+            value_loss = self._if_trained("critic", self._value_loss(scores.values, inputs), scores.values)
+            loss = loss + args.vf_coef * value_loss
+        if scores.supervised is not None:
+            ptx_loss = self._ptx_loss(scores.supervised, self._batch.supervised[2])
+            loss = loss + args.ptx_coef * self._if_trained("policy", ptx_loss, scores.supervised)
         return loss
+
+    def _score(self, model, inputs) -> Scores:
+        """Scores of policy and critic, and of supervised completions, in one forward of the engine."""
+        if not self.model.training:
+            return super()._score(model, inputs)
+        batch = self._batch
+        batch.supervised = self._supervised_batch()
+        return self._policy.score(
+            model,
+            batch.prompts,
+            inputs["completion_ids"],
+            inputs["completion_mask"],
+            packed=batch.packed,
+            compute_aux_loss=self.aux_loss_enabled,
+            critic=self.critic,
+            supervised=batch.supervised,
+        )
 
     def _counts_for_kl(self):
         return self._trains("policy") and super()._counts_for_kl()
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._joint is not None:
-            self._joint["logps"] = scores[0]
-        return scores
-
-    def _score(self, model, *args, **overrides):
-        if self._joint is None:
-            return super()._score(model, *args, **overrides)
-        joint, shared = self._joint, self.args.shared_trunk
-        if shared:
-            overrides["value_head"] = self.critic
-        if self.critic is not None and not shared or joint["supervised"] is not None:
-            overrides["beside"] = functools.partial(self._beside, joint["supervised"])
-        joint["scores"] = super()._score(model, *args, **overrides)
-        return joint["scores"]
-
-    def _beside(self, supervised, rows, first, **options):
-        """What gives values of the rows, and in the first forward the log-probabilities of supervised ones."""
-        has_values = self.critic is not None and not self.args.shared_trunk
-        values = self._values_of(rows, **options) if has_values else None
-        likelihoods = self._supervised_scores(*supervised) if first and supervised is not None else None
-
-        def both(call) -> dict[str, torch.Tensor]:
-            results = {} if values is None else {"values": values(call)}
-            return results if likelihoods is None else {**results, "supervised": likelihoods(call)}
-
-        return both
 
     def _value_loss(self, values: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         args, metrics = self.args, self._metrics["train"]
@@ -534,19 +507,25 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._pending.add_token_mean(metrics["value_clip_ratio"].append, (loss > plain).float(), mask)
         return self._aggregate(loss, mask, inputs)
 
-    def _log_policy(self, loss: torch.Tensor, inputs: dict[str, Any]) -> None:
+    def _ptx_loss(self, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        loss = -(logps * mask).sum() / mask.sum()
+        self._pending.add(self._metrics["train"]["ptx_loss"].append, loss, torch.mean)
+        return loss / self._accumulation()
+
+    def _log_policy(self, loss: torch.Tensor, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
         """What TRL doesn't log."""
         metrics, mask = self._metrics["train"], self._loss_mask(inputs)
         if not self._entropy_bonus_enabled:
-            scale = self._accumulation() if self.args.loss_type in MEAN_LOSS_TYPES else 1
+            scale = self._accumulation() if LOSSES[self.args.loss_type].is_mean else 1
             self._pending.add(metrics["policy_loss"].append, scale * loss, torch.mean)
-        ratio = self._log_ratio.exp()
+        log_ratio = log_ratios(logps.detach(), old_logps(inputs, logps), mask)
+        ratio = log_ratio.exp()
         self._pending.add_token_mean(metrics["ratio/mean"].append, ratio, mask)
         self._pending.add(metrics["ratio/max"].append, torch.where(mask.bool(), ratio, 0).max(), torch.max)
-        self._pending.add_token_mean(metrics["approx_kl"].append, ratio - 1 - self._log_ratio, mask)
+        self._pending.add_token_mean(metrics["approx_kl"].append, ratio - 1 - log_ratio, mask)
         if self.accelerator.sync_gradients:
-            if self.beta != 0 and self.args.kl_target is None:
-                metrics["kl_coef"].append(self.beta)
+            if self.kl_coef != 0 and self.args.kl_target is None:
+                metrics["kl_coef"].append(self.kl_coef)
             if self.critic is not None:
                 rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
                 metrics["value_learning_rate"].append(rate)
@@ -569,15 +548,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             ignored_media_columns=self.args.ignored_media_columns or (),
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
-
-    def _supervised_scores(self, prompts, ids, mask):
-        """What gives the log-probabilities of supervised completions within a forward."""
-        rows = self._with_companions(None, (prompts, ids, mask))
-        remedies, policy = self._remedies, self._unwrapped(self.model)
-        options = {"packed": False, "apart": remedies.apart}
-        options["min_forwards"] = self._n_forwards(rows[0], remedies.apart)
-        options["logits_temperature"] = self.temperature if remedies.own_logits else None
-        return lambda call: completion_scores(call, policy, *rows, **options).logps[: len(prompts)]
 
     # Checkpoints
 
@@ -662,7 +632,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         self._reload_critic(resume_from_checkpoint)
 
     def _load_best_model(self):
-        if self._is_whole:
+        if is_whole(self.accelerator):
             with self._policy_alone():
                 super()._load_best_model()
             self._reload_critic(self.state.best_model_checkpoint)

@@ -42,7 +42,7 @@ class ResumableTrainer:
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
             "self_check": None if self._self_check is None else asdict(self._self_check),
-            "remedies": asdict(self._remedies),
+            "remedies": asdict(self._policy.remedies),
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
         }
@@ -85,11 +85,11 @@ class ResumableTrainer:
                 "completions."
             )
         if state["checked"] == self._checked():  # else what this run does is measured anew
-            self._remedies = Remedies(**state["remedies"])
+            self._policy.remedies = Remedies(**state["remedies"])
             if state["self_check"] is not None:
-                self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._remedies})
+                self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._policy.remedies})
         for batch in self._buffered_inputs or ():
-            batch["packed"] = [packed and self._remedies.can_pack for packed in batch["packed"]]
+            batch["packed"] = [packed and self._policy.remedies.can_pack for packed in batch["packed"]]
         self._n_skipped = state["n_skipped"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import RLOOTrainer
 from trl.trainer.rloo_trainer import RewardFunc
 
-from .multimodal import MultimodalMixin, own_config
+from .multimodal import MultimodalMixin
 from .rloo_config import MultimodalRLOOConfig
+from .setup import own_config
 
 
 if TYPE_CHECKING:
@@ -99,9 +100,3 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-
-    def _compute_loss(self, model, inputs):
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self._scores.clear()  # they would keep the graph

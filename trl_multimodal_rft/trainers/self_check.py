@@ -22,6 +22,7 @@ from ..families import MODALITIES, TOKEN_FIELDS, modality_of
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..forward.scoring import takes_logits_to_keep, to_model
+from ..policy import Remedies
 
 
 if TYPE_CHECKING:
@@ -41,28 +42,6 @@ _MOST_SIZES = 64
 
 # A medium that moves log-probabilities by less than this share of what counts as equal isn't heard or seen
 _MOVES = 1e-2
-
-
-@dataclass
-class Remedies:
-    """
-    What a trainer does where a model can't do everything exactly in the fastest way.
-
-    Args:
-        can_pack (`bool`):
-            Whether prompts are forwarded once for all their completions.
-        apart (`str` or `None`):
-            Which prompts get forwards of their own, see [`~packing.completion_scores`].
-        own_logits (`bool`, *optional*, defaults to `False`):
-            Whether log-probabilities are taken from the model's own logits instead of TRL's fused head.
-        share_prefill (`bool`, *optional*, defaults to `True`):
-            Whether prompts are prefilled once for all their completions.
-    """
-
-    can_pack: bool
-    apart: str | None
-    own_logits: bool = False
-    share_prefill: bool = True
 
 
 @dataclass
@@ -153,7 +132,7 @@ class _Traits:
 
 
 def run_self_check(
-    trainer: "MultimodalMixin", messages: Sequence[Any], remedies: Remedies, measured: dict[str, float]
+    trainer: "MultimodalMixin", messages: Sequence[Any], prompts: list[EncodedPrompt], measured: dict[str, float]
 ) -> SelfCheck:
     """
     Measures the prompts at hand. Nothing of the trainer is changed.
@@ -162,11 +141,11 @@ def run_self_check(
 
     Args:
         trainer (`MultimodalMixin`):
-            Trainer in evaluation mode, with encoded prompts.
+            Trainer in evaluation mode.
         messages (`Sequence`):
             What each prompt was encoded from.
-        remedies ([`Remedies`]):
-            What the trainer does so far.
+        prompts (`list[EncodedPrompt]`):
+            The prompts.
         measured (`dict[str, float]`):
             Modalities whose effect is known, and their effect.
 
@@ -177,7 +156,7 @@ def run_self_check(
         `RuntimeError`: If features aren't those of the processor, if a medium changes nothing, or if no remedy makes
             log-probabilities or rows exact. The message names the model's type and what to do.
     """
-    return _Check(trainer, remedies, measured).run(messages)
+    return _Check(trainer, measured).run(messages, prompts)
 
 
 def check_engine(
@@ -219,19 +198,19 @@ def _tolerance(dtype: torch.dtype) -> float:
 class _Check:
     """One run of the self-check; `remedies` are those found so far."""
 
-    def __init__(self, trainer, remedies: Remedies, measured: dict[str, float]):
+    def __init__(self, trainer, measured: dict[str, float]):
         self.trainer = trainer
         self.model = trainer._unwrapped(trainer.model)
         self.device = trainer.accelerator.device
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
         self.tolerance = _tolerance(autocast or self.model.dtype)
-        self.remedies = replace(remedies)
+        self.remedies = replace(trainer._policy.remedies)
         self.media = dict(measured)
         self.model_type = self.model.config.model_type
         self.failure = ""  # what the last attempt failed with
 
-    def run(self, messages: Sequence[Any]) -> SelfCheck:
-        targets, donors, partners = self._choose(messages)
+    def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
+        targets, donors, partners = self._choose(messages, prompts)
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
@@ -251,12 +230,12 @@ class _Check:
 
     # What is checked
 
-    def _choose(self, messages) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
+    def _choose(self, messages, prompts) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
         """
         The longest prompt of all and of each modality, whose masks are the hardest case; other media to swap in; and partners
         for a common forward: media of other shapes, and text alone.
         """
-        own = {prompt: messages[rows[0]] for prompt, rows in group_by_prompt(self.trainer._samples).items()}
+        own = {prompt: messages[rows[0]] for prompt, rows in group_by_prompt(prompts).items()}
         process = self.trainer.accelerator.process_index
         traits = gather_object([_traits(process, i, prompt) for i, prompt in enumerate(own)])
         longest = sorted(traits, key=lambda each: -each.length)
@@ -447,10 +426,10 @@ class _Check:
     # What is compared with it
 
     def _score(self, prompts: list[EncodedPrompt], ids, mask, packed: bool, apart: str | None = None) -> torch.Tensor:
-        samples = [prompt for prompt in prompts for _ in range(len(ids))]
+        repeated = [prompt for prompt in prompts for _ in range(len(ids))]
         rows = [each.repeat(len(prompts), 1) for each in (ids, mask)]
-        options = {"packed": packed, "apart": apart, "own_logits": self.remedies.own_logits}
-        return self.trainer._score(self.trainer.model, samples, *rows, **options).logps
+        remedies = replace(self.remedies, apart=apart)
+        return self.trainer._policy.score(self.trainer.model, repeated, *rows, packed=packed, remedies=remedies).logps
 
     def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
         """How far padded rows are from the truth, and their log-probabilities."""

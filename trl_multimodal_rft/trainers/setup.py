@@ -13,7 +13,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..data.columns import iter_refs, rows_to_messages
 from ..data.unread import check_columns, columns_known
-from ..families import MODALITIES
+from ..families import MODALITIES, family_of
 from ..models.pretrained import load_model, trained_part
 from ..models.towers import freeze_as_built
 
@@ -159,7 +159,6 @@ def image_token_id(config, placeholders: set[int]):
 
 
 @contextmanager
-@contextmanager
 def no_warning_about_init_kwargs(active: bool):
     """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
 
@@ -230,7 +229,7 @@ def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
     return model
 
 
-def load_reference(model: PreTrainedModel, args, peft_config=None) -> PreTrainedModel | None:
+def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:
     """
     Loads the reference of a policy that is a part of what its name holds; TRL would load the whole of it.
 
@@ -241,6 +240,8 @@ def load_reference(model: PreTrainedModel, args, peft_config=None) -> PreTrained
             The config.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Adapter to come, without which the policy is its own reference.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization.
 
     Returns:
         [`~transformers.PreTrainedModel`] or `None`: The reference; `None` where TRL's way is right, or none is needed.
@@ -248,10 +249,12 @@ def load_reference(model: PreTrainedModel, args, peft_config=None) -> PreTrained
     if args.beta == 0 or peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
-    if trained_part(name) is None:
+    if not family_of(model).trained_part or trained_part(name) is None:
         return None
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
     init_kwargs |= args.model_init_kwargs or {}
+    if quantization_config is not None:
+        init_kwargs["quantization_config"] = quantization_config
     if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
