@@ -20,7 +20,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.reporting import media_logs
+from trl_multimodal_rft.reporting import media_logs, model_card
 from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.grpo_config import TRL_LOSS_TYPES
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
@@ -174,9 +174,12 @@ def names(paths) -> set[str]:
 
 
 def methods(owner, trl) -> set[str]:
+    """Of TRL's that a class or a mixin which it is built of overrides."""
+    own = [base for base in owner.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
     return {
         name
-        for name, value in vars(owner).items()
+        for base in (own if owner is MultimodalMixin else [owner])
+        for name, value in vars(base).items()
         if inspect.isfunction(value) and name != "__init__" and hasattr(trl, name)
     }
 
@@ -201,12 +204,13 @@ TRAINERS = [
 @pytest.mark.parametrize(("ours", "trl", "config", "our_config"), TRAINERS, ids=["grpo", "rloo"])
 def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config, tmp_path):
     """What `self.<name>` and `self.args.<name>` read without setting it, on TRL's own trainer and on the config."""
-    source = inspect.getsource(MultimodalMixin) + inspect.getsource(ours)
+    own_classes = [base for base in ours.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
+    source = "".join(map(inspect.getsource, own_classes))
     read = set(re.findall(r"\bself\.(\w+)", source))
-    for function in (self_check._Check, media_logs.log_completions):
+    for function in (self_check._Check, media_logs.log_completions, model_card.write_card):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
     own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
-    own |= vars(MultimodalMixin).keys() | vars(ours).keys()
+    own |= set().union(*map(vars, own_classes))
     model, processor = load("qwen2_5_vl")
     args = config(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
     trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)

@@ -623,3 +623,33 @@ def log_completions(trainer, log: MediaLog) -> None:
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             write_tensorboard(callback.tb_writer, frame, media, step)
+
+
+class MediaLogMixin:
+    """A trainer's logs of completions with their media, in the place of TRL's tables, which hold no audio or video."""
+
+    _media_log: MediaLog | None = None  # what the tables of completions show
+
+    def log(self, logs, start_time=None):
+        if self._media_log is None:
+            super().log(logs, start_time)
+            return
+        tables, self.log_completions = self.log_completions, False
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.log_completions = tables
+        if tables and self.accelerator.is_main_process and self._logs["prompt"]:
+            log_completions(self, self._media_log)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        # Media are gathered where all processes are, as they needn't be where `log` is called
+        if self._media_log is not None and (self.control.should_log or self.control.should_training_stop):
+            self._media_log.gather()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._media_log is not None:
+            self._media_log.gather()
+        return output
