@@ -21,7 +21,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.reporting import media_logs
+from trl_multimodal_rft.reporting import media_logs, model_card
 from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
@@ -179,9 +179,12 @@ def names(paths) -> set[str]:
 
 
 def methods(owner, trl) -> set[str]:
+    """Of TRL's that a class or a mixin which it is built of overrides."""
+    own = [base for base in owner.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
     return {
         name
-        for name, value in vars(owner).items()
+        for base in (own if owner is MultimodalMixin else [owner])
+        for name, value in vars(base).items()
         if inspect.isfunction(value) and name != "__init__" and hasattr(trl, name)
     }
 
@@ -209,7 +212,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     """What `self.<name>` and `self.args.<name>` read without setting it, on TRL's own trainer and on the config."""
     source = "".join(inspect.getsource(each) for each in (*MIXINS, ours))
     read = set(re.findall(r"\bself\.(\w+)", source))
-    for function in (self_check._Check, media_logs.log_completions):
+    for function in (self_check._Check, media_logs.log_completions, model_card.write_card):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
     own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
     own |= {name for each in (*MIXINS, ours) for name in vars(each)}

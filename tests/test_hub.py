@@ -7,11 +7,11 @@ The runs are in one process of their own (hub_worker.py), since the client reads
 
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import datasets
@@ -19,6 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers.hub_server import HubServer, Token
+from helpers.processes import python_environment
+from helpers.trainer_utils import InjectedOurs, make_trainer, text_rows
+from huggingface_hub import ModelCard
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+
+from trl_multimodal_rft.reporting import hub
 
 
 TOKENS = {
@@ -40,15 +46,14 @@ class Published:
 
     def __init__(self, hub: HubServer, folder: Path, scenarios: list[str]):
         self.hub, self.folder = hub, folder
-        self.environment = {
-            **os.environ,
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(folder / "home"),
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": "hf_write",
-        }
+        self.environment = python_environment(
+            HF_ENDPOINT=hub.url,
+            HF_HOME=str(folder / "home"),
+            HF_HUB_DISABLE_PROGRESS_BARS="1",
+            HF_HUB_DISABLE_XET="1",
+            HF_HUB_OFFLINE="0",
+            HF_TOKEN="hf_write",
+        )
         worker = Path(__file__).parent / "helpers" / "hub_worker.py"
         run = self.run([sys.executable, "-W", "ignore", str(worker), str(folder), *scenarios])
         assert run.returncode == 0, run.stderr[-3000:]
@@ -205,6 +210,47 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
     assert result["left"] == ["checkpoint-1", "checkpoint-3"] and not result["warned"]
 
 
+def test_options_of_uploads(tmp_path, monkeypatch):
+    """Which are those of `Trainer`, of a save at the end of an epoch in shards, and of a push that nobody waits for."""
+    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
+    trainer.args.hub_revision, trainer.args.hub_strategy = "branch", HubStrategy.ALL_CHECKPOINTS
+    trainer.args.save_strategy, trainer.state.epoch = SaveStrategy.EPOCH, 2.0
+    trainer.hub_model_id, trainer.model.model_tags = "someone/model", ["quick"]
+    uploads, done = [], Future()
+    done.set_result(None)
+
+    class Api:
+        def upload_folder(self, **options):
+            uploads.append({**options, "folder_path": Path(options["folder_path"]).name})
+            return done
+
+    monkeypatch.setattr(hub, "hf_api", Api)
+    checkpoint = tmp_path / "model" / "checkpoint-1"
+    trainer.model.save_pretrained(checkpoint, max_shard_size="50KB")
+    (checkpoint / "optimizer.pt").touch()
+    trainer._push_from_checkpoint(str(checkpoint))
+    shards = {path.name for path in checkpoint.glob("model-*.safetensors")}
+    kept = MODEL - {"README.md"} | WEIGHTS - {"model.safetensors"} | shards | {"model.safetensors.index.json"}
+    assert len(shards) > 1
+    assert {path.name for path in (tmp_path / "model").iterdir()} == kept | {"checkpoint-1"}
+    assert trainer.push_to_hub(blocking=False, tags="mine") is done
+    assert {"quick", "mine"} <= set(ModelCard.load(tmp_path / "model" / "README.md").data.tags)
+    ignored = ["_*", "checkpoint-*", "completions/*"]
+    common = {"repo_id": "someone/model", "token": None, "revision": "branch", "ignore_patterns": ignored}
+    common["run_as_future"] = True
+    message = "Training in progress, epoch 2"
+    assert uploads == [
+        {**common, "folder_path": "model", "commit_message": message},
+        {
+            **common,
+            "folder_path": "checkpoint-1",
+            "commit_message": f"{message}, checkpoint",
+            "path_in_repo": "checkpoint-1",
+        },
+        {**common, "folder_path": "model", "commit_message": "End of training"},
+    ]
+
+
 # Errors
 
 
@@ -257,12 +303,6 @@ def test_command_of_the_error(published):
 @pytest.mark.slow
 def test_offline(tmp_path):
     """As this process is."""
-    from helpers.trainer_utils import (  # whose imports take longer than all else here
-        InjectedOurs,
-        make_trainer,
-        text_rows,
-    )
-
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
     with pytest.raises(ConnectionError, match="`HF_HUB_OFFLINE` keeps this process from publishing 'model'") as error:
         trainer.push_to_hub()

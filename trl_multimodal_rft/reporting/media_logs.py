@@ -2,16 +2,9 @@
 """The table of completions with its media: as a parquet file, and for trackio, wandb and TensorBoard."""
 
 import html
-import io
-import math
-import os
-import re
 import sys
-import wave
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,183 +16,23 @@ import pyarrow.parquet as pq
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Audio, Features, Image, List, Video
-from transformers import is_trackio_available, is_wandb_available
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
-from transformers.video_utils import VideoMetadata
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, iter_refs
-from ..data.loading import decoding, encoded_source, fetch_file, load_image, load_video, read_audio, require_module
-
-
-if is_trackio_available():
-    import trackio
-
-if is_wandb_available():
-    import wandb
+from ..data.encode import EncodedMedium, encode_medium, spread_frames
+from ..data.loading import load_image, read_audio
 
 
 logger = get_logger(__name__)
 
 _FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
-# Files that browsers show, which are logged as they are: their extension, and how they start
-_VIEWABLE = {
-    "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
-    "audio": {
-        "wav": rb"RIFF.{4}WAVE",
-        "flac": rb"fLaC",
-        "ogg": rb"OggS",
-        "mp3": rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",
-    },
-    "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
-}
-_HEAD = 100  # bytes that tell
-
-_MOST_FRAMES = 64  # of a video that is encoded anew from a file
 _FRAMES_SHOWN = 8  # of a video, where a table or a board shows pictures only
-_UNKNOWN_FPS = 2.0  # at which frames of unknown rate are played
-
-
-@dataclass(frozen=True)
-class LoggedMedium:
-    """
-    A medium as it is stored.
-
-    Args:
-        kind (`str`):
-            `"image"`, `"audio"` or `"video"`.
-        data (`bytes`):
-            An encoded file that browsers show.
-        suffix (`str`):
-            Its extension, such as `"wav"`.
-    """
-
-    kind: str
-    data: bytes
-    suffix: str
-
-    def ref(self) -> MediaRef:
-        """Returns a reference to the medium, for the functions that decode."""
-        return MediaRef(self.kind, self.data, {}, self.kind, 0)
-
 
 # The media of a prompt, by the column of the dataset
-PromptMedia = dict[str, list[LoggedMedium]]
-
-
-# Encoding
-
-
-def encode_logged(ref: MediaRef, max_bytes: float) -> LoggedMedium:
-    """
-    Encodes a medium for logs.
-
-    A file that browsers show is taken as it is. Everything else becomes PNG, WAV (mono, 16 bits, of the source's own rate)
-    or MP4 (H.264, which needs PyAV): decoded values, files of other formats, and videos of which the message asks for a
-    span. Of a video file 64 frames are encoded, evenly spaced.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            What is to be logged.
-        max_bytes (`float`):
-            How many bytes it may take.
-
-    Returns:
-        [`LoggedMedium`]: The medium.
-
-    Raises:
-        [`~data.columns.MediaError`]: If it takes more, or can't be read.
-        `ImportError`: If a library that it needs is missing.
-    """
-    with decoding(ref):
-        file = _source_file(ref)
-        suffix = _viewable_suffix(ref, file)
-        if suffix is None:
-            file, suffix = _ENCODERS[ref.kind](ref)
-        size = os.path.getsize(file) if isinstance(file, str) else len(file)
-        if size > max_bytes:
-            raise ref.error(f"{size / 1e6:.1f} MB to log are too many; raise `max_logged_megabytes`")
-        return LoggedMedium(ref.kind, Path(file).read_bytes() if isinstance(file, str) else file, suffix)
-
-
-def _source_file(ref: MediaRef) -> str | bytes | None:
-    """Local path or bytes of a medium that is a file, `None` of decoded values."""
-    source = ref.source
-    if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
-        source = source._hf_encoded
-    if isinstance(source, dict) and source.get("array") is None:
-        source = encoded_source(ref if source is ref.source else MediaRef(ref.kind, source, {}, ref.column, ref.row))
-    if isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return fetch_file(ref, source)
-    return None
-
-
-def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
-    """Extension of a file that browsers show and that is what the message asks for."""
-    if file is None or {"video_start", "video_end"} & ref.options.keys():
-        return None
-    if isinstance(file, str):
-        with open(file, "rb") as stream:
-            head = stream.read(_HEAD)
-    else:
-        head = file[:_HEAD]
-    return next((suffix for suffix, start in _VIEWABLE[ref.kind].items() if re.match(start, head, re.DOTALL)), None)
-
-
-def _png(ref: MediaRef) -> tuple[bytes, str]:
-    buffer = io.BytesIO()
-    load_image(ref).save(buffer, "PNG")
-    return buffer.getvalue(), "png"
-
-
-def _wav(ref: MediaRef) -> tuple[bytes, str]:
-    samples, rate = read_audio(ref)
-    if samples.ndim > 1:
-        samples = samples.mean(axis=np.argmin(samples.shape))
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(round(rate))
-        # What was 16 bits once becomes the same 16 bits
-        file.writeframes((samples * 2**15).round().clip(-(2**15), 2**15 - 1).astype("<i2").tobytes())
-    return buffer.getvalue(), "wav"
-
-
-def _mp4(ref: MediaRef) -> tuple[bytes, str]:
-    av = require_module("av", "video")
-    start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
-    frames, metadata = load_video(ref, _spread(_MOST_FRAMES, start, end))
-    # H.264 halves the resolution of colours
-    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    rate = (metadata["fps"] or _UNKNOWN_FPS) * len(frames) / metadata["total_num_frames"]
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=Fraction(rate).limit_denominator(1000), options={"crf": "18"})
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue(), "mp4"
-
-
-_ENCODERS = {"image": _png, "audio": _wav, "video": _mp4}
-
-
-def _spread(count: int, start: float = 0, end: float = math.inf) -> Callable[[VideoMetadata], list[int]]:
-    """Chooses frames of a video, evenly spaced between two moments, for [`~data.loading.load_video`]."""
-
-    def indices(metadata: VideoMetadata) -> list[int]:
-        last = metadata.total_num_frames - 1
-        first = min(math.ceil(start * metadata.fps), last) if start else 0
-        last = max(math.floor(min(end * metadata.fps, last)), first) if end < math.inf else last
-        metadata.total_num_frames = last - first + 1
-        return np.linspace(first, last, min(count, last - first + 1)).round().astype(int).tolist()
-
-    return indices
+PromptMedia = dict[str, list[EncodedMedium]]
 
 
 def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
@@ -213,16 +46,16 @@ def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
             How many bytes all of them may take.
 
     Returns:
-        `dict[str, list[LoggedMedium]]`: The media by the column of the dataset; those that come in the messages are under
+        `dict[str, list[EncodedMedium]]`: The media by the column of the dataset; those that come in the messages are under
         the plural of their kind.
 
     Raises:
-        [`~data.columns.MediaError`], `ImportError`: As [`encode_logged`].
+        [`~data.columns.MediaError`], `ImportError`: As [`encode_medium`].
     """
     media: PromptMedia = {}
     for ref in refs:
         name = ref.column.split("[")[0]
-        medium = encode_logged(ref, max_bytes)
+        medium = encode_medium(ref, max_bytes)
         max_bytes -= len(medium.data)
         media.setdefault(name if name in MEDIA_COLUMNS else f"{ref.kind}s", []).append(medium)
     return media
@@ -446,15 +279,11 @@ def _label(name: str, prompt: int, index: int, count: int) -> str:
     return f"completions/{name}/{prompt}" + (f".{index}" if count > 1 else "")
 
 
-def _labels(found: list[tuple[LoggedMedium, str]]) -> str:
+def _labels(found: list[tuple[EncodedMedium, str]]) -> str:
     return ", ".join(label for _, label in found)
 
 
-def _video_frames(medium: LoggedMedium) -> np.ndarray:
-    return load_video(medium.ref(), _spread(_FRAMES_SHOWN))[0]
-
-
-def _file(medium: LoggedMedium, label: str, folder: Path) -> str:
+def _file(medium: EncodedMedium, label: str, folder: Path) -> str:
     path = folder / f"{label.replace('/', '-')}.{medium.suffix}"
     path.write_bytes(medium.data)
     return str(path)
@@ -491,6 +320,8 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
         `dict[str, Any]`: What is to be logged: a table whose cells hold a medium each, which wandb shows and plays. The
         column `images` becomes `images_0`, `images_1` and so on.
     """
+    import wandb
+
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
     def cell(found):
@@ -521,6 +352,8 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     Returns:
         `dict[str, Any]`: What is to be logged: the table, and sounds and videos by their name.
     """
+    import trackio
+
     beside = {}
 
     def cell(found):
@@ -533,7 +366,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
                 beside[label] = trackio.Audio(path)
             else:
                 beside[label] = trackio.Video(path)
-                pictures += [trackio.Image(frame) for frame in _video_frames(medium)]
+                pictures += [trackio.Image(frame) for frame in spread_frames(medium.ref(), _FRAMES_SHOWN)[0]]
         return pictures or _labels(found)
 
     return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **beside}
@@ -562,7 +395,7 @@ def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], ste
             elif medium.kind == "image":
                 writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")
             else:
-                writer.add_images(label, _video_frames(medium), step, dataformats="NHWC")
+                writer.add_images(label, spread_frames(medium.ref(), _FRAMES_SHOWN)[0], step, dataformats="NHWC")
         return _labels(found)
 
     table = _with_cells(frame, media, cell)
@@ -616,10 +449,45 @@ def log_completions(trainer, log: MediaLog) -> None:
     texts = {name: frame[name].map(as_text) for name in ("prompt", "completion")}
     frame = frame.assign(**shown, **texts)
     with TemporaryDirectory() as folder:
-        if "wandb" in args.report_to and wandb.run is not None:
-            wandb.log(wandb_table(frame, media, Path(folder)))
+        if "wandb" in args.report_to:
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log(wandb_table(frame, media, Path(folder)))
         if "trackio" in args.report_to:
+            import trackio
+
             trackio.log(trackio_table(frame, media, Path(folder)))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             write_tensorboard(callback.tb_writer, frame, media, step)
+
+
+class MediaLogMixin:
+    """A trainer's logs of completions with their media, in the place of TRL's tables, which hold no audio or video."""
+
+    _media_log: MediaLog | None = None  # what the tables of completions show
+
+    def log(self, logs, start_time=None):
+        if self._media_log is None:
+            super().log(logs, start_time)
+            return
+        tables, self.log_completions = self.log_completions, False
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.log_completions = tables
+        if tables and self.accelerator.is_main_process and self._logs["prompt"]:
+            log_completions(self, self._media_log)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        # Media are gathered where all processes are, as they needn't be where `log` is called
+        if self._media_log is not None and (self.control.should_log or self.control.should_training_stop):
+            self._media_log.gather()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._media_log is not None:
+            self._media_log.gather()
+        return output

@@ -3,9 +3,14 @@
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from huggingface_hub import ModelCard
+from transformers import is_wandb_available
+from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
 from ..families import MODALITIES
 
@@ -160,35 +165,44 @@ def quick_start(
     return "\n".join(lines)
 
 
-def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_model: str | None) -> dict[str, Any]:
+def write_card(trainer, model_name: str | None, dataset_name: str | None) -> None:
     """
-    What the template is filled with, beside what TRL knows.
+    Writes the card of a model over that of TRL, whose metadata it keeps, in the output folder.
 
     Args:
         trainer (`MultimodalMixin`):
             Trainer of the model.
-        kinds (`set[str]`):
-            Media that the prompts had.
-        dataset_columns (`Sequence[str]`):
-            Columns of the training data.
-        base_model (`str`, *optional*):
-            What an adapter is for, if it is one.
-
-    Returns:
-        `dict`: Values by their names in the template.
+        model_name (`str`, *optional*):
+            Name of the model.
+        dataset_name (`str`, *optional*):
+            Name of the dataset.
     """
+    path, kinds = Path(trainer.args.output_dir, "README.md"), trainer._kinds_seen
+    data = ModelCard.load(path).data
+    data.pop("licence", None)  # of which TRL knows as little
+    data.pipeline_tag = data.pipeline_tag or task_of(kinds)
+    adapter, base_model = is_peft_model(trainer.model), None
+    if adapter:
+        base_model = get_config_model_id(trainer.model.config)
+        data.library_name = "peft"
     args, ordered = trainer.args, [kind for kind in MODALITIES if kind in kinds]
     model_class = type(trainer._unwrapped(trainer.model)).__name__
     folder = trainer.hub_model_id or args.output_dir
-    packages = {**_VERSIONS, "PEFT": "peft"} if is_peft_model(trainer.model) else _VERSIONS
-    return {
-        "columns": _listed(f"`{name}`" for name in dataset_columns),
-        "task": task_of(kinds),
-        "kinds": _listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
-        "method": _linked(trainer._name, trainer._paper["id"]),
-        "adapter": is_peft_model(trainer.model),
-        "model_class": model_class,
-        "quick_start": quick_start(
+    packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
+    card = ModelCard.from_template(
+        data,
+        template_path=str(files(__package__).joinpath("templates", "model_card.md")),
+        model_name=model_name or Path(args.output_dir).name,
+        base_model=data.base_model,
+        dataset_name=dataset_name,
+        reports=_reports(),
+        columns=_listed(f"`{name}`" for name in sorted(trainer._columns_seen)),
+        task=task_of(kinds),
+        kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
+        method=_linked(trainer._name, trainer._paper["id"]),
+        adapter=adapter,
+        model_class=model_class,
+        quick_start=quick_start(
             model_class,
             folder,
             ordered,
@@ -197,18 +211,29 @@ def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_m
             _rate(trainer.processing_class) if "audio" in kinds else None,
             trainer.chat_template_kwargs,
         ),
-        "training": [
+        training=[
             *training_lines(args.to_dict()),
             ("Rewards", ", ".join(f"`{name}`" for name in trainer.reward_func_names)),
             ("Updates", trainer.state.global_step),
         ],
-        "beside": trainer._published_beside_model(model_class, folder),
-        "versions": [(name, version(package)) for name, package in packages.items()],
-        "trainer_name": trainer._name,
-        "paper": _linked(trainer._paper["title"], trainer._paper["id"]),
-        "citation": trainer._paper["citation"],
-        "self_check": trainer._self_check,
-    }
+        beside=trainer._published_beside_model(model_class, folder),
+        versions=[(name, version(package)) for name, package in packages.items()],
+        trainer_name=trainer._name,
+        paper=_linked(trainer._paper["title"], trainer._paper["id"]),
+        citation=trainer._paper["citation"],
+        self_check=trainer._self_check,
+    )
+    card.save(path)
+
+
+def _reports() -> list[tuple[str, str]]:
+    """Where the run's curves are, by name and address."""
+    urls = {"Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
+    if is_wandb_available():
+        import wandb
+
+        urls = {"Weights & Biases": None if wandb.run is None else wandb.run.url, **urls}
+    return [(name, url) for name, url in urls.items() if url]
 
 
 def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:

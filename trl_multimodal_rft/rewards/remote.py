@@ -2,16 +2,15 @@
 """Rewards from a server, over HTTP."""
 
 import base64
-import io
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import PIL.Image
 import requests
 from urllib3.util import Retry
 
 from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
+from ..data.encode import png, wav
 from ..data.loading import load_audio, load_image, load_video
 from ..families import MODALITIES
 
@@ -170,20 +169,14 @@ class RemoteReward:
 
     def _encode(self, ref: MediaRef) -> str | list[str]:
         if ref.kind == "image":
-            return _png(load_image(ref))
+            return _base64(png(load_image(ref)))
         if ref.kind == "video":
-            return [_png(PIL.Image.fromarray(frame)) for frame in load_video(ref)[0]]
-        import soundfile
-
-        buffer = io.BytesIO()
-        soundfile.write(buffer, load_audio(ref, self.sampling_rate), self.sampling_rate, format="WAV")
-        return base64.b64encode(buffer.getvalue()).decode()
+            return [_base64(png(frame)) for frame in load_video(ref)[0]]
+        return _base64(wav(load_audio(ref, self.sampling_rate), self.sampling_rate))
 
 
-def _png(image: PIL.Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode()
 
 
 def _as_text(value: str | list[dict]) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from .checkpoint import local_part
 
 
-class FiniteUpdates:
+class FiniteMixin:
     """Gives a trainer of transformers updates that are left out, and weights that aren't saved, unless they are finite."""
 
     _n_skipped = 0  # updates in a row

@@ -1,20 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
-import shutil
 from contextlib import contextmanager
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
-from huggingface_hub import ModelCard
 from torch import nn
-from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, is_wandb_available
-from transformers.trainer_utils import HubStrategy
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -22,9 +17,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import (
     add_fused_lm_head,
     disable_dropout_in_model,
-    get_comet_experiment_url,
     get_config_model_id,
-    get_trackio_space_url,
     split_tensor_dict,
 )
 
@@ -45,14 +38,13 @@ from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward, Remedies
-from ..reporting.hub import explain, explained, how_to_upload, private_files, uploads
-from ..reporting.media_logs import MediaLog, log_completions
-from ..reporting.model_card import card_values, task_of
+from ..reporting.hub import PublishingMixin
+from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.model import RewardModel
 from .batch import Batch
-from .finite_updates import FiniteUpdates
-from .resumable import ResumableTrainer
+from .finite_updates import FiniteMixin
+from .resumable import ResumingMixin
 from .self_check import SelfCheck, check_engine, run_self_check
 from .setup import (
     check_name,
@@ -69,17 +61,13 @@ from .setup import (
 )
 
 
-if is_wandb_available():
-    import wandb
-
-
 logger = get_logger(__name__)
 
 # Options of vLLM that leave its log-probabilities alone
 _NEUTRAL_OPTIONS = {"max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "detokenize"}
 
 
-class MultimodalMixin(ResumableTrainer, FiniteUpdates):
+class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -87,9 +75,6 @@ class MultimodalMixin(ResumableTrainer, FiniteUpdates):
     packed forward hides behind TRL's function for log-probabilities, with the shapes TRL expects.
     """
 
-    _folders_beside_model: tuple[str, ...] = ()  # what else of a checkpoint belongs to the published model
-    _uploaded: Path | None = None  # the checkpoint of the last push from one
-    push_in_progress = None  # which `Trainer` sets on the main process
     _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
     _batch: Batch | None = None  # the rows that TRL's code is at work on, see `_at_hand`
 
@@ -535,32 +520,6 @@ class MultimodalMixin(ResumableTrainer, FiniteUpdates):
             scores.aux_loss if compute_aux_loss else None,
         )
 
-    # Logs
-
-    def log(self, logs, start_time=None):
-        if self._media_log is None:
-            super().log(logs, start_time)
-            return
-        tables, self.log_completions = self.log_completions, False  # TRL's hold no audio or video
-        try:
-            super().log(logs, start_time)
-        finally:
-            self.log_completions = tables
-        if tables and self.accelerator.is_main_process and self._logs["prompt"]:
-            log_completions(self, self._media_log)
-
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
-        # Media are gathered where all processes are, as they needn't be where `log` is called
-        if self._media_log is not None and (self.control.should_log or self.control.should_training_stop):
-            self._media_log.gather()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def evaluation_loop(self, *args, **kwargs):
-        output = super().evaluation_loop(*args, **kwargs)
-        if self._media_log is not None:
-            self._media_log.gather()
-        return output
-
     # Checks
 
     def _needs_self_check(self, prompts: list[EncodedPrompt]) -> bool:
@@ -625,44 +584,6 @@ class MultimodalMixin(ResumableTrainer, FiniteUpdates):
         source = self._processor_source
         return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """
-        Writes a card that says on what and how the model was trained, and how to ask it about media.
-
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model.
-            dataset_name (`str`, *optional*):
-                Name of the dataset.
-            tags (`str` or `list[str]`, *optional*):
-                Tags beside the package's own.
-        """
-        tags = {tags} if isinstance(tags, str) else set(tags or ())
-        super().create_model_card(model_name, dataset_name, sorted(tags | self._kinds_seen))
-        if not self.is_world_process_zero():
-            return
-        path = Path(self.args.output_dir, "README.md")
-        data = ModelCard.load(path).data
-        data.pop("licence", None)  # of which TRL knows as little
-        data.pipeline_tag = data.pipeline_tag or task_of(self._kinds_seen)
-        adapted = None
-        if is_peft_model(self.model):
-            adapted = get_config_model_id(self.model.config)
-            data.library_name = "peft"
-        values = card_values(self, self._kinds_seen, sorted(self._columns_seen), adapted)
-        wandb_url = wandb.run.url if is_wandb_available() and wandb.run is not None else None
-        urls = {"Weights & Biases": wandb_url, "Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
-        card = ModelCard.from_template(
-            data,
-            template_path=str(files("trl_multimodal_rft.reporting").joinpath("templates", "model_card.md")),
-            model_name=model_name or Path(self.args.output_dir).name,
-            base_model=data.base_model,
-            dataset_name=dataset_name,
-            reports=[(name, url) for name, url in urls.items() if url],
-            **values,
-        )
-        card.save(path)
-
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)
         if len(self._train_sampler) == 0:
@@ -684,112 +605,6 @@ class MultimodalMixin(ResumableTrainer, FiniteUpdates):
             for _ in range(epochs_trained):
                 torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
         return epochs_trained, steps_trained
-
-    # Hub
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        with explained(
-            self._repo, "Or train with `push_to_hub=False`, and publish with `trainer.push_to_hub()` afterwards."
-        ):
-            super().init_hf_repo(token, private)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs,
-    ):
-        """
-        Saves the model and publishes the output folder: the model, its processor, its card, and what belongs to it. Not
-        published are checkpoints, and files that hold prompts, completions and media of the dataset.
-
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`):
-                Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`):
-                Whether to return only when all is uploaded.
-            token (`str`, *optional*):
-                Token that may write. Defaults to `hub_token`, then to that of the environment or of `hf auth login`.
-            revision (`str`, *optional*):
-                Branch, which must exist. Defaults to `hub_revision`, then to `"main"`.
-            private (`bool`, *optional*):
-                Whether to make the repository private when it is created. Defaults to `hub_private_repo`.
-            kwargs:
-                Arguments of [`create_model_card`].
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`] or `Future`: The commit, with `blocking=False` a future of it.
-
-        Raises:
-            `PermissionError`: If there is no token, or the Hub refuses it. The saved folder stays as it is.
-            `ConnectionError`: If the Hub can't be reached. The saved folder stays as it is.
-        """
-        patterns = private_files(self.args)
-        hidden = bool(self.args.hub_private_repo if private is None else private)
-        command = how_to_upload(self._repo, self.args.output_dir, patterns, hidden)
-        again = (
-            f"The model is saved in {self.args.output_dir!r}. To publish it: `trainer.push_to_hub()`, or `{command}`."
-        )
-        if self.hub_model_id is None:
-            try:
-                with explained(self._repo, again):
-                    super().init_hf_repo(token, private)
-            except Exception:
-                # All processes save what was trained, as those do that have no part in the repository
-                self.save_model(_internal_call=True)
-                self.create_model_card(**kwargs)
-                raise
-        with uploads(self._repo, patterns, again):
-            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        quiet = self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero()
-        if self._partial is not None or quiet:
-            return
-        if self._pushes:
-            if not self.args.hub_always_push:
-                return
-            self._finish_current_push()  # what it uploads would change meanwhile
-        self._warn_of_failed_pushes()
-        for name in self._folders_beside_model:
-            if Path(checkpoint_folder, name).is_dir():
-                shutil.copytree(Path(checkpoint_folder, name), Path(self.args.output_dir, name), dirs_exist_ok=True)
-        self._uploaded = Path(checkpoint_folder)
-        with uploads(self._repo, private_files(self.args)):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _finish_current_push(self):
-        super()._finish_current_push()
-        self._warn_of_failed_pushes()
-
-    def _warn_of_failed_pushes(self) -> None:
-        """Of pushes in the background, whose errors nobody would see."""
-        if self.push_in_progress is None or self._pushes:
-            return
-        errors = [job.exception() for job in self.push_in_progress.jobs]
-        self.push_in_progress = None
-        for error in filter(None, errors):
-            logger.warning(
-                f"{self._uploaded} was not published, or not all of it: {explain(error, self._repo) or repr(error)} Training "
-                "goes on."
-            )
-
-    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
-        """What the card says about the folders beside the model."""
-        return []
-
-    @property
-    def _pushes(self) -> bool:
-        """Whether a checkpoint is being uploaded."""
-        return self.push_in_progress is not None and not self.push_in_progress.is_done()
-
-    @property
-    def _repo(self) -> str:
-        """The repository, as far as it is known before it is made."""
-        return self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 
 
 def _reorder(value, order: list[int]):

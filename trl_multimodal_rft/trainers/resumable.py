@@ -28,7 +28,7 @@ _PARTIAL = "_partial_checkpoint"
 _REPLACED = "replaced"
 
 
-class ResumableTrainer:
+class ResumingMixin:
     """Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all."""
 
     _partial: Path | None = None  # where a checkpoint is being written
