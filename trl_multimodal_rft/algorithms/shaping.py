@@ -3,7 +3,7 @@
 
 import torch
 
-from .advantages import TOLERANCE
+from .returns import TOLERANCE
 
 
 class RunningScale:
