@@ -306,9 +306,12 @@ TOKEN_CASES = {
         lambda xs, ys, row: [slow_place(x, r) for x, r in zip(xs, row, strict=True)],
     ),
     "whiten": (lambda x, y, row, m: whiten(x, m), lambda xs, ys, row: slow_whiten_rows(xs)),
-    "reinforce": (lambda x, y, row, m: reinforce(row, m, x, 0.1), lambda xs, ys, row: slow_reinforce(xs, row)),
+    "reinforce": (
+        lambda x, y, row, m: reinforce(row, m, x, torch.zeros_like(x), kl_coef=0.1),
+        lambda xs, ys, row: slow_reinforce(xs, row),
+    ),
     "reinforce, one unscorable": (
-        lambda x, y, row, m: reinforce(torch.cat([tensor([NAN]), row[1:]]), m, x, 0.1),
+        lambda x, y, row, m: reinforce(torch.cat([tensor([NAN]), row[1:]]), m, x, torch.zeros_like(x), kl_coef=0.1),
         lambda xs, ys, row: slow_reinforce(xs, [NAN, *row[1:]]),
     ),
 }
@@ -372,7 +375,7 @@ def test_gap_is_no_step_of_gae():
 
 def test_reinforce_golden():
     kl = tensor([[0.1, 0.2, 0.3], [0, 0.1, 0]])
-    result = reinforce(tensor([1, 0]), tensor([[1, 1, 1], [1, 1, 0]]), kl, 0.1)
+    result = reinforce(tensor([1, 0]), tensor([[1, 1, 1], [1, 1, 0]]), kl, 0 * kl, kl_coef=0.1)
     assert_close(result, tensor([[0.788079, 0.809264, 0.851634], [-1.224488, -1.224488, 0]]), rtol=0, atol=1e-6)
 
 
@@ -430,9 +433,9 @@ def test_options_reach_the_estimator(estimator, options, kl_coef):
 
 def test_penalty_of_reinforce_is_per_token():
     inputs = rollout()
-    kl = inputs["old_logps"] - inputs["ref_logps"]
     result = estimate_advantages("reinforce", **inputs, kl_coef=0.2)
-    assert_close(result, reinforce(inputs["rewards"], inputs["mask"], kl, 0.2))
+    logps = inputs["old_logps"], inputs["ref_logps"]
+    assert_close(result, reinforce(inputs["rewards"], inputs["mask"], *logps, kl_coef=0.2))
     assert not torch.allclose(result, estimate_advantages("reinforce", **inputs))
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from .kl import approx_kl
 from .papers import Paper, paper_of
-from .returns import TOLERANCE, cumulative_returns, place_rewards, whiten
+from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Estimator:
         paper ([`~algorithms.papers.Paper`], *optional*):
             Where it comes from.
         function (`Callable`):
-            Takes those arguments of [`estimate_advantages`] that it names, and `token_kl`, the k1 estimates.
+            Takes those arguments of [`estimate_advantages`] that it names.
         alias (`str`, *optional*):
             Another name.
         needs (`str`, *optional*):
@@ -229,7 +229,12 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
 
 @estimator("reinforce", alias="reinforce++", per_token=True, kl_in_reward=True)
 def reinforce(
-    rewards: torch.Tensor, mask: torch.Tensor, token_kl: torch.Tensor | None = None, kl_coef: float = 0.0
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
 ) -> torch.Tensor:
     r"""
     REINFORCE++: the KL penalty of every token and the reward at the last one, summed from each token on ($\gamma = 1$)
@@ -237,21 +242,14 @@ def reinforce(
 
     Needs no groups, so one completion per prompt is enough.
 
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        mask (`torch.Tensor`):
-            1 on completion tokens, shape `(N, T)`.
-        token_kl (`torch.Tensor`, *optional*):
-            k1 estimate of the KL divergence from the reference at each token, shape `(N, T)`.
-        kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the penalty.
+    See [`token_rewards`] for the arguments.
 
     Returns:
         `torch.Tensor`: Advantages, shape `(N, T)`.
     """
     mask = mask.bool() & ~rewards.isnan()[:, None]
-    return whiten(cumulative_returns(place_rewards(rewards, mask, token_kl, kl_coef), mask), mask)
+    returns = cumulative_returns(token_rewards(rewards, mask, old_logps, ref_logps, kl_coef=kl_coef), mask)
+    return whiten(returns, mask)
 
 
 @estimator("reinforce_baseline", alias="reinforce++_baseline", needs="group", kl_in_loss="k2")
@@ -457,12 +455,10 @@ def estimate_advantages(
     own = ESTIMATORS.get(ALIASES.get(name, name))
     if own is None or own.needs == "critic":
         raise ValueError(f"No advantages from rewards alone for {name!r}.")
-    token_kl = approx_kl(old_logps, ref_logps, mask, "k1") if kl_coef else None
-    if token_kl is not None and not own.per_token:
-        tensors["rewards"] = rewards - kl_coef * token_kl.sum(1)
-    known = {**tensors, "token_kl": token_kl, "kl_coef": kl_coef}
-    known |= {"scale": scale, "norm_level": norm_level, "weight": weight}
-    return own.function(**{name: known[name] for name in inspect.signature(own.function).parameters if name in known})
+    if kl_coef and not own.per_token:
+        tensors["rewards"] = rewards - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1").sum(1)
+    known = {**tensors, "kl_coef": kl_coef, "scale": scale, "norm_level": norm_level, "weight": weight}
+    return own.function(**{key: known[key] for key in inspect.signature(own.function).parameters if key in known})
 
 
 def check_estimator(function: Callable) -> None:

@@ -9,35 +9,60 @@ from collections.abc import Callable
 
 import torch
 
+from .kl import approx_kl
+
 
 # Numbers count as equal within this much, relative to their mean or 1: what float32 may differ by when the same reward
 # is computed in another order.
 TOLERANCE = 1e-6
 
 
-def place_rewards(
-    rewards: torch.Tensor, mask: torch.Tensor, token_kl: torch.Tensor | None = None, kl_coef: float = 0.0
-) -> torch.Tensor:
+def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
-    Rewards of tokens: that of the completion at its last valid token, and the KL penalty at each.
+    Puts each completion's reward on its last valid token.
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`. `NaN` counts as 0.
+            Rewards, shape `(N,)`.
         mask (`torch.Tensor`):
             1 on valid tokens, shape `(N, T)`.
-        token_kl (`torch.Tensor`, *optional*):
-            k1 estimate of the KL divergence from the reference at each token, shape `(N, T)`.
-        kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the penalty.
 
     Returns:
         `torch.Tensor`: Reward of each token, shape `(N, T)`; 0 all along a row without valid tokens.
     """
     mask = mask.bool()
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    placed = torch.where(last, rewards.nan_to_num()[:, None], 0)
-    return placed if token_kl is None else placed - torch.where(mask, kl_coef * token_kl, 0)
+    return torch.where(last, rewards[:, None], 0)
+
+
+def token_rewards(
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> torch.Tensor:
+    """
+    Reward of each token: that of its completion on the last one, less the KL penalty (k1) of every token.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards, `NaN` where unscorable, which leaves the penalty alone, shape `(N,)`.
+        mask (`torch.Tensor`):
+            1 on valid tokens, shape `(N, T)`.
+        old_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the policy that sampled, shape `(N, T)`.
+        ref_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the reference, shape `(N, T)`.
+        kl_coef (`float`, *optional*, defaults to `0.0`):
+            Coefficient of the penalty.
+
+    Returns:
+        `torch.Tensor`: Reward of each token, shape `(N, T)`, 0 outside the mask.
+    """
+    placed = place_rewards(rewards.nan_to_num(), mask)
+    return placed - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1") if kl_coef else placed
 
 
 def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:

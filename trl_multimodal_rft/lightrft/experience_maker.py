@@ -21,7 +21,7 @@ from trl.rewards import get_soft_overlong_punishment
 from ..algorithms.advantages import ALIASES, ESTIMATORS, estimate_advantages, gae
 from ..algorithms.completions import mask_responses
 from ..algorithms.kl import KL_ESTIMATORS, FixedKLController, approx_kl
-from ..algorithms.returns import cumulative_returns, place_rewards, whiten
+from ..algorithms.returns import cumulative_returns, token_rewards, whiten
 from ..algorithms.shaping import RunningScale
 from ..data.columns import restore_media, rows_to_messages
 from ..data.unread import check_columns, check_ignored
@@ -684,20 +684,18 @@ class NaiveExperienceMaker:
                 experience.info["return"] = experience.info["reward"]
                 continue
             # Unscorable responses aren't trained on
-            k1 = None
-            if kl_coef:
-                k1 = approx_kl(experience.action_log_probs, experience.base_action_log_probs, mask, "k1")
-            token_rewards = place_rewards(reward, mask, k1, kl_coef)
-            experience.info["return"] = token_rewards.sum(1)
+            logps = experience.action_log_probs, experience.base_action_log_probs
+            penalized = token_rewards(reward, mask, *logps, kl_coef=kl_coef)
+            experience.info["return"] = penalized.sum(1)
             if args.advantage_estimator == "gae":
                 bootstrap = experience.info.get("bootstrap")
                 experience.advantages, returns = gae(
-                    token_rewards, experience.values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap
+                    penalized, experience.values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap
                 )
                 unscorable = mask & reward.isnan()[:, None]
                 experience.returns = torch.where(unscorable, experience.values, returns)
             else:
-                experience.returns = self.get_cumulative_returns(token_rewards, mask, gamma)
+                experience.returns = self.get_cumulative_returns(penalized, mask, gamma)
                 experience.advantages = experience.returns
         if token_level:
             sizes = [each.action_mask.shape for each in experiences]

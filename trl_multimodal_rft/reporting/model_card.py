@@ -164,7 +164,7 @@ def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_m
         "columns": _listed(f"`{name}`" for name in dataset_columns),
         "task": task_of(kinds),
         "kinds": _listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
-        "method": Paper(trainer._name, trainer._paper["id"]).link,
+        "method": _linked(trainer._name, trainer._paper["id"]),
         "adapter": is_peft_model(trainer.model),
         "model_class": model_class,
         "quick_start": quick_start(
@@ -184,7 +184,7 @@ def card_values(trainer, kinds: set[str], dataset_columns: Sequence[str], base_m
         "beside": trainer._published_beside_model(model_class, folder),
         "versions": [(name, version(package)) for name, package in packages.items()],
         "trainer_name": trainer._name,
-        "paper": Paper(trainer._paper["title"], trainer._paper["id"]).link,
+        "paper": _linked(trainer._paper["title"], trainer._paper["id"]),
         "citation": trainer._paper["citation"],
         "self_check": trainer._self_check,
     }
@@ -270,6 +270,10 @@ def _cited(name: str) -> str:
     """The paper of an option that has one, whatever its value."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
+
+
+def _linked(title: str, number: str) -> str:
+    return Paper(title, number).link
 
 
 def _listed(words) -> str:
