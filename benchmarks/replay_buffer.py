@@ -255,7 +255,8 @@ def run(args: argparse.Namespace) -> dict:
         if not all(equal(ours(own), usual(plain)) for own, plain in zip(*arguments, strict=True)):
             raise SystemExit(f"{name}: ours and the usual loop don't give the same")
 
-    # Below the 32 MiB up to which glibc adapts (M_MMAP_THRESHOLD of mallopt), see `estimators.py`
+    # A process that trains has freed tensors of this size before, after which glibc keeps freed memory instead of
+    # returning it (M_MMAP_THRESHOLD of mallopt, which adapts up to 32 MiB)
     torch.empty(30 * 2**20, dtype=torch.uint8)
     best = {"ours": dict.fromkeys(functions, math.inf), "usual": dict.fromkeys(functions, math.inf)}
     for name, (*pair, own, plain) in functions.items():

@@ -13,19 +13,19 @@ from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import nanstd
 
 from trl_multimodal_rft.algorithms.advantages import (
+    ALIASES,
+    ESTIMATORS,
     clip_filter_like_weights,
     cpgd,
-    cumulative_returns,
     dr_grpo,
     estimate_advantages,
     gae,
     group_norm,
-    place_rewards,
     reinforce,
     reinforce_baseline,
     rloo,
-    whiten,
 )
+from trl_multimodal_rft.algorithms.returns import cumulative_returns, place_rewards, whiten
 from trl_multimodal_rft.algorithms.shaping import RunningScale
 
 
@@ -306,9 +306,12 @@ TOKEN_CASES = {
         lambda xs, ys, row: [slow_place(x, r) for x, r in zip(xs, row, strict=True)],
     ),
     "whiten": (lambda x, y, row, m: whiten(x, m), lambda xs, ys, row: slow_whiten_rows(xs)),
-    "reinforce": (lambda x, y, row, m: reinforce(row, m, x, 0.1), lambda xs, ys, row: slow_reinforce(xs, row)),
+    "reinforce": (
+        lambda x, y, row, m: reinforce(row, m, x, torch.zeros_like(x), kl_coef=0.1),
+        lambda xs, ys, row: slow_reinforce(xs, row),
+    ),
     "reinforce, one unscorable": (
-        lambda x, y, row, m: reinforce(torch.cat([tensor([NAN]), row[1:]]), m, x, 0.1),
+        lambda x, y, row, m: reinforce(torch.cat([tensor([NAN]), row[1:]]), m, x, torch.zeros_like(x), kl_coef=0.1),
         lambda xs, ys, row: slow_reinforce(xs, [NAN, *row[1:]]),
     ),
 }
@@ -353,6 +356,17 @@ def test_gae_golden(options, advantages, returns):
     assert_close(result, (tensor([advantages]), tensor([returns])), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.95, 1.0])
+def test_long_returns_keep_the_precision_of_float32(gamma):
+    rewards, mask = torch.randn(2, 5000), torch.arange(5000) < torch.tensor([[5000], [4097]])
+    expected, following = torch.zeros(2, 5000, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for t in reversed(range(5000)):
+        following = expected[:, t] = torch.where(mask[:, t], rewards[:, t].double() + gamma * following, 0)
+    result = cumulative_returns(rewards, mask, gamma)
+    assert result.dtype == torch.float32
+    assert_close(result.double(), expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
+
+
 def test_gap_is_no_step_of_gae():
     ones = torch.ones(1, 4)
     advantages, returns = gae(tensor([[0, 0, 0, 1]], dtype=torch.float32), ones, tensor([[1, 0, 0, 1]]))
@@ -361,7 +375,7 @@ def test_gap_is_no_step_of_gae():
 
 def test_reinforce_golden():
     kl = tensor([[0.1, 0.2, 0.3], [0, 0.1, 0]])
-    result = reinforce(tensor([1, 0]), tensor([[1, 1, 1], [1, 1, 0]]), kl, 0.1)
+    result = reinforce(tensor([1, 0]), tensor([[1, 1, 1], [1, 1, 0]]), kl, 0 * kl, kl_coef=0.1)
     assert_close(result, tensor([[0.788079, 0.809264, 0.851634], [-1.224488, -1.224488, 0]]), rtol=0, atol=1e-6)
 
 
@@ -419,9 +433,9 @@ def test_options_reach_the_estimator(estimator, options, kl_coef):
 
 def test_penalty_of_reinforce_is_per_token():
     inputs = rollout()
-    kl = inputs["old_logps"] - inputs["ref_logps"]
     result = estimate_advantages("reinforce", **inputs, kl_coef=0.2)
-    assert_close(result, reinforce(inputs["rewards"], inputs["mask"], kl, 0.2))
+    logps = inputs["old_logps"], inputs["ref_logps"]
+    assert_close(result, reinforce(inputs["rewards"], inputs["mask"], *logps, kl_coef=0.2))
     assert not torch.allclose(result, estimate_advantages("reinforce", **inputs))
 
 
@@ -463,6 +477,17 @@ def test_function_of_the_user_is_checked(value, message):
 def test_unknown_estimator_raises(name):
     with pytest.raises(ValueError, match=name):
         estimate_advantages(name, **rollout())
+
+
+def test_estimators_are_listed_with_their_papers():
+    assert all(own.name == name and own.paper is not None for name, own in ESTIMATORS.items())
+    assert ALIASES == {own.alias: name for name, own in ESTIMATORS.items() if own.alias}
+    assert not ALIASES.keys() & ESTIMATORS.keys()
+    inputs = rollout()
+    for name, own in ESTIMATORS.items():
+        if own.needs != "critic":
+            shape = inputs["mask"].shape if own.per_token else inputs["rewards"].shape
+            assert estimate_advantages(own.alias or name, **inputs).shape == shape
 
 
 # Rewards

@@ -18,9 +18,10 @@ from helpers.trainer_utils import load, run, saved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau
+from trl_multimodal_rft.data.choices import without_letters
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward, choice_reward, format_reward
-from trl_multimodal_rft.rewards.choices import named_choice, without_letters
+from trl_multimodal_rft.rewards.choices import named_choice
 
 
 ROOT = Path(__file__).parent.parent

@@ -5,8 +5,10 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import operator
 import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -81,6 +83,12 @@ def is_ours(value):
     return value.__module__.startswith("trl_multimodal_rft")
 
 
+def referred(value):
+    """What a docstring says to see for the arguments: they are those of another name."""
+    for path in re.findall(r"See \[`~?([\w.]+)`\] for", value.__doc__ or ""):
+        yield operator.attrgetter(path)(sys.modules[value.__module__])
+
+
 def raises(value):
     """Whether a function, or the constructor of a class, raises an error itself, not in a function inside of it."""
     if inspect.isclass(value):
@@ -101,6 +109,7 @@ def test_docstring(name):
     own = documented(value.__doc__)
     assert own <= parameters(value) | {"kwargs"}, "parameters that it doesn't have"
     if all(is_ours(each) for each in known) or inspect.isclass(value):
+        known += referred(value)
         described = set().union(*(documented(each.__doc__) for each in known))
         inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
         # What a mixin's constructor takes is described by the classes that it is mixed into

@@ -160,7 +160,67 @@ def test_policy_drift_gradient():
     assert_close(gradient(drift, LOGITS)[1], divergence_gradients()[1])
 
 
+OWN = [name for name, loss in LOSSES.items() if loss.is_own]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_weights_and_correction_leave_the_drift(name):
+    """Where nothing is trained on, a token has no gradient but that of CPGD's drift."""
+    inputs = ADVANTAGES, MASK, LossOptions(0.2, 0.2)
+    weights, correction = tensor([[0, 1, 1], [2, 1, 1]]), tensor([[3], [0]])
+
+    def loss(x, **options):
+        return LOSSES[name](x, torch.zeros_like(x), *inputs, **options)
+
+    drift = 0.01 * policy_drift(LOG_RATIO, torch.zeros_like(LOG_RATIO), 2.0) if name == "cpgd" else 0
+    if LOSSES[name].per_completion:
+        assert_close(loss(LOG_RATIO, correction=correction), loss(LOG_RATIO) * correction[:, 0])
+        weighted = LOSSES[name](LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, MASK * weights, inputs[2])
+        assert_close(loss(LOG_RATIO, weights=weights), weighted)
+    else:
+        both = loss(LOG_RATIO, weights=weights, correction=correction)
+        assert_close(both - drift, (loss(LOG_RATIO) - drift) * weights * correction)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_clipped_tokens_have_no_gradient(name):
+    """On the side that the advantage pushes to; dual clip also bounds the other side."""
+    loss, options = LOSSES[name], LossOptions(0.1, 0.3, drift_coef=0.0)
+    log_ratio = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2, 1)
+    for advantages in (ADVANTAGES, ADVANTAGES[:, None].expand(2, 41)):
+        low, high = loss.clipped(log_ratio, advantages, options)
+        assert low[1].any() and high[0].any() and not low[0].any() and not high[1].any()
+        if advantages.dim() == 1 or not loss.per_completion:
+            inputs = torch.zeros_like(log_ratio), advantages, torch.ones_like(log_ratio), options
+            grad = gradient(lambda x, inputs=inputs: loss(x, *inputs).sum(), log_ratio)[1]
+            assert torch.equal(grad == 0, low | high)
+
+
+def test_losses_are_listed_with_their_papers():
+    assert OWN == ["cpgd", "gmpo", "dual_clip"]
+    assert all(loss.name == name for name, loss in LOSSES.items())
+    assert [name for name, loss in LOSSES.items() if loss.paper is None] == ["bnpo"]
+
+
 # Averages of losses
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_average_is_that_of_the_definition(name):
+    """Over the completions, the limit of their length, or the tokens, of the micro-batch or of the optimizer step."""
+    values, mask = random_losses(0)
+    options = {"accumulation": 3, "length_limit": 10, "batch_tokens": 77.0}
+    lengths, sums = mask.sum(1).clamp(min=1), (values * mask).sum(1)
+    expected = {
+        **dict.fromkeys(("grpo", "sapo", "gmpo"), (sums / lengths).mean() / 3),
+        "luspo": sums.mean() / 3,
+        "bnpo": sums.sum() / mask.sum() / 3,
+        "dr_grpo": sums.mean() / 10 / 3,
+    }.get(name, sums.sum() / 77)
+    loss = LOSSES[name]
+    assert_close(loss.average(values, mask, **options), expected)
+    assert loss.is_mean == (name not in ("dapo", "cispo", "vespo", "cpgd", "dual_clip"))
+    assert_close(loss.average(sums, mask, **options), sums.mean() / 3)  # of completions
 
 
 def random_losses(seed):

@@ -23,6 +23,9 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
+from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
+from trl_multimodal_rft.algorithms.kl import KL_ESTIMATORS
+from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.reporting.model_card import PAPERS, quick_start, training_lines
 
 
@@ -96,10 +99,10 @@ def test_how_a_model_was_trained():
 
 
 def test_papers_are_those_of_the_documentation():
-    """Each line of the table of algorithms that sets an option names the paper of the card."""
+    """Each line of the table of algorithms that sets an option names the paper of the card, and none is left out."""
     page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
     same = {"beta": ("kl_estimator", "k3"), "kl_in_reward": ("kl_estimator", "k1")}
-    n_compared = 0
+    compared = set()
     for row in page.splitlines():
         option = re.search(r"papers/([\d.]+)\).*\| `(\w+)=\"?([^`\"]+)", row)
         if option is None:
@@ -107,14 +110,23 @@ def test_papers_are_those_of_the_documentation():
         paper, name, value = option.groups()
         name, value = same.get(name, (name, value))
         papers = PAPERS[name]
-        assert (papers[value] if isinstance(papers, dict) else papers)[1] == paper, row
-        n_compared += 1
-    assert n_compared == 18
+        own = papers[value] if isinstance(papers, dict) else papers
+        assert own.number == paper, row
+        compared.add((name, value) if isinstance(papers, dict) else name)
+    assert compared >= {("loss_type", name) for name, loss in LOSSES.items() if loss.is_own}
+    assert compared >= {("advantage_estimator", name) for name, own in ESTIMATORS.items() if own.needs != "critic"}
+    assert ESTIMATORS["gae"].paper.link.split("](")[1] in page
+    assert compared >= {("kl_estimator", name) for name in KL_ESTIMATORS}
+    assert compared >= {name for name, papers in PAPERS.items() if not isinstance(papers, dict)}
+    for own in ESTIMATORS.values():
+        assert own.alias is None or f'`"{own.alias}"`' in page
+    for name, loss in LOSSES.items():
+        assert loss.is_own or f'`"{name}"`' in page
     trl = GRPOConfig.__doc__
     for loss in ("dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"):
         described = re.search(rf'- `"{loss}"`(?:.(?!- `"))*', trl, re.DOTALL)[0]
-        assert PAPERS["loss_type"][loss][1] in described
-    assert PAPERS["importance_sampling_level"]["sequence"][1] in trl
+        assert LOSSES[loss].paper.number in described
+    assert PAPERS["importance_sampling_level"]["sequence"].number in trl
 
 
 def test_quick_start_hands_over_the_template_arguments():

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from trl_multimodal_rft.algorithms.advantages import whiten
+from trl_multimodal_rft.algorithms.returns import whiten
 from trl_multimodal_rft.lightrft import ReplayBuffer
 from trl_multimodal_rft.lightrft.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
 from trl_multimodal_rft.lightrft.replay_buffer import SAVED_CLASSES

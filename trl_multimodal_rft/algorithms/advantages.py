@@ -2,8 +2,9 @@
 """
 Advantage estimators, as functions of a whole batch: rewards with the group each belongs to, and masks of any shape.
 
-Masks may be padded on either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the
-sample can't be scored: it takes part in no statistic and gets the advantage 0. Statistics are computed in float64.
+An estimator is one function under [`estimator`], whose docstring holds its formula and paper. Masks may be padded on
+either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the completion can't be scored:
+it takes part in no statistic and gets the advantage 0. Statistics are computed in float64.
 """
 
 import inspect
@@ -12,26 +13,91 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
+
+from .kl import approx_kl
+from .papers import Paper, paper_of
+from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
 
 
-# Numbers count as equal within this much, relative to their mean or 1: what float32 may differ by when the same reward
-# is computed in another order.
-TOLERANCE = 1e-6
+@dataclass(frozen=True)
+class Estimator:
+    """
+    A value of `advantage_estimator`.
 
-# Names of the estimators; the values say what each needs beside the rewards.
-ESTIMATORS = {
-    "group_norm": "group",
-    "rloo": "group",
-    "reinforce": None,
-    "reinforce_baseline": "group",
-    "cpgd": "group",
-    "dr_grpo": "group",
-    "gae": "critic",
-}
-ALIASES = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_baseline": "reinforce_baseline"}
+    Args:
+        name (`str`):
+            The value.
+        paper ([`~algorithms.papers.Paper`], *optional*):
+            Where it comes from.
+        function (`Callable`):
+            Takes those arguments of [`estimate_advantages`] that it names.
+        alias (`str`, *optional*):
+            Another name.
+        needs (`str`, *optional*):
+            What it needs beside the rewards: a `"group"` of completions for each prompt, or a `"critic"`.
+        per_token (`bool`, *optional*, defaults to `False`):
+            Whether it gives one advantage per token, and puts the KL penalty on each, instead of one per completion.
+        kl_in_reward (`bool`, *optional*, defaults to `False`):
+            Whether the KL divergence belongs to the rewards, unless it is told otherwise.
+        kl_in_loss (`str`, *optional*, defaults to `"k3"`):
+            Estimator of the KL divergence in the loss, unless it is told otherwise.
+    """
 
-# Columns that a recurrence handles in one matrix product.
-_CHUNK = 32
+    name: str
+    paper: Paper | None
+    function: Callable
+    alias: str | None = None
+    needs: Literal["group", "critic"] | None = None
+    per_token: bool = False
+    kl_in_reward: bool = False
+    kl_in_loss: Literal["k2", "k3"] = "k3"
+
+
+ESTIMATORS: dict[str, Estimator] = {}
+ALIASES: dict[str, str] = {}
+
+
+def estimator(name: str, **facts) -> Callable:
+    """
+    Makes a function the estimator of that name.
+
+    Args:
+        name (`str`):
+            Value of `advantage_estimator`.
+        facts:
+            Fields of its [`Estimator`].
+
+    Returns:
+        `Callable`: The decorator. It returns the function as it was.
+    """
+
+    def register(function):
+        ESTIMATORS[name] = Estimator(name, paper_of(function), function, **facts)
+        if "alias" in facts:
+            ALIASES[facts["alias"]] = name
+        return function
+
+    return register
+
+
+def described(*needs: str | None) -> str:
+    """
+    The estimators that need one of these, with their other names and papers, for the help of an option.
+
+    Args:
+        needs (`str` or `None`):
+            `"group"`, `"critic"` or `None`.
+
+    Returns:
+        `str`: For example `'group_norm' or 'grpo' (DeepSeekMath), 'rloo' (Back to Basics)`.
+    """
+    parts = []
+    for own in ESTIMATORS.values():
+        if own.needs in needs:
+            names = " or ".join(repr(name) for name in (own.name, own.alias) if name)
+            parts.append(names if own.paper is None else f"{names} ({own.paper.title})")
+    return ", ".join(parts)
 
 
 @dataclass(eq=False)
@@ -110,6 +176,7 @@ def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupSta
     return GroupStatistics(index, centred, total(centred.square()), count, live)
 
 
+@estimator("group_norm", alias="grpo", needs="group")
 def group_norm(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -145,23 +212,7 @@ def group_norm(
     return advantages.to(rewards)
 
 
-def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    r"""
-    Dr. GRPO's advantage, $R - \mathrm{mean}$, which doesn't favour groups with little spread, see
-    [Understanding R1-Zero-Like Training](https://huggingface.co/papers/2503.20783).
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        group_ids (`torch.Tensor`):
-            Group of each sample, shape `(N,)`.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N,)`.
-    """
-    return group_norm(rewards, group_ids, scale="none")
-
-
+@estimator("rloo", needs="group", kl_in_reward=True)
 def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     r"""
     Reward minus the mean of the *other* samples of the group, see
@@ -169,20 +220,72 @@ def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
 
     The paper's reward contains the KL penalty of the whole completion.
 
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        group_ids (`torch.Tensor`):
-            Group of each sample, shape `(N,)`.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N,)`.
+    See [`group_norm`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     factor = groups.count / (groups.count - 1).clamp(min=1)
     return (groups.centred * factor[groups.index]).to(rewards)
 
 
+@estimator("reinforce", alias="reinforce++", per_token=True, kl_in_reward=True)
+def reinforce(
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> torch.Tensor:
+    r"""
+    REINFORCE++: the KL penalty of every token and the reward at the last one, summed from each token on ($\gamma = 1$)
+    and whitened over all tokens of the batch, see [REINFORCE++](https://huggingface.co/papers/2501.03262).
+
+    Needs no groups, so one completion per prompt is enough.
+
+    See [`token_rewards`] for the arguments.
+
+    Returns:
+        `torch.Tensor`: Advantages, shape `(N, T)`.
+    """
+    mask = mask.bool() & ~rewards.isnan()[:, None]
+    returns = cumulative_returns(token_rewards(rewards, mask, old_logps, ref_logps, kl_coef=kl_coef), mask)
+    return whiten(returns, mask)
+
+
+@estimator("reinforce_baseline", alias="reinforce++_baseline", needs="group", kl_in_loss="k2")
+def reinforce_baseline(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    norm_level: Literal["token", "sequence"] = "token",
+) -> torch.Tensor:
+    r"""
+    REINFORCE++-baseline: reward minus the mean of its group, then whitened over the batch, see
+    [REINFORCE++](https://huggingface.co/papers/2501.03262).
+
+    Whitening shifts by the mean of the batch; groups without signal stay at exactly 0 nevertheless.
+
+    See [`group_norm`] for the others.
+
+    Args:
+        mask (`torch.Tensor`):
+            1 on completion tokens, shape `(N, T)`.
+        norm_level (`str`, *optional*, defaults to `"token"`):
+            Whether every `"token"` counts once in mean and standard deviation, so that long completions count more, or
+            every `"sequence"`.
+
+    Returns:
+        `torch.Tensor`: Advantages, shape `(N,)`.
+    """
+    groups = group_statistics(rewards, group_ids)
+    weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
+    scorable = ~rewards.isnan().cpu()
+    whitened = whiten(groups.centred, groups.live[groups.index] & scorable, torch.where(scorable, weights, 0))
+    return whitened.to(rewards)
+
+
+@estimator("cpgd", needs="group")
 def cpgd(
     rewards: torch.Tensor,
     group_ids: torch.Tensor,
@@ -192,11 +295,9 @@ def cpgd(
     r"""
     CPGD's advantage, $\omega \cdot (R - \mathrm{mean})$, see [CPGD](https://huggingface.co/papers/2505.12504).
 
+    See [`group_norm`] for the others.
+
     Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        group_ids (`torch.Tensor`):
-            Group of each sample, shape `(N,)`.
         weight (`str`, *optional*, defaults to `"clip_filter_like"`):
             The weight $\omega$ of a group: `"none"` is 1, `"std"` is 1 over the population standard deviation of the
             group, `"clip_filter_like"` makes up for groups without signal, see [`clip_filter_like_weights`].
@@ -235,139 +336,18 @@ def clip_filter_like_weights(live: torch.Tensor, clip: float = 3.0, dead_weight:
     return torch.where(live, (len(live) / n_live).clamp(max=clip), dead_weight)
 
 
-def reinforce_baseline(
-    rewards: torch.Tensor,
-    group_ids: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    norm_level: Literal["token", "sequence"] = "token",
-) -> torch.Tensor:
+@estimator("dr_grpo", needs="group")
+def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     r"""
-    REINFORCE++-baseline: reward minus the mean of its group, then whitened over the batch, see
-    [REINFORCE++](https://huggingface.co/papers/2501.03262).
+    Dr. GRPO's advantage, $R - \mathrm{mean}$, which doesn't favour groups with little spread, see
+    [Understanding R1-Zero-Like Training](https://huggingface.co/papers/2503.20783).
 
-    Whitening shifts by the mean of the batch; groups without signal stay at exactly 0 nevertheless.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        group_ids (`torch.Tensor`):
-            Group of each sample, shape `(N,)`.
-        mask (`torch.Tensor`):
-            1 on completion tokens, shape `(N, T)`.
-        norm_level (`str`, *optional*, defaults to `"token"`):
-            Whether every `"token"` counts once in mean and standard deviation, so that long completions count more, or
-            every `"sequence"`.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N,)`.
+    See [`group_norm`] for the arguments.
     """
-    groups = group_statistics(rewards, group_ids)
-    weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
-    scorable = ~rewards.isnan().cpu()
-    whitened = _whiten(groups.centred, torch.where(scorable, weights, 0))
-    return torch.where(groups.live[groups.index] & scorable, whitened, 0).to(rewards)
+    return group_norm(rewards, group_ids, scale="none")
 
 
-def reinforce(
-    rewards: torch.Tensor, mask: torch.Tensor, token_kl: torch.Tensor | None = None, kl_coef: float = 0.0
-) -> torch.Tensor:
-    r"""
-    REINFORCE++: the KL penalty of every token and the reward at the last one, summed from each token on ($\gamma = 1$)
-    and whitened over all tokens of the batch, see [REINFORCE++](https://huggingface.co/papers/2501.03262).
-
-    Needs no groups, so one completion per prompt is enough.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        mask (`torch.Tensor`):
-            1 on completion tokens, shape `(N, T)`.
-        token_kl (`torch.Tensor`, *optional*):
-            k1 estimate of the KL divergence from the reference at each token, shape `(N, T)`.
-        kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the penalty.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N, T)`.
-    """
-    mask = mask.bool() & ~rewards.isnan()[:, None]
-    token_rewards = place_rewards(rewards, mask)
-    if token_kl is not None:
-        token_rewards = token_rewards - torch.where(mask, kl_coef * token_kl, 0)
-    return whiten(cumulative_returns(token_rewards, mask), mask)
-
-
-def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    Puts each sample's reward on its last valid token.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        mask (`torch.Tensor`):
-            1 on valid tokens, shape `(N, T)`.
-
-    Returns:
-        `torch.Tensor`: Reward of each token, shape `(N, T)`; 0 all along a row without valid tokens.
-    """
-    mask = mask.bool()
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return torch.where(last, rewards[:, None], 0)
-
-
-def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    Shifts and scales values to mean 0 and population variance 1 over the whole mask.
-
-    Args:
-        values (`torch.Tensor`):
-            Values, shape `(N, T)`.
-        mask (`torch.Tensor`):
-            1 on the values that count, shape `(N, T)`.
-
-    Returns:
-        `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.
-    """
-    mask = mask.bool()
-    return torch.where(mask, _whiten(torch.where(mask, values, 0), mask), 0).to(values.dtype)
-
-
-def _whiten(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Shifts first by the mean as the dtype has it, so that what is left loses nothing to the size of the mean."""
-    total = weights.sum(dtype=torch.float64).clamp(min=1)
-
-    def mean(x):
-        return (x * weights).sum(dtype=torch.float64) / total
-
-    shift = mean(values)
-    centred = values - shift.to(values.dtype)
-    offset = mean(centred)
-    std = (mean(centred.square()) - offset.square()).clamp(min=0).sqrt()
-    if std <= TOLERANCE * shift.abs().clamp(min=1):
-        return torch.zeros_like(values)
-    return (centred - offset) / std
-
-
-def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
-    r"""
-    Discounted sum of the rewards from each token on, $G_t = r_t + \gamma G_{t+1}$, over valid tokens only.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Reward of each token, shape `(N, T)`. Those outside the mask are dropped.
-        mask (`torch.Tensor`):
-            1 on valid tokens, shape `(N, T)`.
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount per valid token.
-
-    Returns:
-        `torch.Tensor`: Returns, shape `(N, T)`, 0 outside the mask.
-    """
-    mask = mask.bool()
-    return _over_valid_tokens(mask, lambda r, valid: _suffix_sums(r, gamma), rewards)
-
-
+@estimator("gae", needs="critic", per_token=True, kl_in_reward=True)
 def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,
@@ -379,7 +359,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""
     Generalized advantage estimation, $\delta_t = r_t + \gamma V_{t+1} - V_t$ and
-    $A_t = \delta_t + \gamma \lambda A_{t+1}$, see [GAE](https://huggingface.co/papers/1506.02438).
+    $A_t = \delta_t + \gamma \lambda A_{t+1}$, see
+    [Generalized Advantage Estimation](https://huggingface.co/papers/1506.02438).
 
     Tokens outside the mask are no steps: what lies before a gap continues after it.
 
@@ -402,57 +383,19 @@ def gae(
         `tuple[torch.Tensor, torch.Tensor]`: Advantages, not whitened, and returns $A_t + V_t$, both of shape `(N, T)`
         and 0 outside the mask.
     """
-    mask = mask.bool()
-
-    def advantages(r, v, valid):
-        delta = r - v
-        delta[:, :-1] += gamma * v[:, 1:]
-        if bootstrap is not None:
-            steps = torch.arange(valid.size(1), device=valid.device)
-            last = torch.where(valid, steps, 0).amax(1, keepdim=True)
-            delta.scatter_add_(1, last, gamma * bootstrap[:, None].to(delta.dtype))
-        return _suffix_sums(delta, gamma * lam)
-
-    result = _over_valid_tokens(mask, advantages, rewards, values)
-    return result, torch.where(mask, result + values, 0)
-
-
-def _over_valid_tokens(mask: torch.Tensor, function: Callable, *values: torch.Tensor) -> torch.Tensor:
-    """Applies a function of rows whose valid tokens are adjacent, and 0 elsewhere; it may return anything elsewhere."""
-    values = [torch.where(mask, value, 0) for value in values]
-    starts = mask[:, 1:] & ~mask[:, :-1]
-    if (starts.sum(1) + mask[:, 0] <= 1).all():
-        return torch.where(mask, function(*values, mask), 0)
-    # Close the gaps. What isn't valid goes to a spare column.
-    width = mask.size(1)
-    place = torch.where(mask, mask.cumsum(1) - 1, width)
-
-    def close(x):
-        return x.new_zeros(len(x), width + 1).scatter(1, place, x)[:, :width]
-
-    result = function(*map(close, values), close(mask))
-    return torch.where(mask, result.gather(1, place.clamp(max=width - 1)), 0)
-
-
-def _suffix_sums(x: torch.Tensor, decay: float) -> torch.Tensor:
-    """`y[:, t] = x[:, t] + decay * y[:, t + 1]`: one product within chunks of columns, and the same again across them."""
-    if x.is_cuda and x.dtype == torch.float32:
-        return _suffix_sums(x.double(), decay).float()  # TF32, where it is on, would round to 10 bits
-    rows, width = x.shape
-    steps = torch.arange(_CHUNK, device=x.device)
-    distance = steps[:, None] - steps  # from row j of the product to its column i
-    kernel = torch.where(distance >= 0, float(decay) ** distance.clamp(min=0).to(x.dtype), 0)
-    with torch.autocast(x.device.type, enabled=False):
-        sums = torch.nn.functional.pad(x, (0, -width % _CHUNK)).view(rows, -1, _CHUNK) @ kernel
-    if sums.size(1) > 1:
-        following = _suffix_sums(sums[..., 0], decay**_CHUNK).roll(-1, dims=1)
-        following[:, -1] = 0
-        sums.addcmul_(following[..., None], float(decay) ** (_CHUNK - steps).to(x.dtype))
-    return sums.view(rows, -1)[:, :width]
+    mask, width = mask.bool(), mask.size(1)
+    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    # The first valid token after each one; the width stands for what comes after the last
+    following = torch.where(mask, torch.arange(width, device=mask.device), width)
+    following = F.pad(following[:, 1:], (0, 1), value=width).flip(1).cummin(1).values.flip(1)
+    after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
+    delta = rewards - values + gamma * torch.cat([values, after[:, None]], dim=1).gather(1, following)
+    advantages = cumulative_returns(delta, mask, gamma * lam)
+    return advantages, torch.where(mask, advantages + values, 0)
 
 
 def estimate_advantages(
-    estimator: str | Callable,
+    name: str | Callable,
     *,
     rewards: torch.Tensor,
     rewards_per_func: torch.Tensor,
@@ -469,7 +412,7 @@ def estimate_advantages(
     Advantages of a whole batch, by the estimator's name or by a function of the user.
 
     Args:
-        estimator (`str` or `Callable`):
+        name (`str` or `Callable`):
             Name of an estimator, or a function that takes the next six arguments by name and returns advantages of
             shape `(N,)` or `(N, T)`.
         rewards (`torch.Tensor`):
@@ -485,7 +428,7 @@ def estimate_advantages(
         ref_logps (`torch.Tensor`, *optional*):
             Log-probabilities under the reference, shape `(N, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the k1 penalty in the reward: per token for `"reinforce"`, else of the whole completion.
+            Coefficient of the k1 penalty in the reward: per token for estimators that are, else of the whole completion.
         scale (`str`, *optional*, defaults to `"group"`):
             See [`group_norm`].
         norm_level (`str`, *optional*, defaults to `"token"`):
@@ -499,43 +442,31 @@ def estimate_advantages(
     Raises:
         `ValueError`: If the function returns another shape or a value that isn't finite, or the name isn't known here.
     """
-    if callable(estimator):
-        advantages = estimator(
-            rewards=rewards,
-            rewards_per_func=rewards_per_func,
-            group_ids=group_ids,
-            mask=mask,
-            old_logps=old_logps,
-            ref_logps=ref_logps,
-        )
-        return _checked(advantages, estimator, rewards, mask)
-    estimator = ALIASES.get(estimator, estimator)
-    token_kl = None
-    if kl_coef:
-        token_kl = torch.where(mask.bool(), old_logps - ref_logps, 0)
-    if estimator == "reinforce":
-        return reinforce(rewards, mask, token_kl, kl_coef)
-    if token_kl is not None:
-        rewards = rewards - kl_coef * token_kl.sum(1)
-    if estimator == "group_norm":
-        return group_norm(rewards, group_ids, scale=scale)
-    if estimator == "rloo":
-        return rloo(rewards, group_ids)
-    if estimator == "reinforce_baseline":
-        return reinforce_baseline(rewards, group_ids, mask, norm_level=norm_level)
-    if estimator == "cpgd":
-        return cpgd(rewards, group_ids, weight=weight)
-    if estimator == "dr_grpo":
-        return dr_grpo(rewards, group_ids)
-    raise ValueError(f"No advantages from rewards alone for {estimator!r}.")
+    tensors = {
+        "rewards": rewards,
+        "rewards_per_func": rewards_per_func,
+        "group_ids": group_ids,
+        "mask": mask,
+        "old_logps": old_logps,
+        "ref_logps": ref_logps,
+    }
+    if callable(name):
+        return _checked(name(**tensors), name, rewards, mask)
+    own = ESTIMATORS.get(ALIASES.get(name, name))
+    if own is None or own.needs == "critic":
+        raise ValueError(f"No advantages from rewards alone for {name!r}.")
+    if kl_coef and not own.per_token:
+        tensors["rewards"] = rewards - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1").sum(1)
+    known = {**tensors, "kl_coef": kl_coef, "scale": scale, "norm_level": norm_level, "weight": weight}
+    return own.function(**{key: known[key] for key in inspect.signature(own.function).parameters if key in known})
 
 
-def check_estimator(estimator: Callable) -> None:
+def check_estimator(function: Callable) -> None:
     """
     Checks that a function of the user can be called by [`estimate_advantages`].
 
     Args:
-        estimator (`Callable`):
+        function (`Callable`):
             The function.
 
     Raises:
@@ -543,24 +474,24 @@ def check_estimator(estimator: Callable) -> None:
     """
     names = ("rewards", "rewards_per_func", "group_ids", "mask", "old_logps", "ref_logps")
     try:
-        signature = inspect.signature(estimator)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some callables written in C
         return
     try:
         signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         raise ValueError(
-            f"The advantage estimator '{_name(estimator)}' {signature} can't be called with {', '.join(names)} as "
+            f"The advantage estimator '{_name(function)}' {signature} can't be called with {', '.join(names)} as "
             f"keyword arguments ({error}); let it take those that it needs by these names, and `**kwargs`."
         ) from None
 
 
-def _name(estimator: Callable) -> str:
-    return getattr(estimator, "__name__", type(estimator).__name__)
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
-def _checked(advantages, estimator: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    name = _name(estimator)
+def _checked(advantages, function: Callable, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    name = _name(function)
     if not isinstance(advantages, torch.Tensor) or advantages.shape not in (rewards.shape, mask.shape):
         got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ValueError(

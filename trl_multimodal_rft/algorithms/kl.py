@@ -15,6 +15,25 @@ _SMALLEST_FACTOR = 0.1
 _SMALLEST_VALUE = 1e-8
 
 
+def _k1(d: torch.Tensor) -> torch.Tensor:
+    """$d$, see [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593)."""
+    return d
+
+
+def _k2(d: torch.Tensor) -> torch.Tensor:
+    """$d^2 / 2$, see [REINFORCE++](https://huggingface.co/papers/2501.03262)."""
+    return d.square() / 2
+
+
+def _k3(d: torch.Tensor) -> torch.Tensor:
+    """$e^{-d} - 1 + d$, see [DeepSeekMath](https://huggingface.co/papers/2402.03300)."""
+    d = d.clamp(min=-_LARGEST_LOG_RATIO)
+    return (-d).exp() - 1 + d
+
+
+KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
+
+
 def approx_kl(
     logps: torch.Tensor,
     ref_logps: torch.Tensor,
@@ -43,12 +62,7 @@ def approx_kl(
     """
     mask = mask.bool()
     d = torch.where(mask, logps, 0) - torch.where(mask, ref_logps, 0)
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    d = d.clamp(min=-_LARGEST_LOG_RATIO)
-    return (-d).exp() - 1 + d
+    return KL_ESTIMATORS[estimator](d)
 
 
 class FixedKLController:

@@ -55,8 +55,7 @@ class LossType:
         paper ([`~algorithms.papers.Paper`], *optional*):
             Where it comes from.
         function (`Callable`, *optional*):
-            `function(logps, old_logps, advantages, mask, options, weights, correction)`, see [`policy_loss`]. `None` for
-            the losses of TRL, which are TRL's code.
+            What [`LossType.__call__`] calls. `None` for the losses of TRL, which are TRL's code.
         mode (`str`, *optional*, defaults to `"token-sum"`):
             How [`aggregate`] sums.
         over (`str`, *optional*, defaults to `"batch_tokens"`):
@@ -65,6 +64,8 @@ class LossType:
             step (`"batch_tokens"`).
         per_completion (`bool`, *optional*, defaults to `False`):
             Whether it has one ratio, and takes one advantage, per completion.
+        clips (`bool`, *optional*, defaults to `True`):
+            Whether it clips ratios; others soften them.
         clips_log_ratio (`bool`, *optional*, defaults to `False`):
             Whether `epsilon` bounds the log-ratio instead of the ratio.
     """
@@ -75,6 +76,7 @@ class LossType:
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"
     over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
     per_completion: bool = False
+    clips: bool = True
     clips_log_ratio: bool = False
 
     @property
@@ -87,9 +89,40 @@ class LossType:
         """Whether it is a mean over a micro-batch, divided by the accumulation steps."""
         return self.over != "batch_tokens"
 
-    def __call__(self, *args, **kwargs) -> torch.Tensor:
-        """See [`policy_loss`]."""
-        return self.function(*args, **kwargs)
+    def __call__(
+        self,
+        logps: torch.Tensor,
+        old_logps: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        options: LossOptions,
+        *,
+        weights: torch.Tensor | float = 1.0,
+        correction: torch.Tensor | float = 1.0,
+    ) -> torch.Tensor:
+        """
+        Calls the function.
+
+        Args:
+            logps (`torch.Tensor`):
+                Current log-probabilities, shape `(B, T)`.
+            old_logps (`torch.Tensor`):
+                Log-probabilities under the policy that sampled, without gradient, shape `(B, T)`.
+            advantages (`torch.Tensor`):
+                Advantages, shape `(B,)` or `(B, T)`.
+            mask (`torch.Tensor`):
+                1 on the tokens that count, shape `(B, T)`.
+            options ([`LossOptions`]):
+                What the loss reads of them.
+            weights (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
+                Weight of each token in the policy gradient, shape `(B, T)`; 0 on tokens that aren't trained on.
+            correction (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
+                Factor for what the sampler did otherwise than the policy that sampled, shape `(B, T)` or `(B, 1)`.
+
+        Returns:
+            `torch.Tensor`: Loss of each token, shape `(B, T)`, or of each completion, shape `(B,)`.
+        """
+        return self.function(logps, old_logps, advantages, mask, options, weights=weights, correction=correction)
 
     def average(
         self,
@@ -166,8 +199,9 @@ _TRL_LOSSES = (
         Paper("Soft Adaptive Policy Optimization", "2511.20347"),
         mode="seq-mean-token-mean",
         over="completions",
+        clips=False,
     ),
-    LossType("vespo", Paper("VESPO", "2602.10693")),
+    LossType("vespo", Paper("VESPO", "2602.10693"), clips=False),
     LossType("luspo", Paper("LUSPO", "2602.05261"), mode="seq-mean-token-sum", over="completions"),
 )
 
@@ -177,12 +211,7 @@ LOSSES = {loss.name: loss for loss in _TRL_LOSSES}
 
 def policy_loss(name: str, **facts) -> Callable:
     """
-    Makes a function the loss of that name.
-
-    The function takes the tensors `logps` and `old_logps` of shape `(B, T)`, of which the second has no gradient,
-    `advantages` of shape `(B,)` or `(B, T)`, `mask` of shape `(B, T)`, the [`LossOptions`], and as keywords `weights` of the
-    tokens that are trained on, and the `correction` for what the sampler did otherwise, both 1 or a tensor. It returns
-    the loss of each token, shape `(B, T)`, or of each completion, shape `(B,)`.
+    Makes a function the loss of that name. See [`LossType.__call__`] for what it takes and returns.
 
     Args:
         name (`str`):
@@ -202,7 +231,14 @@ def policy_loss(name: str, **facts) -> Callable:
 
 
 def log_ratios(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The current minus the old log-probability of each token, 0 outside the mask."""
+    """
+    The current minus the old log-probability of each token.
+
+    See [`LossType.__call__`] for the arguments.
+
+    Returns:
+        `torch.Tensor`: Log-ratios, shape `(B, T)`, 0 outside the mask.
+    """
     return torch.where(mask.bool(), logps - old_logps, 0)
 
 
@@ -217,7 +253,9 @@ def cpgd_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, corre
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
 
     The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage. Like
-    the KL divergence, the drift counts on all tokens. Arguments are those of [`policy_loss`].
+    the KL divergence, the drift counts on all tokens.
+
+    See [`LossType.__call__`] for the arguments.
     """
     advantages = _per_token(advantages)
     log_ratio = log_ratios(logps, old_logps, mask)
@@ -254,8 +292,9 @@ def gmpo_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, corre
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673).
 
     Log-ratios are clipped at `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the
-    paper uses 0.4. Arguments are those of [`policy_loss`], with one advantage per completion; `weights` are those in the
-    geometric mean.
+    paper uses 0.4.
+
+    See [`LossType.__call__`] for the arguments: one advantage per completion, and the `weights` in the geometric mean.
     """
     log_ratio = log_ratios(logps, old_logps, mask)
     clipped = torch.where(
@@ -274,7 +313,8 @@ def dual_clip_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, 
     [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
 
     Without the bound, one token that became much likelier while its advantage is negative dominates the batch.
-    Arguments are those of [`policy_loss`].
+
+    See [`LossType.__call__`] for the arguments.
     """
     advantages = _per_token(advantages)
     ratio = log_ratios(logps, old_logps, mask).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()

@@ -3,12 +3,13 @@
 
 import torch
 
-from .advantages import TOLERANCE
+from .returns import TOLERANCE
 
 
 class RunningScale:
     """
-    Divides rewards by their standard deviation over the run so far.
+    Divides rewards by their standard deviation over the run so far, see
+    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729).
 
     Moments are those of all rewards at once, however they are split into updates.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets, load_dataset
 
-from ..rewards.choices import without_letters
+from .choices import without_letters
 
 
 logger = logging.getLogger(__name__)

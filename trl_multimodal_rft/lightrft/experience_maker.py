@@ -18,17 +18,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
-from ..algorithms.advantages import (
-    ALIASES,
-    ESTIMATORS,
-    cumulative_returns,
-    estimate_advantages,
-    gae,
-    place_rewards,
-    whiten,
-)
+from ..algorithms.advantages import ALIASES, ESTIMATORS, estimate_advantages, gae
 from ..algorithms.completions import mask_responses
-from ..algorithms.kl import FixedKLController, approx_kl
+from ..algorithms.kl import KL_ESTIMATORS, FixedKLController, approx_kl
+from ..algorithms.returns import cumulative_returns, token_rewards, whiten
 from ..algorithms.shaping import RunningScale
 from ..data.columns import restore_media, rows_to_messages
 from ..data.unread import check_columns, check_ignored
@@ -128,7 +121,7 @@ class ExperienceConfig:
             "advantage_estimator": tuple(ESTIMATORS),
             "norm_level": ("token", "sequence"),
             "cpgd_weight": ("none", "std", "clip_filter_like"),
-            "kl_estimator": ("k1", "k2", "k3"),
+            "kl_estimator": tuple(KL_ESTIMATORS),
             "audio_overlong": ("raise", "truncate"),
         }
         for name, values in choices.items():
@@ -139,7 +132,7 @@ class ExperienceConfig:
         for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.n_samples_per_prompt < 2 and ESTIMATORS[self.advantage_estimator] == "group":
+        if self.n_samples_per_prompt < 2 and ESTIMATORS[self.advantage_estimator].needs == "group":
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the responses to a prompt, so "
                 f"`n_samples_per_prompt` must be at least 2, got {self.n_samples_per_prompt}."
@@ -150,7 +143,7 @@ class ExperienceConfig:
             raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
         check_ignored(self.ignored_media_columns)
         if self.kl_in_reward is None:
-            self.kl_in_reward = self.advantage_estimator in ("gae", "reinforce", "rloo")
+            self.kl_in_reward = ESTIMATORS[self.advantage_estimator].kl_in_reward
 
 
 class NaiveExperienceMaker:
@@ -642,7 +635,7 @@ class NaiveExperienceMaker:
         """
         args = self.strategy
         sizes = [len(each.sequences) for each in experiences]
-        in_groups = ESTIMATORS[args.advantage_estimator] == "group"
+        in_groups = ESTIMATORS[args.advantage_estimator].needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
                 f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
@@ -683,7 +676,7 @@ class NaiveExperienceMaker:
     def _set_advantages(self, experiences, rewards, gamma: float, lambd: float) -> None:
         args = self.strategy
         kl_coef = self.kl_ctl.value if args.kl_in_reward and self.initial_model is not None else 0.0
-        token_level = ESTIMATORS[args.advantage_estimator] != "group"
+        token_level = ESTIMATORS[args.advantage_estimator].per_token
         for experience, reward in zip(experiences, rewards, strict=True):
             mask = experience.action_mask
             if not token_level:
@@ -691,20 +684,18 @@ class NaiveExperienceMaker:
                 experience.info["return"] = experience.info["reward"]
                 continue
             # Unscorable responses aren't trained on
-            token_rewards = place_rewards(reward.nan_to_num(), mask)
-            if kl_coef:
-                k1 = approx_kl(experience.action_log_probs, experience.base_action_log_probs, mask, "k1")
-                token_rewards = token_rewards - kl_coef * k1
-            experience.info["return"] = token_rewards.sum(1)
+            logps = experience.action_log_probs, experience.base_action_log_probs
+            penalized = token_rewards(reward, mask, *logps, kl_coef=kl_coef)
+            experience.info["return"] = penalized.sum(1)
             if args.advantage_estimator == "gae":
                 bootstrap = experience.info.get("bootstrap")
                 experience.advantages, returns = gae(
-                    token_rewards, experience.values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap
+                    penalized, experience.values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap
                 )
                 unscorable = mask & reward.isnan()[:, None]
                 experience.returns = torch.where(unscorable, experience.values, returns)
             else:
-                experience.returns = self.get_cumulative_returns(token_rewards, mask, gamma)
+                experience.returns = self.get_cumulative_returns(penalized, mask, gamma)
                 experience.advantages = experience.returns
         if token_level:
             sizes = [each.action_mask.shape for each in experiences]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..algorithms.advantages import TOLERANCE
+from ..algorithms.returns import TOLERANCE
 from .experience import Experience, VisionRecord
 from .replay_buffer_utils import (
     BufferItem,

@@ -12,6 +12,12 @@ from huggingface_hub import ModelCard
 from transformers import is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
+from ..algorithms.advantages import ESTIMATORS
+from ..algorithms.entropy import high_entropy_mask
+from ..algorithms.kl import KL_ESTIMATORS, AdaptiveKLController
+from ..algorithms.losses import LOSSES
+from ..algorithms.papers import Paper, paper_of
+from ..algorithms.shaping import RunningScale
 from ..families import MODALITIES
 
 
@@ -32,46 +38,19 @@ _TASKS = {
     frozenset({"audio"}): "audio-text-to-text",
 }
 
-# Losses of TRL that soften ratios instead
-_NOT_CLIPPED = ("sapo", "vespo")
-
-# Titles and numbers of the papers behind options
-_DEEPSEEK_MATH = "DeepSeekMath", "2402.03300"
-_DR_GRPO = "Understanding R1-Zero-Like Training", "2503.20783"
-_REINFORCE = "REINFORCE++", "2501.03262"
-_CPGD = "CPGD", "2505.12504"
-_DAPO = "DAPO", "2503.14476"
-_PREFERENCES = "Fine-Tuning Language Models from Human Preferences", "1909.08593"
-PAPERS = {
-    "advantage_estimator": {
-        "group_norm": _DEEPSEEK_MATH,
-        "dr_grpo": _DR_GRPO,
-        "rloo": ("Back to Basics", "2402.14740"),
-        "reinforce": _REINFORCE,
-        "reinforce_baseline": _REINFORCE,
-        "cpgd": _CPGD,
-        "gae": ("Generalized Advantage Estimation", "1506.02438"),
-    },
-    "loss_type": {
-        "grpo": _DEEPSEEK_MATH,
-        "dr_grpo": _DR_GRPO,
-        "dapo": _DAPO,
-        "cispo": ("MiniMax-M1", "2506.13585"),
-        "sapo": ("Soft Adaptive Policy Optimization", "2511.20347"),
-        "luspo": ("LUSPO", "2602.05261"),
-        "vespo": ("VESPO", "2602.10693"),
-        "cpgd": _CPGD,
-        "gmpo": ("Geometric-Mean Policy Optimization", "2507.20673"),
-        "dual_clip": ("Dual-clip PPO", "1912.09729"),
-    },
-    "importance_sampling_level": {"sequence": ("GSPO", "2507.18071")},
-    "kl_estimator": {"k1": _PREFERENCES, "k2": _REINFORCE, "k3": _DEEPSEEK_MATH},
-    "kl_target": _PREFERENCES,
-    "top_entropy_quantile": ("Beyond the 80/20 Rule", "2506.01939"),
+# Papers behind options, as they are listed with the algorithms
+_DAPO = LOSSES["dapo"].paper
+PAPERS: dict[str, Paper | None | dict[str, Paper | None]] = {
+    "advantage_estimator": {name: own.paper for name, own in ESTIMATORS.items()},
+    "loss_type": {name: loss.paper for name, loss in LOSSES.items()},
+    "importance_sampling_level": {"sequence": Paper("GSPO", "2507.18071")},
+    "kl_estimator": {name: paper_of(function) for name, function in KL_ESTIMATORS.items()},
+    "kl_target": paper_of(AdaptiveKLController),
+    "top_entropy_quantile": paper_of(high_entropy_mask),
     "soft_overlong_cache": _DAPO,
-    "reward_running_scale": ("Implementation Matters in Deep Policy Gradients", "2005.12729"),
+    "reward_running_scale": paper_of(RunningScale),
     "dynamic_sampling": _DAPO,
-    "replay_buffer_size": ("VL-Rethinker", "2504.08837"),
+    "replay_buffer_size": Paper("VL-Rethinker", "2504.08837"),
 }
 
 # For each kind, what is imported, how a file is read, and the block of the message
@@ -253,7 +232,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
         gae = [f"`{name}={options[name]}`" for name in ("gamma", "lam") if estimator == "gae"]
         lines.append(("Advantages", ", ".join([_option(estimator, "advantage_estimator"), *gae])))
     if "loss_type" in options:
-        clips = ("epsilon", "epsilon_high", "delta") if options["loss_type"] not in _NOT_CLIPPED else ()
+        clips = ("epsilon", "epsilon_high", "delta") if LOSSES[options["loss_type"]].clips else ()
         clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]
         level = options["importance_sampling_level"]
         ratios = [f"ratios per {_option(level, 'importance_sampling_level')}"] if level != "token" else []
@@ -262,7 +241,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     quantile = options.get("top_entropy_quantile", 1.0)
     if quantile < 1:
         share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
-        lines.append(("Tokens trained on", f"{share}, {_linked(*PAPERS['top_entropy_quantile'])}"))
+        lines.append(("Tokens trained on", share + _cited("top_entropy_quantile")))
     for name in (
         "soft_overlong_cache",
         "reward_running_scale",
@@ -271,8 +250,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
         "replay_buffer_size",
     ):
         if options.get(name):
-            paper = f", {_linked(*PAPERS[name])}" if name in PAPERS else ""
-            lines.append((f"`{name}`", f"`{options[name]}`{paper}"))
+            lines.append((f"`{name}`", f"`{options[name]}`{_cited(name)}"))
     for name in (
         "learning_rate",
         "num_generations",
@@ -297,7 +275,7 @@ def _divergence(options: dict[str, Any]) -> str:
     else:
         parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if options['kl_in_reward'] else 'loss'}"]
     if options.get("kl_target") is not None:
-        parts.append(f"adaptive, `kl_target={options['kl_target']}`, {_linked(*PAPERS['kl_target'])}")
+        parts.append(f"adaptive, `kl_target={options['kl_target']}`{_cited('kl_target')}")
     return ", ".join(parts)
 
 
@@ -310,11 +288,17 @@ def _rate(processor) -> int:
 def _option(value: str, name: str) -> str:
     """A value with its paper, which a function of the user doesn't have."""
     paper = PAPERS[name].get(value)
-    return f"`{value}`" if paper is None else f"`{value}` ({_linked(*paper)})"
+    return f"`{value}`" if paper is None else f"`{value}` ({paper.link})"
 
 
-def _linked(title: str, paper: str) -> str:
-    return f"[{title}](https://huggingface.co/papers/{paper})"
+def _cited(name: str) -> str:
+    """The paper of an option that has one, whatever its value."""
+    paper = PAPERS.get(name)
+    return "" if paper is None else f", {paper.link}"
+
+
+def _linked(title: str, number: str) -> str:
+    return Paper(title, number).link
 
 
 def _listed(words) -> str:

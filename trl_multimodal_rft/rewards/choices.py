@@ -4,12 +4,11 @@
 import re
 from collections.abc import Sequence
 
+from ..data.choices import LETTER
 from .answers import completion_text, extract_answer, normalize_answer
 
 
 _WORD = re.compile(r"\w+")
-# "B", "(B)", "B.", "B:" and "B)", alone or before more. Not "A woman": a letter before a space may be a word.
-_LETTER = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:]|([A-Za-z])$)\s*(.*)", re.DOTALL)
 
 
 def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[float | None]:
@@ -94,7 +93,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
         index = _by_text(answer, choices) if left in lengths else None
         if index is not None:
             break
-        letter = _LETTER.match(answer.strip())
+        letter = LETTER.match(answer.strip())
         own = len(choices) if letter is None else ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
         if own >= len(choices):
             index = _by_words(answer, choices)
@@ -106,31 +105,6 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     for own in reversed(letters):
         index = own if index in (None, own) else None
     return index
-
-
-def without_letters(choices: Sequence[str]) -> list[str]:
-    """
-    Texts of choices that may come with their letters.
-
-    Args:
-        choices (`Sequence[str]`):
-            Choices such as `"(A) Man"`, `"B. Woman"`, or texts alone.
-
-    Returns:
-        `list[str]`: Without letters if all have theirs in order, else as they are.
-
-    Example:
-    ```python
-    >>> without_letters(["(A) Man", "(B) Woman"])
-    ['Man', 'Woman']
-    ```
-    """
-    letters = [_LETTER.match(choice) for choice in choices]
-    in_order = all(
-        letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)
-        for i, letter in enumerate(letters)
-    )
-    return [letter[4] for letter in letters] if in_order else list(choices)
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> int | None:

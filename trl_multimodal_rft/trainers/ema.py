@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class MovingAverage:
@@ -24,7 +25,7 @@ class MovingAverage:
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float):
-        self.decay = decay
+        self._move = get_ema_multi_avg_fn(decay)
         self._parameters = parameters
         self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
@@ -38,17 +39,13 @@ class MovingAverage:
                 Weights by name, those that are averaged among them.
         """
         for name, average in self._average.items():
-            parameter = self._parameters[name] = parameters[name]
-            average = average.to(parameter.device)
-            if isinstance(parameter, DTensor) and not isinstance(average, DTensor):
-                average = distribute_tensor(average, parameter.device_mesh, parameter.placements)
-            self._average[name] = average
+            self._parameters[name] = parameters[name]
+            self._average[name] = _placed(average, parameters[name])
 
-    @torch.no_grad()
     def update(self) -> None:
         """Moves the average towards the weights."""
-        for name, parameter in self._parameters.items():
-            self._average[name].lerp_(parameter.float(), 1 - self.decay)
+        for name, parameter in self._parameters.items():  # one by one, so that only one is there in float32
+            self._move([self._average[name]], [parameter.detach().float()], None)
 
     @contextmanager
     def applied(self):
@@ -88,7 +85,12 @@ class MovingAverage:
                 File.
         """
         for name, value in load_file(path).items():
-            own = self._average[name]
-            if isinstance(own, DTensor):
-                value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-            own.copy_(value)
+            self._average[name].copy_(_placed(value, self._average[name]))
+
+
+def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, or one split already, where another is."""
+    value = value.to(like.device)
+    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value, like.device_mesh, like.placements)
+    return value

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..algorithms.advantages import ALIASES, ESTIMATORS, check_estimator
+from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
+from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions
 from .multimodal_config import MultimodalArguments, check_choice
 
@@ -27,8 +28,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
             How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
-            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`. Or a function, which is called
-            on every process with the tensors of the whole batch as keyword arguments, `rewards` of shape `(N,)`,
+            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, see
+            [`~algorithms.advantages.ESTIMATORS`]. Or a function, which is called on every process with the tensors of the whole batch as keyword arguments, `rewards` of shape `(N,)`,
             `rewards_per_func` `(N, F)`, `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if
             `beta` is 0), where `NaN` marks what can't be scored, and returns advantages of shape `(N,)` or `(N, T)`.
             A function can't be set on the command line; a checkpoint holds its name only.
@@ -64,7 +65,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         > Parameters that control the loss
 
         loss_type (`str`, *optional*, defaults to `"dapo"`):
-            One of TRL's, or `"cpgd"`, `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or `"dual_clip"`, whose
+            See [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"`, `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or `"dual_clip"`, whose
             bound is `delta` (3 by default).
         cpgd_drift_coef (`float`, *optional*, defaults to `0.01`):
             For `loss_type="cpgd"`, coefficient of the policy drift.
@@ -103,10 +104,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
 
     advantage_estimator: str = field(
         default="group_norm",
-        metadata={
-            "help": "How rewards become advantages: 'group_norm' (or 'grpo'), 'rloo', 'reinforce' (or 'reinforce++'), "
-            "'reinforce_baseline' (or 'reinforce++_baseline'), 'cpgd', 'dr_grpo', or in Python a function."
-        },
+        metadata={"help": f"How rewards become advantages: {described(None, 'group')}, or in Python a function."},
     )
     norm_level: str = field(
         default="token",
@@ -205,20 +203,18 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     _has_critic = False
 
     def __post_init__(self):
-        need = None
         if callable(self.advantage_estimator):
             check_estimator(self.advantage_estimator)
         else:
             self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
-            names = [name for name, need in ESTIMATORS.items() if self._has_critic or need != "critic"]
-            if self.advantage_estimator == "gae" and not self._has_critic:
+            names = [name for name, own in ESTIMATORS.items() if self._has_critic or own.needs != "critic"]
+            if self.advantage_estimator in ESTIMATORS and self.advantage_estimator not in names:
                 raise ValueError(
-                    "`advantage_estimator='gae'` needs the values of a critic, and this trainer has none. Use "
-                    f"`MultimodalPPOTrainer`, or choose one of {', '.join(map(repr, names))}."
+                    f"`advantage_estimator={self.advantage_estimator!r}` needs the values of a critic, and this trainer "
+                    f"has none. Use `MultimodalPPOTrainer`, or choose one of {', '.join(map(repr, names))}."
                 )
             check_choice(self, "advantage_estimator", (*names, *ALIASES))
-            need = ESTIMATORS[self.advantage_estimator]
-        self._post_init_trl(need)
+        self._post_init_trl()
 
         check_choice(self, "norm_level", ("token", "sequence"))
         check_choice(self, "cpgd_weight", ("none", "std", "clip_filter_like"))
@@ -240,11 +236,17 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             )
         self._check_sampling()
 
-    def _post_init_trl(self, need: str | None) -> None:
+    @property
+    def _estimator(self) -> Estimator:
+        """What is known of the estimator; of a function of the user that it is one."""
+        function = self.advantage_estimator
+        return Estimator(self._estimator_name(), None, function) if callable(function) else ESTIMATORS[function]
+
+    def _post_init_trl(self) -> None:
         if self.num_generations > 1:
             super().__post_init__()
             return
-        if need == "group":
+        if self._estimator.needs == "group":
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
                 f"`num_generations` must be at least 2, got {self.num_generations}. Raise it, or use 'reinforce'."
@@ -292,11 +294,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 "itself; remove `kl_in_reward`."
             )
         if self.kl_in_reward is None:
-            self.kl_in_reward = self.advantage_estimator in ("gae", "reinforce", "rloo")
+            self.kl_in_reward = self._estimator.kl_in_reward
         if self.kl_estimator is None:
-            in_loss = "k2" if self.advantage_estimator == "reinforce_baseline" else "k3"
-            self.kl_estimator = "k1" if self.kl_in_reward else in_loss
-        check_choice(self, "kl_estimator", ("k1", "k2", "k3"))
+            self.kl_estimator = "k1" if self.kl_in_reward else self._estimator.kl_in_loss
+        check_choice(self, "kl_estimator", tuple(KL_ESTIMATORS))
         if self.kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
                 f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of the "
@@ -315,15 +316,17 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     def _check_loss(self) -> None:
         check_choice(self, "loss_type", tuple(LOSSES))  # TRL checks it only after sampling
         loss = LOSSES[self.loss_type]
-        token_level = self.advantage_estimator in ("gae", "reinforce")
+        token_level = self._estimator.per_token
         sequence_level = self.importance_sampling_level == "sequence"
         if token_level and loss.per_completion:
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` takes one advantage per completion, but `advantage_estimator="
                 f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as 'reinforce_baseline'."
             )
-        if sequence_level and (self.advantage_estimator == "gae" or token_level and self.kl_in_reward):
-            penalized = " with the KL divergence in the reward" if self.advantage_estimator == "reinforce" else ""
+        # Without a critic, only the penalty tells the tokens of a completion apart
+        has_critic = self._estimator.needs == "critic"
+        if sequence_level and token_level and (has_critic or self.kl_in_reward):
+            penalized = "" if has_critic else " with the KL divergence in the reward"
             raise ValueError(
                 f"`importance_sampling_level='sequence'` takes one advantage per completion, but `advantage_estimator="
                 f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import SchedulerType
 
+from ..algorithms.advantages import described
 from .grpo_config import MultimodalGRPOConfig
 from .multimodal_config import check_choice
 
@@ -70,8 +71,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     advantage_estimator: str = field(
         default="gae",
         metadata={
-            "help": "How rewards become advantages: 'gae' has a critic; 'group_norm', 'rloo', 'reinforce', "
-            "'reinforce_baseline', 'cpgd', 'dr_grpo', or in Python a function, have none."
+            "help": f"How rewards become advantages: {described('critic')} with a critic; without one "
+            f"{described(None, 'group')}, or in Python a function."
         },
     )
     gamma: float = field(default=1.0, metadata={"help": "Discount per token."})

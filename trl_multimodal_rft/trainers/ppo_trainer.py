@@ -28,9 +28,10 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
-from ..algorithms.advantages import gae, place_rewards, whiten
+from ..algorithms.advantages import gae
 from ..algorithms.kl import approx_kl
 from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
+from ..algorithms.returns import place_rewards, whiten
 from ..data.fetch import EndlessRows
 from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention

@@ -1,0 +1,131 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Functions of each token: rewards on them, sums of what follows, whitening.
+
+Masks may be padded on either side and have gaps; results are exactly 0 outside them.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from .kl import approx_kl
+
+
+# Numbers count as equal within this much, relative to their mean or 1: what float32 may differ by when the same reward
+# is computed in another order.
+TOLERANCE = 1e-6
+
+
+def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """
+    Puts each completion's reward on its last valid token.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards, shape `(N,)`.
+        mask (`torch.Tensor`):
+            1 on valid tokens, shape `(N, T)`.
+
+    Returns:
+        `torch.Tensor`: Reward of each token, shape `(N, T)`; 0 all along a row without valid tokens.
+    """
+    mask = mask.bool()
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(last, rewards[:, None], 0)
+
+
+def token_rewards(
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> torch.Tensor:
+    """
+    Reward of each token: that of its completion on the last one, less the KL penalty (k1) of every token.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards, `NaN` where unscorable, which leaves the penalty alone, shape `(N,)`.
+        mask (`torch.Tensor`):
+            1 on valid tokens, shape `(N, T)`.
+        old_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the policy that sampled, shape `(N, T)`.
+        ref_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the reference, shape `(N, T)`.
+        kl_coef (`float`, *optional*, defaults to `0.0`):
+            Coefficient of the penalty.
+
+    Returns:
+        `torch.Tensor`: Reward of each token, shape `(N, T)`, 0 outside the mask.
+    """
+    placed = place_rewards(rewards.nan_to_num(), mask)
+    return placed - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1") if kl_coef else placed
+
+
+def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+    r"""
+    Discounted sum of the rewards from each token on, $G_t = r_t + \gamma G_{t+1}$, over valid tokens only.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Reward of each token, shape `(N, T)`. Those outside the mask are dropped.
+        mask (`torch.Tensor`):
+            1 on valid tokens, shape `(N, T)`.
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount per valid token.
+
+    Returns:
+        `torch.Tensor`: Returns, shape `(N, T)`, 0 outside the mask.
+    """
+    mask, width = mask.bool(), mask.size(1)
+    # Valid tokens are moved together, in front; what isn't valid goes to a spare column
+    place = torch.where(mask, mask.cumsum(1) - 1, width)
+    sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, place, torch.where(mask, rewards, 0))[:, :width]
+    window = 1
+    while window < width:  # sums over a window from each token on, which doubles
+        sums[:, :-window] += gamma**window * sums[:, window:]
+        window *= 2
+    return torch.where(mask, sums.gather(1, place.clamp(max=width - 1)), 0)
+
+
+def whiten(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
+) -> torch.Tensor:
+    """
+    Shifts and scales values to mean 0 and population variance 1 over the whole mask.
+
+    Args:
+        values (`torch.Tensor`):
+            Values, of any shape.
+        mask (`torch.Tensor`):
+            1 on the values that count, of the same shape. The others are 0.
+        weights (`torch.Tensor`, *optional*):
+            How often each value counts in mean and variance, of the same shape. The mask by default.
+        reduce (`Callable`, *optional*):
+            Adds up a tensor of sums over processes, so that mean and variance are those of all.
+
+    Returns:
+        `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.
+    """
+    mask = mask.bool()
+    values, weights = torch.where(mask, values, 0), mask if weights is None else weights
+
+    def mean(x):
+        sums = [(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
+        total, count = reduce(torch.stack(sums))
+        return total / count.clamp(min=1)
+
+    # First by the mean as the dtype has it, so that what is left loses nothing to the size of the mean
+    shift = mean(values)
+    centred = values - shift.to(values.dtype)
+    offset = mean(centred)
+    std = (mean(centred.square()) - offset.square()).clamp(min=0).sqrt()
+    if std <= TOLERANCE * shift.abs().clamp(min=1):
+        return torch.zeros_like(values)
+    return torch.where(mask, (centred - offset) / std, 0).to(values.dtype)

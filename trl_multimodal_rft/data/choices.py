@@ -1,0 +1,34 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Choices and their letters."""
+
+import re
+from collections.abc import Sequence
+
+
+# "B", "(B)", "B.", "B:" and "B)", alone or before more. Not "A woman": a letter before a space may be a word.
+LETTER = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:]|([A-Za-z])$)\s*(.*)", re.DOTALL)
+
+
+def without_letters(choices: Sequence[str]) -> list[str]:
+    """
+    Texts of choices that may come with their letters.
+
+    Args:
+        choices (`Sequence[str]`):
+            Choices such as `"(A) Man"`, `"B. Woman"`, or texts alone.
+
+    Returns:
+        `list[str]`: Without letters if all have theirs in order, else as they are.
+
+    Example:
+    ```python
+    >>> without_letters(["(A) Man", "(B) Woman"])
+    ['Man', 'Woman']
+    ```
+    """
+    letters = [LETTER.match(choice) for choice in choices]
+    in_order = all(
+        letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)
+        for i, letter in enumerate(letters)
+    )
+    return [letter[4] for letter in letters] if in_order else list(choices)
