@@ -15,13 +15,14 @@ Measured are, on the same seeded float32 tensors,
 - **whiten** against the masked mean and standard deviation in plain PyTorch. There is no loop to save here.
 - **group_statistics**, by way of `group_norm`, against a loop over groups.
 
-First the results are compared: the script exits with an error if any differs by more than 1e-4, relative to the largest
-value. Then calls of the two alternate, and the *minimum* of each is reported. Wall-clock time needs an idle machine,
-since other work interrupts a long loop more often than a short call; on a shared one, `--clock cpu` measures CPU time,
-which is comparable for `--threads 1`.
+First the results are compared: the script exits with an error if any differs by more than 1e-4, relative to the
+largest value. Then calls of the two alternate, and the *minimum* of each is reported. Wall-clock time needs an idle
+machine, since other work interrupts a long loop more often than a short call; on a shared one, `--clock cpu` measures
+CPU time, which is comparable for `--threads 1`.
 
 On the CPU, new memory costs more than most of these operations. A process that trains has freed tensors of tens of MiB
-before, after which the C library keeps freed memory instead of returning it; the benchmark frees one such tensor first.
+before, after which the C library keeps freed memory instead of returning it; the benchmark frees one such tensor
+first.
 """
 
 import argparse
@@ -233,8 +234,8 @@ def table(result: dict) -> str:
     setting, ours, usual = result["setting"], result["ours"], result["usual"]
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
     lines = [
-        f"{setting['rows']} x {setting['tokens']} tokens in {setting['dtype']}, {setting['valid_tokens']} of them valid"
-        f"{f' with up to {GAPS} gaps per row' if setting['gaps'] else ''}, groups of {setting['group_size']};",
+        f"{setting['rows']} x {setting['tokens']} tokens in {setting['dtype']}, {setting['valid_tokens']} of them "
+        f"valid{f' with up to {GAPS} gaps per row' if setting['gaps'] else ''}, groups of {setting['group_size']};",
         f"{result['hardware']['gpu'] or result['hardware']['cpu']}, {setting['threads']} threads; torch "
         f"{result['versions']['torch']}; {clock} time, minimum of {setting['repetitions']}",
     ]

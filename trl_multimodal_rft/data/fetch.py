@@ -83,7 +83,7 @@ class EndlessRows:
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Arrow gives arrays back as lists, which Accelerate would walk and copy number by number, for every completion."""
+    """Arrow gives arrays back as lists, which Accelerate would copy number by number, for every completion."""
     media = {key: _as_array(row[key]) for key in MEDIA_COLUMNS if key in row}
     if isinstance(row.get("prompt"), list):
         media["prompt"] = [

@@ -229,8 +229,8 @@ def processor_outputs(
             if not refs:
                 raise
             raise refs[0].error(
-                f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat template "
-                "writes one placeholder per medium and that the text holds none of its own"
+                f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
+                "template writes one placeholder per medium and that the text holds none of its own"
             ) from error
     return {
         name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
@@ -362,8 +362,8 @@ def decode_media(
             What happens to audio longer than the processor's window: `"raise"` or `"truncate"`.
 
     Returns:
-        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be told
-        about them, as `processor_kwargs`.
+        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be
+        told about them, as `processor_kwargs`.
 
     Raises:
         [`MediaError`]: If a medium can't be decoded, or if the processor can't take it.
@@ -488,8 +488,8 @@ def _check_placeholders(
     stray = set().union(*placeholders.values()) & present
     if stray and not refs:
         raise MediaError(
-            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or remove "
-            "the placeholder from the text"
+            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or "
+            "remove the placeholder from the text"
         )
 
 

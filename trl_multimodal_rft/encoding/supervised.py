@@ -27,9 +27,9 @@ def encode_supervised(
 
     Args:
         rows (`list[dict]`):
-            Rows with `prompt` and `completion`, or with `messages`, whose last one, the assistant's, is the completion;
-            and media columns. A prompt and a completion that are both text, without media, are taken as they are; all
-            others are written by the chat template.
+            Rows with `prompt` and `completion`, or with `messages`, whose last one, the assistant's, is the
+            completion; and media columns. A prompt and a completion that are both text, without media, are taken as
+            they are; all others are written by the chat template.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The policy's processor.
         model ([`~transformers.PreTrainedModel`]):
@@ -102,14 +102,15 @@ def _chat(row: dict[str, Any], index: int) -> tuple[list, list]:
         answer = [last]
     if not prompt or not answer:
         raise ValueError(
-            f"row {index} of `ptx_dataset` has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and "
-            "`completion`, or `messages` with the assistant's answer at the end."
+            f"row {index} of `ptx_dataset` has {sorted(key for key in row if row[key] is not None)}; it needs "
+            "`prompt` and `completion`, or `messages` with the assistant's answer at the end."
         )
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if answer[0]["role"] != "assistant":
         raise ValueError(
-            f"row {index}, column '{column}': the answer to learn must be the assistant's, got one of {answer[0]['role']!r}."
+            f"row {index}, column '{column}': the answer to learn must be the assistant's, got one of "
+            f"{answer[0]['role']!r}."
         )
     return prompt, answer
 
@@ -118,8 +119,8 @@ def _written(prompt: list, answer: list, processing_class, template_kwargs: dict
     """What the chat template writes, without the answer and with it."""
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
-            f"row {index} of `ptx_dataset`: {type(processing_class).__name__} has no chat template that could write an "
-            "answer; pass one as `chat_template`."
+            f"row {index} of `ptx_dataset`: {type(processing_class).__name__} has no chat template that could write "
+            "an answer; pass one as `chat_template`."
         )
     before = processing_class.apply_chat_template(
         prompt, tokenize=False, add_generation_prompt=True, **template_kwargs
@@ -127,8 +128,8 @@ def _written(prompt: list, answer: list, processing_class, template_kwargs: dict
     whole = processing_class.apply_chat_template([*prompt, *answer], tokenize=False, **template_kwargs)
     if not whole.startswith(before):
         raise ValueError(
-            f"row {index} of `ptx_dataset`: the chat template writes the prompt otherwise when an answer follows, so that "
-            "the answer can't be told from it; pass a `chat_template` that doesn't."
+            f"row {index} of `ptx_dataset`: the chat template writes the prompt otherwise when an answer follows, so "
+            "that the answer can't be told from it; pass a `chat_template` that doesn't."
         )
     return before, whole
 

@@ -83,8 +83,8 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     for kind, mask in masks.items():
         if mask is not None and (mask.dim() != 4 or mask.dtype != torch.bool):
             raise NotImplementedError(
-                f"{type(model).__name__} gives no 4D boolean mask for its layers of type {kind!r}, so its prompts can't "
-                "be shared."
+                f"{type(model).__name__} gives no 4D boolean mask for its layers of type {kind!r}, so its prompts "
+                "can't be shared."
             )
     masks = {kind: None if mask is None else mask[0, 0] for kind, mask in masks.items()}
     prompt.mask_cache["linear"] = (n_new, masks)

@@ -144,8 +144,8 @@ class Critic(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
         """
-        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose score
-        is the first value), or a backbone, whose first values are 0.
+        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose
+        score is the first value), or a backbone, whose first values are 0.
 
         Args:
             folder (`str` or `Path`):

@@ -31,9 +31,9 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
     The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
     It equals the reference when the two are the same text apart from case, whitespace and punctuation, or the same
-    number (`"0.5"` and `".50"`), or else, both of them a bare expression, when they are symbolically equal (`"0.5"` and
-    `"\\frac{1}{2}"`), which takes `math_verify`. Text around a tag never counts, and a number inside a sentence is not
-    an expression.
+    number (`"0.5"` and `".50"`), or else, both of them a bare expression, when they are symbolically equal (`"0.5"`
+    and `"\\frac{1}{2}"`), which takes `math_verify`. Text around a tag never counts, and a number inside a sentence is
+    not an expression.
 
     `math_verify` limits its time with a signal, which works in the main thread only: called from another thread, the
     comparison is the same without that limit.
@@ -121,7 +121,8 @@ def extract_answer(text: str) -> str:
             Completion.
 
     Returns:
-        `str`: Content of the first `<answer>...</answer>`, or the whole text when there is no such tag, without space around.
+        `str`: Content of the first `<answer>...</answer>`, or the whole text when there is no such tag, without space
+        around.
     """
     match = _ANSWER.search(text)
     return (match.group(1) if match else text).strip()
@@ -176,8 +177,8 @@ def _number(text: str) -> Decimal | None:
 def _symbolically_equal(answer: str, reference: str) -> bool:
     if find_spec("math_verify") is None:
         raise ImportError(
-            f"accuracy_reward can't compare the answer {answer!r} with the solution {reference!r} as expressions without "
-            "math-verify; install it with `pip install trl-multimodal-rft[rewards]`."
+            f"accuracy_reward can't compare the answer {answer!r} with the solution {reference!r} as expressions "
+            "without math-verify; install it with `pip install trl-multimodal-rft[rewards]`."
         )
     from math_verify import parse, verify  # imported on use: it brings sympy, and most answers are words
 
