@@ -417,9 +417,9 @@ def gae(
     return result, torch.where(mask, result + values, 0)
 
 
-def _over_valid_tokens(mask: torch.Tensor, function: Callable, *values: torch.Tensor) -> torch.Tensor:
+def _over_valid_tokens(mask: torch.Tensor, function: Callable, *rows: torch.Tensor) -> torch.Tensor:
     """Applies a function of rows whose valid tokens are adjacent, and 0 elsewhere; it may return anything elsewhere."""
-    values = [torch.where(mask, value, 0) for value in values]
+    values = [torch.where(mask, row, 0) for row in rows]
     starts = mask[:, 1:] & ~mask[:, :-1]
     if (starts.sum(1) + mask[:, 0] <= 1).all():
         return torch.where(mask, function(*values, mask), 0)
@@ -461,9 +461,9 @@ def estimate_advantages(
     old_logps: torch.Tensor | None = None,
     ref_logps: torch.Tensor | None = None,
     kl_coef: float = 0.0,
-    scale: str = "group",
-    norm_level: str = "token",
-    weight: str = "clip_filter_like",
+    scale: Literal["group", "batch", "none"] = "group",
+    norm_level: Literal["token", "sequence"] = "token",
+    weight: Literal["none", "std", "clip_filter_like"] = "clip_filter_like",
 ) -> torch.Tensor:
     """
     Advantages of a whole batch, by the estimator's name or by a function of the user.
@@ -512,6 +512,7 @@ def estimate_advantages(
     estimator = ALIASES.get(estimator, estimator)
     token_kl = None
     if kl_coef:
+        assert old_logps is not None and ref_logps is not None
         token_kl = torch.where(mask.bool(), old_logps - ref_logps, 0)
     if estimator == "reinforce":
         return reinforce(rewards, mask, token_kl, kl_coef)

@@ -206,9 +206,9 @@ def load_geo3k(
     ```
     """
     dataset = _read_dataset(path, split)
-    if "images" not in dataset.column_names:
-        raise ValueError(f"{path} has no column 'images', only {dataset.column_names}; is it a copy of Geometry3K?")
     images, rows = _without_media(dataset, "images")
+    if images is None:
+        raise ValueError(f"{path} has no column 'images', only {dataset.column_names}; is it a copy of Geometry3K?")
     counts = pc.list_value_length(dataset.data.column("images")).to_pylist()
     prompts, solutions = [], []
     for index, row in enumerate(rows):

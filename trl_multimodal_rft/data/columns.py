@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import PIL.Image
@@ -80,7 +80,7 @@ class MediaRef:
             Index of the row in its batch.
     """
 
-    kind: Literal["image", "audio", "video"]
+    kind: str
     source: Any
     options: dict[str, Any]
     column: str
@@ -183,13 +183,13 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
     return any(len(block) > 1 for block in blocks if block_kind(block["type"]) is not None)
 
 
-def block_kind(block_type: str) -> str | None:
+def block_kind(block_type: str | None) -> str | None:
     """
     The kind of media that content blocks of a type hold.
 
     Args:
-        block_type (`str`):
-            Such as `"image"`, `"image_url"` or `"input_image"`.
+        block_type (`str` or `None`):
+            Such as `"image"`, `"image_url"` or `"input_image"`; `None` of a block without a type.
 
     Returns:
         `str`: `"image"`, `"video"` or `"audio"`, `None` for other types.

@@ -147,10 +147,11 @@ def load_video(
                 raise ref.error("the frames have different sizes; resize them to one size")
             fps = ref.options.get("sample_fps", ref.options.get("fps"))
             metadata = VideoMetadata(len(frames), fps, duration=len(frames) / fps if fps else None)
-            metadata.frames_indices = range(len(frames))
+            metadata.frames_indices = list(range(len(frames)))
         else:
             frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref))
-        indices = [int(index) for index in metadata.frames_indices]
+        chosen = metadata.frames_indices
+        indices = [] if chosen is None else [int(index) for index in chosen]
         if len(frames) == 0 or len(frames) != len(indices):
             raise ref.error(f"the video has {len(frames)} of {len(indices)} frames; repair it or remove the row")
         known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
@@ -287,7 +288,7 @@ def encoded_source(ref: MediaRef) -> Any:
     raise ref.error(f"a dictionary of {sorted(ref.source)}; give 'bytes', 'path' or 'url'")
 
 
-def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes) -> str | bytes:
+def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
     """
     Fetches a file.
 
@@ -305,19 +306,19 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes) -> str | bytes:
     """
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source)
-    source = os.fspath(source)
-    if source.startswith(("http://", "https://", "data:")):
+    path = os.fspath(source)
+    if path.startswith(("http://", "https://", "data:")):
         # some servers refuse the user agent of the standard library
-        with urlopen(Request(source, headers={"User-Agent": "trl-multimodal-rft"}), timeout=60) as response:
+        with urlopen(Request(path, headers={"User-Agent": "trl-multimodal-rft"}), timeout=60) as response:
             return response.read()
-    if source.startswith("file://"):
-        source = url2pathname(urlparse(source).path)
-    elif "://" in source:
-        with fsspec.open(source, "rb") as file:
+    if path.startswith("file://"):
+        path = url2pathname(urlparse(path).path)
+    elif "://" in path:
+        with fsspec.open(path, "rb") as file:
             return file.read()
-    if not os.path.isfile(source):
-        raise ref.error(f"no such file: '{os.path.abspath(source)}'; correct the path or remove the row")
-    return source
+    if not os.path.isfile(path):
+        raise ref.error(f"no such file: '{os.path.abspath(path)}'; correct the path or remove the row")
+    return path
 
 
 def _stream(file: str | bytes) -> str | BytesIO:
@@ -423,7 +424,7 @@ def _decode_frames(ref: MediaRef, source: Any, sample_indices_fn: Callable) -> t
         file = fetch_file(ref, source)
         if not is_torchcodec_usable(decode="video"):
             require_module("av", "video")
-            return read_video_pyav(_stream(file), sample_indices_fn)
+            return read_video_pyav(_stream(file), sample_indices_fn)  # pyrefly: ignore[bad-argument-type]
         source = importlib.import_module("torchcodec.decoders").VideoDecoder(file, num_ffmpeg_threads=0)
     header = source.metadata
     metadata = VideoMetadata(header.num_frames, header.average_fps, duration=header.duration_seconds)

@@ -2,7 +2,7 @@
 """Rows of a supervised dataset as prompts and completions that a policy can score."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ def encode_supervised(
     end_ids: list[int],
     *,
     template_kwargs: dict[str, Any] | None = None,
-    audio_overlong: str = "raise",
+    audio_overlong: Literal["raise", "truncate"] = "raise",
     ignored_media_columns: Collection[str] = (),
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
@@ -85,9 +85,9 @@ def encode_supervised(
             raise ValueError(f"row {index} of `ptx_dataset`: the completion holds {found!r}, which stands for media.")
         ends = [place for place, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
-    ids = pad_sequence(completions, batch_first=True)
+    padded = pad_sequence(completions, batch_first=True)
     mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
-    return encoded, ids, mask
+    return encoded, padded, mask
 
 
 def _is_text(row: dict[str, Any]) -> bool:

@@ -94,11 +94,11 @@ class PrefixLayout:
         query_lengths = torch.tensor([length for _, length, _, _ in self.segments])
         key_lengths = torch.tensor([len(k) for k in keys])
         device = self.restore_index.device
-        cumulative = [
+        query_starts, key_starts = (
             torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
             for lengths in (query_lengths, key_lengths)
-        ]
-        return torch.cat(keys).to(device), *cumulative, int(query_lengths.max()), int(key_lengths.max())
+        )
+        return torch.cat(keys).to(device), query_starts, key_starts, int(query_lengths.max()), int(key_lengths.max())
 
     def masks(
         self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True

@@ -2,6 +2,7 @@
 """The attention masks of a model family, taken from the family's own rule."""
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, masking_utils
@@ -62,7 +63,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         return cached
     total = len(prompt) + n_new
     fill = family_of(model).token_field_fill
-    fields = {
+    fields: dict[str, Any] = {
         name: torch.cat([value, value.new_full((n_new,), fill.get(name, 0))])[None]
         for name, value in prompt.token_fields.items()
     }

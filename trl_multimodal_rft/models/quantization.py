@@ -18,4 +18,4 @@ def keep_differentiable(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # pyrefly: ignore[bad-argument-type]

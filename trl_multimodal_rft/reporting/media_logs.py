@@ -116,7 +116,7 @@ def encode_logged(ref: MediaRef, max_bytes: float) -> LoggedMedium:
     with decoding(ref):
         file = _source_file(ref)
         suffix = _viewable_suffix(ref, file)
-        if suffix is None:
+        if file is None or suffix is None:
             file, suffix = _ENCODERS[ref.kind](ref)
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
@@ -156,6 +156,8 @@ def _png(ref: MediaRef) -> tuple[bytes, str]:
 
 def _wav(ref: MediaRef) -> tuple[bytes, str]:
     samples, rate = read_audio(ref)
+    if rate is None:
+        raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
     if samples.ndim > 1:
         samples = samples.mean(axis=np.argmin(samples.shape))
     buffer = io.BytesIO()
@@ -193,9 +195,9 @@ def _spread(count: int, start: float = 0, end: float = math.inf) -> Callable[[Vi
     """Chooses frames of a video, evenly spaced between two moments, for [`~data.loading.load_video`]."""
 
     def indices(metadata: VideoMetadata) -> list[int]:
-        last = metadata.total_num_frames - 1
-        first = min(math.ceil(start * metadata.fps), last) if start else 0
-        last = max(math.floor(min(end * metadata.fps, last)), first) if end < math.inf else last
+        last, fps = metadata.total_num_frames - 1, metadata.fps or _UNKNOWN_FPS
+        first = min(math.ceil(start * fps), last) if start else 0
+        last = max(math.floor(min(end * fps, last)), first) if end < math.inf else last
         metadata.total_num_frames = last - first + 1
         return np.linspace(first, last, min(count, last - first + 1)).round().astype(int).tolist()
 
@@ -322,7 +324,7 @@ class MediaLog:
     def _encoded(self, row: int) -> PromptMedia | str:
         """The media of a prompt, or why they can't be logged."""
         try:
-            return encode_prompt_media(self._refs[row], self.max_bytes)
+            return encode_prompt_media(self._refs[row] or [], self.max_bytes)
         except (MediaError, ImportError) as error:
             return str(error)
 

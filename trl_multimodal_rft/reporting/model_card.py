@@ -37,7 +37,7 @@ _REINFORCE = "REINFORCE++", "2501.03262"
 _CPGD = "CPGD", "2505.12504"
 _DAPO = "DAPO", "2503.14476"
 _PREFERENCES = "Fine-Tuning Language Models from Human Preferences", "1909.08593"
-PAPERS = {
+PAPERS: dict[str, Any] = {
     "advantage_estimator": {
         "group_norm": _DEEPSEEK_MATH,
         "dr_grpo": _DR_GRPO,
@@ -294,4 +294,4 @@ def _linked(title: str, paper: str) -> str:
 
 def _listed(words) -> str:
     words = list(words)
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)

@@ -150,10 +150,11 @@ def _equal(answer: str, reference: str) -> bool:
     if not (_is_expression(answer) and _is_expression(reference)):
         return False
     numbers = [_number(text) for text in texts]
-    if None not in numbers:
+    one, other = numbers
+    if one is not None and other is not None:
         # As math_verify does: decimal fractions agree up to their sixth place
         fractions = all("." in text for text in texts)
-        return numbers[0] == numbers[1] or fractions and round(numbers[0], 6) == round(numbers[1], 6)
+        return one == other or fractions and round(one, 6) == round(other, 6)
     letters = [len(text) == 1 and text.isalpha() for text in texts]
     if all(letters):
         return False

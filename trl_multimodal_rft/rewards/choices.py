@@ -44,13 +44,13 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
     [1.0, 1.0, 0.0]
     ```
     """
-    for name, column in (("solution", solution), ("choices", choices)):
-        if column is None:
-            raise ValueError(
-                f"choice_reward compares with the dataset column `{name}`, which it was not given: add the column, or "
-                f"use accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
-            )
-    rewards = []
+    if solution is None or choices is None:
+        raise ValueError(
+            f"choice_reward compares with the dataset column `{'solution' if solution is None else 'choices'}`, which "
+            "it was not given: add the column, or use accuracy_reward for answers without choices. Columns received: "
+            f"{sorted(kwargs)}."
+        )
+    rewards: list[float | None] = []
     for row, (completion, reference, options) in enumerate(zip(completions, solution, choices, strict=True)):
         if reference is None or options is None:
             rewards.append(None)
@@ -96,7 +96,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
             break
         letter = _LETTER.match(answer.strip())
         own = len(choices) if letter is None else ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
-        if own >= len(choices):
+        if letter is None or own >= len(choices):
             index = _by_words(answer, choices)
             break
         letters.append(own)
@@ -130,7 +130,7 @@ def without_letters(choices: Sequence[str]) -> list[str]:
         letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)
         for i, letter in enumerate(letters)
     )
-    return [letter[4] for letter in letters] if in_order else list(choices)
+    return [letter[4] for letter in letters if letter is not None] if in_order else list(choices)
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> int | None:

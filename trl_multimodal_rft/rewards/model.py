@@ -84,7 +84,8 @@ class RewardModel:
         # Some classes take any argument and leave out what they don't know
         self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
         tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-        self._placeholders = placeholder_tokens(self, processor)
+        # All that it reads of a model is the config
+        self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Sequence classifiers score the last token that isn't their config's padding
         self.config.get_text_config().pad_token_id = self._pad
@@ -118,7 +119,11 @@ class RewardModel:
             names = () if has_media(prompt) else MEDIA_COLUMNS
             rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
         prompts = [row["prompt"] for row in rows_to_messages(rows)]
-        encoded, shared = [], None
+        encoded: list[_Row] = []
+        shared: Any = None
+        refs: list[MediaRef] = []
+        decoded: dict[int, Any] = {}
+        processor_kwargs: dict[str, Any] = {}
         for prompt, completion in zip(prompts, completions, strict=True):
             if not same_prompt(prompt, shared):  # the completions of a prompt share its media
                 shared, refs = prompt, list(iter_refs(prompt))
@@ -156,13 +161,14 @@ class RewardModel:
     def _apply_template(self, messages: list[dict], refs: list[MediaRef], processor_kwargs: dict[str, Any]):
         if isinstance(self.processor, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
+        options: dict[str, Any] = {"processor_kwargs": {**processor_kwargs}} if processor_kwargs else {}
         try:
             return self.processor.apply_chat_template(
                 [messages],
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                **({"processor_kwargs": {**processor_kwargs}} if processor_kwargs else {}),
+                **options,
                 **self.template_kwargs,
             )
         except (ValueError, IndexError, RuntimeError, StopIteration) as error:
@@ -202,7 +208,7 @@ class RewardModel:
         inputs = {
             "attention_mask": stack([torch.ones_like(row.input_ids) for row in rows]),
             **{name: stack([row.token_fields[name] for row in rows]) for name in rows[0].token_fields},
-            **join_media(rows),
+            **join_media(rows),  # pyrefly: ignore[bad-argument-type]
         }
         parameter = next(p for p in self.model.parameters() if p.is_floating_point())
         inputs = {

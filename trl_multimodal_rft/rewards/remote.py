@@ -151,7 +151,7 @@ class RemoteReward:
         prompts = [_as_text(strip_media(prompt)) for prompt in messages]
         answers = [_as_text(completion) for completion in completions]
         queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        payload = {"prompts": prompts, "completions": answers, "queries": queries}
+        payload: dict[str, list] = {"prompts": prompts, "completions": answers, "queries": queries}
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
         encoded: dict[tuple, Any] = {}  # the completions of a prompt share its media
