@@ -169,7 +169,9 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
         `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.
     """
     returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
-    variance = returns.var(correction=0) if len(returns) > 1 else returns.new_zeros(())
+    if len(returns) < 2:
+        return returns.new_full((), torch.nan)
+    variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
 
 
