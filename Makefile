@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision test test-slow benchmark docs lint clean
+.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision test test-slow benchmark docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -43,6 +43,9 @@ docs: $(VENV)/tests
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/tests
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 clean:
 	rm -rf $(VENV) outputs

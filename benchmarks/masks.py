@@ -8,13 +8,13 @@ python benchmarks/masks.py --threads 1 --clock cpu --window 1024    # a sliding 
 python benchmarks/masks.py --threads 1 --clock cpu --dtype bfloat16
 ```
 
-Prompts and completions are of unequal length, up to `--prompt-length` and `--completion-length`. Reported are, for each
-number of prompts,
+Prompts and completions are of unequal length, up to `--prompt-length` and `--completion-length`. Reported are, for
+each number of prompts,
 
-- **usual**: a boolean mask for each completion, and the same as numbers, to which scaled dot product attention converts
-  it: bytes by arithmetic, and the time to build the boolean one, as is done for each forward,
-- **ours**: what is held once all blocks have read their masks as sdpa does, measured, and the time that takes. Masks are
-  numbers from the start and have no copy,
+- **usual**: a boolean mask for each completion, and the same as numbers, to which scaled dot product attention
+  converts it: bytes by arithmetic, and the time to build the boolean one, as is done for each forward,
+- **ours**: what is held once all blocks have read their masks as sdpa does, measured, and the time that takes. Masks
+  are numbers from the start and have no copy,
 - **layout**: bytes of the row and its indices, all there is where a kernel reads no mask, and the time to lay it out.
 
 First all masks are compared with their definition. Times are the *minimum* of some repetitions.

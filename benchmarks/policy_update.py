@@ -12,21 +12,21 @@ python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
 Both trainers get the same dataset and the same model: Qwen2.5-VL's architecture with seeded random weights, built here
 with its own processor, so nothing is downloaded. Measured are
 
-- **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward of the loss, on seeded
-  completions of 20 to 64 tokens that are handed to both trainers. The gradients of the two are compared, too.
+- **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward of the loss, on
+  seeded completions of 20 to 64 tokens that are handed to both trainers. The gradients of the two are compared, too.
 - **step**: everything from reading the rows to the gradients, with completions sampled by the model, 64 tokens each.
   The optimizer's own step, which is the same for both, is left out.
-- **memory** of the update: on the CPU, bytes saved for the backward pass, each storage once and parameters not counted;
-  on CUDA, the peak of allocated memory above what parameters and gradients take.
+- **memory** of the update: on the CPU, bytes saved for the backward pass, each storage once and parameters not
+  counted; on CUDA, the peak of allocated memory above what parameters and gradients take.
 - **processor**: prompts put through the processor in a step, media included.
 
 Repetitions of the two trainers alternate, after a step that is not counted, and the *minimum* of each quantity is
 reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` takes the ratios from CPU time. Of
 several GPUs, let it see one (`CUDA_VISIBLE_DEVICES=0`).
 
-CPU ratios are not GPU ratios. On a CPU everything takes time in proportion to the tokens, and TRL's fused LM head, which
-both trainers use, projects every position it gets, prompts included (`compact` in `add_fused_lm_head`); on CUDA it
-projects completion tokens only, so that there is nothing to save there.
+CPU ratios are not GPU ratios. On a CPU everything takes time in proportion to the tokens, and TRL's fused LM head,
+which both trainers use, projects every position it gets, prompts included (`compact` in `add_fused_lm_head`); on CUDA
+it projects completion tokens only, so that there is nothing to save there.
 """
 
 import argparse
@@ -511,8 +511,9 @@ def table(result: dict) -> str:
         f"case {setting['case']}: {setting['parameters'] / 1e6:.1f} M parameters in {setting['dtype']}, "
         f"{setting['prompts']} x {setting['group']} completions, prompt of {setting['prompt_tokens']} tokens "
         f"({setting['image_tokens']} of an image),",
-        f"completions of {min(lengths)} to {max(lengths)} tokens in the update and {setting['step_completion_tokens']} "
-        f"in the step; {result['hardware']['gpu'] or result['hardware']['cpu']}, {setting['threads']} threads;",
+        f"completions of {min(lengths)} to {max(lengths)} tokens in the update and "
+        f"{setting['step_completion_tokens']} in the step; {result['hardware']['gpu'] or result['hardware']['cpu']}, "
+        f"{setting['threads']} threads;",
         f"{clock} seconds, minimum of {setting['repeats']}; gradients differ by {result['gradient_difference']:.0e}; "
         f"ours forwards {1 - result['update_shared_fraction']:.0%} of the prompt tokens in the update, "
         f"{1 - result['step_shared_fraction']:.0%} in the step",

@@ -14,8 +14,9 @@ seeded completions of 20 to 64 tokens. Measured are
 - **peak**: the most that an update has alive at once, beside weights and gradients,
 - **time**: CPU time of the update, the minimum of some repetitions, which take turns,
 
-and the gradients are compared. Every tensor counts that lives (`memory_model.LiveBytes`), each storage once. The LM head
-takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they would hide the rest.
+and the gradients are compared. Every tensor counts that lives (`memory_model.LiveBytes`), each storage once. The LM
+head takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they would hide the
+rest.
 """
 
 import argparse
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace) -> dict:
             Parsed command line.
 
     Returns:
-        `dict`: For each budget what was measured, and its ratio to that without a budget; setting, hardware and versions.
+        `dict`: For each budget what was measured, and its ratio to that without a budget; setting, hardware and
+        versions.
     """
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -160,8 +162,9 @@ def table(result: dict) -> str:
     setting = result["setting"]
     line = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions, "
-        f"{setting['tokens']} tokens with each prompt once, checkpointing {'on' if setting['checkpointing'] else 'off'}; "
-        f"{result['hardware']['cpu']}, {setting['threads']} threads; minimum of {setting['repeats']}"
+        f"{setting['tokens']} tokens with each prompt once, checkpointing "
+        f"{'on' if setting['checkpointing'] else 'off'}; {result['hardware']['cpu']}, {setting['threads']} threads; "
+        f"minimum of {setting['repeats']}"
     )
     rows = []
     for each in result["budgets"]:

@@ -29,8 +29,8 @@ class PPOScriptArguments(ScriptArguments):
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Critic: a saved critic, a reward model or a backbone, of the policy's family. By default a copy of "
-            "the policy, or a head on it with `shared_trunk`."
+            "help": "Critic: a saved critic, a reward model or a backbone, of the policy's family. By default a copy "
+            "of the policy, or a head on it with `shared_trunk`."
         },
     )
     ptx_dataset_name: str | None = field(
@@ -45,8 +45,8 @@ class DemoParser(TrlParser):
     [`~trl.TrlParser`] of a script with a demo, which runs as long as nobody names a model.
 
     The demo's arguments stand in for the defaults, so that those of a config file and of the command line win over
-    them. To a model by name, whether by `--model_name_or_path x`, by `--model_name_or_path=x` or in a config file, none
-    of them applies.
+    them. To a model by name, whether by `--model_name_or_path x`, by `--model_name_or_path=x` or in a config file,
+    none of them applies.
 
     Args:
         dataclass_types (`Sequence[type]`):

@@ -12,11 +12,13 @@ def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     """
     Puts white noise in the place of some recordings or pictures, as long or as large as they are.
 
-    There nothing is left but to guess, so the reward to expect depends on the row, and only who listens or looks knows it.
+    There nothing is left but to guess, so the reward to expect depends on the row, and only who listens or looks knows
+    it.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            Split of [`~tasks.spoken_digits`] or of [`~tasks.handwritten_digits`], where each ten rows have ten answers.
+            Split of [`~tasks.spoken_digits`] or of [`~tasks.handwritten_digits`], where each ten rows have ten
+            answers.
         every (`int`, *optional*, defaults to `4`):
             The first ten rows of so many times ten become noise, so that each answer is as often lost.
 

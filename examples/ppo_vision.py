@@ -15,8 +15,8 @@ once all answers are right, and nothing left to explain; so the critic has to se
 trainer's metric (values when completions were sampled, against their returns), the mean of the last quarter of the
 logged steps.
 
-With arguments, any vision-language model and dataset (columns `prompt`, `image` and `solution`). The critic is a copy of
-the policy unless you name one: a saved critic, a reward model or a backbone, of the policy's family.
+With arguments, any vision-language model and dataset (columns `prompt`, `image` and `solution`). The critic is a copy
+of the policy unless you name one: a saved critic, a reward model or a backbone, of the policy's family.
 
 ```bash
 accelerate launch examples/ppo_vision.py \

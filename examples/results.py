@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the example scripts measure and write beside the model: held-out accuracy, before, during and after the training."""
+"""What the example scripts write beside the model: held-out accuracy, before, during and after the training."""
 
 import json
 import math
@@ -68,8 +68,9 @@ def write_results(trainer: MultimodalGRPOTrainer, before: float, after: float) -
     """
     Writes `demo_metrics.json` into the output folder.
 
-    Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that name,
-    values at sampling time against returns, over the last quarter of the logged steps; `None` where all returns were equal.
+    Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that
+    name, values at sampling time against returns, over the last quarter of the logged steps; `None` where all returns
+    were equal.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`]):

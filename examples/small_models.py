@@ -5,8 +5,8 @@ Models of real architectures, small enough to be trained on a laptop: the defaul
 Their weights are random, so all that such a model can do after training it learned from rewards. Each function returns
 a model and its processor, which `save_pretrained` and the `Auto` classes save and load like any other checkpoint.
 
-The weights of the encoders are initialised five to ten times wider than usual. In matrices this narrow, products of the
-usual weights vanish: so little of what it hears or sees reaches the decoder that learning starts late, or never.
+The weights of the encoders are initialised five to ten times wider than usual. In matrices this narrow, products of
+the usual weights vanish: so little of what it hears or sees reaches the decoder that learning starts late, or never.
 """
 
 import string
@@ -224,7 +224,7 @@ def _initialize(
 
 @contextmanager
 def _built_whole() -> Iterator[None]:
-    """ZeRO-3 splits weights while they are loaded; of a model that is built it would split some parts and not others."""
+    """ZeRO-3 splits weights while they are loaded; of a model that is built it would split only some parts."""
     config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:

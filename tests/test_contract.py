@@ -55,7 +55,9 @@ OVERRIDDEN = {
         "mm_token_type_ids image_position_ids"
     ),
     GRPO + "create_model_card": "self model_name dataset_name tags",
-    "transformers:Trainer._get_dataloader": "self dataset description batch_size sampler_fn is_training dataloader_key",
+    "transformers:Trainer._get_dataloader": (
+        "self dataset description batch_size sampler_fn is_training dataloader_key"
+    ),
     "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "transformers:Trainer._load_best_model": "self",
     GRPO + "_get_train_sampler": "self dataset",

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the config adds to TRL's, through the trainer: against TRL where it has the same, else token by token by hand."""
+"""What the config adds to TRL's, through the trainer: against TRL where it has the same, else by hand."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The options of the GRPO config: what is refused, what is accepted, how they are saved, and that each does something."""
+"""The options of the GRPO config: what is refused and accepted, how they are saved, that each does something."""
 
 import copy
 import dataclasses

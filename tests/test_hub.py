@@ -312,7 +312,10 @@ def test_offline(tmp_path):
 
 def test_requests(published):
     """The client asked for nothing that this Hub doesn't serve, but for what it can do without."""
-    known = r"/api/agent-harnesses|/api/telemetry/.*|.*/additional_chat_templates|.*/resolve/.*|/api/repos/create|/api/models/.*"
+    known = (
+        r"/api/agent-harnesses|/api/telemetry/.*|.*/additional_chat_templates|.*/resolve/.*"
+        r"|/api/repos/create|/api/models/.*"
+    )
     strange = {
         request for request in published.hub.requests if request[2] >= 400 and not re.fullmatch(known, request[1])
     }

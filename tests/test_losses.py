@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses, KL, entropy mask: numbers worked out by hand, TRL's formulas, expectations over all of a small vocabulary."""
+"""Losses, KL, entropy mask: numbers worked out by hand, TRL's formulas, expectations over a small vocabulary."""
 
 import functools
 import math

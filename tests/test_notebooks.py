@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The notebooks, executed from their folder as they stand, with other values in the cell of parameters, and without the Hub.
+The notebooks, executed from their folder as they stand, with other values in the cell of parameters, and without the
+Hub.
 
 A last cell writes what came out, to compare it here.
 """
@@ -31,7 +32,7 @@ def parameters_cell(notebook):
 
 
 def execute(name, result, *, after=None, **parameters):
-    """Runs a notebook; returns it, and the value of the expression `result` in it. `after` has code to run after a cell."""
+    """Runs a notebook, with the code in `after` after its cells; returns it and the value of `result` in it."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     cell = parameters_cell(notebook)
     for variable in parameters:
@@ -109,8 +110,8 @@ def test_custom_advantage_and_reward(tmp_path):
     remember = (
         "calls, own = [], ranks\n\n\n"
         "def ranks(rewards, group_ids, **kwargs):\n"
-        "    calls.append([rewards.tolist(), group_ids.tolist(), own(rewards, group_ids, **kwargs).tolist(), sorted(kwargs)])\n"
-        "    return own(rewards, group_ids, **kwargs)"
+        "    calls.append([rewards.tolist(), group_ids.tolist(), own(rewards, group_ids, **kwargs).tolist(), "
+        "sorted(kwargs)])\n    return own(rewards, group_ids, **kwargs)"
     )
     look = (
         "[[np.asarray(row['image']).tolist(), points_at_light([question_about(row['image'])] * 5, said)] "

@@ -404,7 +404,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
 def test_flash_attention_keeps_its_name(name, monkeypatch):
-    """Transformers loads flash kernels by name. Layers that no kernel can take run on sdpa, here all: there is no GPU."""
+    """Transformers loads flash kernels by name. Layers that no kernel takes run on sdpa: without a GPU, all."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
     expected = packed_scores(model, model, prompts, ids, mask).logps

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""PPO against a slow version of it: token by token, one plain forward per completion, with plain copies of both models."""
+"""PPO against a slow version of it: token by token, a plain forward per completion, plain copies of both models."""
 
 import copy
 import functools
@@ -627,7 +627,8 @@ def other_vocabulary():
         (classifier, "Gemma3ForSequenceClassification"),
         (
             other_vocabulary,
-            "Qwen2_5_VLForConditionalGeneration with 380 tokens, the policy a Qwen2_5_VLForConditionalGeneration with 372",
+            "Qwen2_5_VLForConditionalGeneration with 380 tokens, the policy a Qwen2_5_VLForConditionalGeneration with "
+            "372",
         ),
     ],
     ids=["path", "path of a relative", "instance", "critic", "reward model", "vocabulary"],

@@ -69,12 +69,12 @@ from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
 
 # Signatures of the page
 
-CONSTRUCTOR = """strategy, actor, critic, reward_model, initial_model, ema_model, actor_optim, critic_optim, actor_scheduler,
-    critic_scheduler, ema_beta=0.992, init_kl_coef=0.001, kl_target=None, kl_horizon=10000, ptx_coef=0,
-    micro_train_batch_size=8, buffer_limit=0, buffer_cpu_offload=True, eps_clip=0.2, value_clip=0.2,
-    micro_rollout_batch_size=8, gradient_checkpointing=False, max_epochs=1, max_norm=1.0, tokenizer=None, processor=None,
-    prompt_max_len=128, dataloader_pin_memory=True, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
-    reward_recipe=None, save_hf_ckpt=False, disable_ds_ckpt=False, **generate_kwargs"""
+CONSTRUCTOR = """strategy, actor, critic, reward_model, initial_model, ema_model, actor_optim, critic_optim,
+    actor_scheduler, critic_scheduler, ema_beta=0.992, init_kl_coef=0.001, kl_target=None, kl_horizon=10000,
+    ptx_coef=0, micro_train_batch_size=8, buffer_limit=0, buffer_cpu_offload=True, eps_clip=0.2, value_clip=0.2,
+    micro_rollout_batch_size=8, gradient_checkpointing=False, max_epochs=1, max_norm=1.0, tokenizer=None,
+    processor=None, prompt_max_len=128, dataloader_pin_memory=True, remote_rm_url=None, reward_fn=None,
+    reward_fn_label_map=None, reward_recipe=None, save_hf_ckpt=False, disable_ds_ckpt=False, **generate_kwargs"""
 SIGNATURES = {
     "__init__": CONSTRUCTOR,
     "fit": """args, prompts_dataloader, pretrain_dataloader, eval_dataloader=None, consumed_samples=0,
@@ -209,7 +209,7 @@ def moves(ppo, before):
 
 
 def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
-    """A rollout of `n_rows` prompts in a buffer, as if it came from other policies and critics than the current ones."""
+    """A rollout of `n_rows` prompts in a buffer, as if other policies and critics had made it."""
     torch.manual_seed(seed)
     rows = list(KINDS[kind].rows(n_rows))
     experiences = ppo.experience_maker.make_experience_list(rows, **ppo.generate_kwargs)

@@ -365,7 +365,7 @@ def test_best_model_is_loaded_with_its_critic(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"shared_trunk": True}], ids=["critic of its own", "shared trunk"])
 def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
-    """After the freeze, Adam starts as if the steps before hadn't been, though a shared trunk had gradients of the values."""
+    """After the freeze, Adam starts afresh, though a shared trunk had gradients of the values."""
     n_frozen, n_steps = 3, 4
     case, options = CASES["image"], {**options, "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.1}
     frozen = case.make(tmp_path, max_steps=n_frozen, freezing_actor_steps=n_frozen, **options)

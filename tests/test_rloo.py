@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""On images, [`MultimodalRLOOTrainer`] makes the updates of TRL's RLOO and logs its metrics; it trains on sound, too."""
+"""On images, [`MultimodalRLOOTrainer`] makes the updates and metrics of TRL's RLOO; it trains on sound, too."""
 
 import functools
 import itertools

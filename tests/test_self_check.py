@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Each rule of the self-check is broken once, and seen; what it finds is mended and measured again, or training stops."""
+"""Each rule of the self-check is broken once, and seen; what it finds is mended and measured, or training stops."""
 
 import functools
 import logging
@@ -409,7 +409,7 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
 
 
 def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
-    """Idefics 2 and 3 and SmolVLM checkpoints may say `use_cache: false`, with which `generate` goes on from no cache."""
+    """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, with which `generate` goes on from no cache."""
 
     def without_cache(model):
         model.generation_config.use_cache = False

@@ -114,7 +114,8 @@ def test_handwritten_digits_are_distinct_real_images(images):
     pixels = {name: {np.asarray(image).tobytes() for image in split["image"]} for name, split in images.items()}
     assert not pixels["train"] & pixels["test"]
     assert np.asarray(images["test"][0]["image"]).shape == (28, 28)
-    # the mean image of "one" is a narrow stroke in the middle, that of "zero" a ring: labels and images belong together
+    # the mean image of "one" is a narrow stroke in the middle, that of "zero" a ring: labels and images belong
+    # together
     mean = {
         word: np.mean([np.asarray(row["image"]) for row in images["test"] if row["solution"] == word], axis=0)
         for word in ("zero", "one")

@@ -200,8 +200,8 @@ def test_sampling_equals_trl(options):
     assert_equal(theirs, ours)
 
 
-# Families that TRL 1.16 can train on images. Two can't share prompts here exactly as TRL repeats them: Qwen3.5 has linear
-# attention, and the load-balancing loss of a mixture of experts would count a shared prompt once.
+# Families that TRL 1.16 can train on images. Two can't share prompts here exactly as TRL repeats them: Qwen3.5 has
+# linear attention, and the load-balancing loss of a mixture of experts would count a shared prompt once.
 SHARING = ["qwen2_vl", "qwen3_vl", "qwen2_5_omni", "llava", "gemma3", "gemma3n", "internvl", "idefics3", "glm4v"]
 PADDED = ["qwen3_5", "qwen3_vl_moe"]
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""No medium is left out without a word: columns and blocks that nothing reads, tags in texts, and prompts by other names."""
+"""No medium is left out without a word: columns and blocks that nothing reads, tags, prompts by other names."""
 
 import base64
 from functools import partial

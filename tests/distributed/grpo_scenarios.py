@@ -104,8 +104,8 @@ class PartsRLOO(RemembersParts, InjectingRLOO):
 
 def token_budget(folder, trainer_class=PartsTrainer):
     """
-    Two groups in each of two micro-batches, which one process forwards whole. Of two processes the second has the longer
-    prompts, and can't forward two at once.
+    Two groups in each of two micro-batches, which one process forwards whole. Of two processes the second has the
+    longer prompts, and can't forward two at once.
     """
     options = {**REUSED, "gradient_checkpointing": True}
     if PartialState().num_processes > 1:
@@ -249,7 +249,7 @@ def sampled(folder):
 
 
 class ExchangingTrainer(RecordingTrainer):
-    """Remembers of each batch how many groups have no signal, its tokens, and the prompts drawn beside the sampler's."""
+    """Remembers of each batch its groups without signal, its tokens, and the prompts drawn beside the sampler's."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -270,8 +270,8 @@ class ExchangingTrainer(RecordingTrainer):
 
 def unequal_reward(completion_ids, trainer_state, **kwargs):
     """
-    On the second process all groups have signal. On the first the first one of a draw has, and in the second half of the
-    run none.
+    On the second process all groups have signal. On the first the first one of a draw has, and in the second half of
+    the run none.
     """
     if PartialState().process_index == 1:
         n_live = len(completion_ids)
@@ -293,7 +293,7 @@ EXCHANGED = {
 
 
 def exchanged(folder):
-    """Two groups on each process, with clips in forwards of their own, of which the processes need different numbers."""
+    """Two groups on each process; clips are forwarded apart, in another number of forwards on each process."""
     trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
     return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
 

@@ -2,9 +2,9 @@
 """
 Runs that are made to be killed: `killed_worker.py serve <descriptor>`, driven by `test_killed.py`.
 
-Imports take longer than a run, so this process does them once and forks for everything else. It reads a command per line
-and answers with a line to the file descriptor: `{"start": job}` forks the processes of a job and gives their ids, `{"reap":
-id}` gives the exit status of one of them, `null` while it runs. It kills what is left when its input ends.
+Imports take longer than a run, so this process does them once and forks for everything else. It reads a command per
+line and answers with a line to the file descriptor: `{"start": job}` forks the processes of a job and gives their ids,
+`{"reap": id}` gives the exit status of one of them, `null` while it runs. It kills what is left when its input ends.
 
 `killed_worker.py train <job>` is one of the processes that `torch.distributed.run` started for a job.
 """
@@ -90,7 +90,7 @@ class Mortal:
 
 
 def die_while_moving(name: str, point: str) -> None:
-    """Arranges for the death before the renaming that puts a checkpoint in its place, or at an operation after that."""
+    """Arranges for the death before the renaming that puts a checkpoint in its place, or at a later operation."""
     moved, deletions = False, 0
 
     def watch(event, args):
@@ -120,8 +120,8 @@ TRAINERS = {"grpo": MortalGRPO, "ppo": MortalPPO}
 
 def train(job: dict) -> None:
     """
-    Trains, from the checkpoint that the job names, or else from the last one if there is any; writes the final state of this
-    process.
+    Trains, from the checkpoint that the job names, or else from the last one if there is any; writes the final state
+    of this process.
     """
     rank, output = int(os.environ.get("RANK", 0)), Path(job["output"])
     options = {**OPTIONS[job["algorithm"]], **job["options"]}
@@ -204,7 +204,7 @@ def differing_files(a: Path, b: Path) -> list[str]:
 
 
 def inspect(job: dict) -> None:
-    """Compares each checkpoint with that of the uninterrupted run, and the final states if the job names their folder."""
+    """Compares each checkpoint with the uninterrupted run's, and the final states if the job names their folder."""
     output, straight = Path(job["output"]), Path(job["straight"])
     folders = [path for path in sorted(output.iterdir()) if path.is_dir()] if output.is_dir() else []
     last = get_last_checkpoint(output) if folders else None

@@ -17,10 +17,11 @@ from trl_multimodal_rft.trainers import multimodal
 
 class MixedTrainer(RecordingTrainer):
     """
-    Takes completions that depend on the step and on the place in the global batch alone, but samples those of the last step
-    and of evaluations.
+    Takes completions that depend on the step and on the place in the global batch alone, but samples those of the last
+    step and of evaluations.
 
-    Remembers what it sampled, and for each forward that is differentiated the kinds of its media and of its companions.
+    Remembers what it sampled, and for each forward that is differentiated the kinds of its media and of its
+    companions.
     """
 
     def __init__(self, *args, **kwargs):

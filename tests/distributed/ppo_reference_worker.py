@@ -2,8 +2,8 @@
 """
 Runs of `PPOTrainerVL` and `PPOTrainerAL` on one or several processes: `ppo_reference_worker.py <engine> <folder>`.
 
-The engine is `ddp`, `zero2` or `zero3`. Batches of all processes are the same for any number of them. Each process writes
-what it saw.
+The engine is `ddp`, `zero2` or `zero3`. Batches of all processes are the same for any number of them. Each process
+writes what it saw.
 """
 
 import json

@@ -61,8 +61,8 @@ def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2,
     """
     One group and half of another on each of two processes, and `n_supervised` rows for each global micro-batch.
 
-    Beside what [`train`] returns, the result holds the ids of the `supervised` completions, and of each micro-batch the
-    `parts`.
+    Beside what [`train`] returns, the result holds the ids of the `supervised` completions, and of each micro-batch
+    the `parts`.
     """
     rows = image_rows() if rows is None else rows
     options = {**PPO, **options}
@@ -98,7 +98,7 @@ def ppo_adam(folder):
 
 
 def ppo_parts(folder):
-    """Of two processes the second forwards its prompts one by one, and the first its both, with ten supervised rows."""
+    """Two processes: the first forwards its prompts together, the second one by one, with ten supervised rows."""
     options = {"max_tokens_per_microbatch": 110} if PartialState().num_processes > 1 else {}
     return ppo(folder, rows=SHORT_AND_LONG[2:6], batch=4 * GROUP, n_supervised=20, **options)[1]
 

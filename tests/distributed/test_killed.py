@@ -177,8 +177,8 @@ class Restarted:
 
     def check(self, processes: Processes, resumed: str | None, is_over: bool) -> dict:
         """
-        Checks what it went on from, that all checkpoints are those of the uninterrupted run, and the final states if it
-        is over.
+        Checks what it went on from, that all checkpoints are those of the uninterrupted run, and the final states if
+        it is over.
         """
         where = "; ".join(self.story)
         for file in sorted(processes.folder.glob("resumed-*.json")):
@@ -196,7 +196,7 @@ class Restarted:
         return found
 
     def dies(self, point: str, step: int, rank: int, last: int, resume: str | None = None) -> dict:
-        """One of the processes ends itself at a point of saving, and then the others are killed; the rest as `check` says."""
+        """One process ends itself at a point of saving, and then the others are killed; the rest as `check` says."""
         self.story.append(f"process {rank} dies with {point} at step {step}")
         expected = resume or self.last
         processes = self.start({"point": point, "step": step, "rank": rank}, resume)

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Training of tiny models on the engine that the command line names, with batches that are the same for any number of processes.
+Training of tiny models on the engine that the command line names, with batches that are the same for any number of
+processes.
 """
 
 import os
@@ -133,8 +134,8 @@ def train(
             What differs in the config.
 
     Returns:
-        `tuple`: The trainer, and a result: the `update` of each parameter, and of the average if there is one, the floats
-        that each of the `steps` logged, and whether processes hold parameters in part, `sharded`.
+        `tuple`: The trainer, and a result: the `update` of each parameter, and of the average if there is one, the
+        floats that each of the `steps` logged, and whether processes hold parameters in part, `sharded`.
     """
     state = start()
     model, processor = FAMILIES[family].build()

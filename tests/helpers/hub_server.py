@@ -2,8 +2,8 @@
 """
 A Hub on this machine: the endpoints of huggingface.co that `huggingface_hub` uploads to and downloads from.
 
-Large files go through Git LFS to a storage at another host name, as they do there, with what was promised checked: their
-hash, their size, and that no token is sent to the storage.
+Large files go through Git LFS to a storage at another host name, as they do there, with what was promised checked:
+their hash, their size, and that no token is sent to the storage.
 """
 
 import base64

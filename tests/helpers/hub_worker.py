@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs that publish, and read back what they published, for test_hub.py: `helpers/hub_worker.py <folder> <scenario> ...`, with the
-Hub in the environment. A scenario writes what it saw to `<folder>/<scenario>.json`.
+Runs that publish, and read back what they published, for test_hub.py: `helpers/hub_worker.py <folder> <scenario> ...`,
+with the Hub in the environment. A scenario writes what it saw to `<folder>/<scenario>.json`.
 """
 
 import contextlib
@@ -236,7 +236,7 @@ def strategies(folder: Path) -> dict:
 
 
 def refused(folder: Path) -> dict:
-    """Tokens that aren't there, that are wrong, that may only read, and that are revoked; a Hub that can't be reached."""
+    """Tokens that are missing, wrong, revoked, or may only read; a Hub that can't be reached."""
 
     def trainer(name, **options):
         options = {"max_steps": 1, **options}

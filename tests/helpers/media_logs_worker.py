@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs of which test_media_logs.py reads the logs: `helpers/media_logs_worker.py boards <folder>`, or in several processes
-`helpers/media_logs_worker.py processes <folder>`.
+Runs of which test_media_logs.py reads the logs: `helpers/media_logs_worker.py boards <folder>`, or in several
+processes `helpers/media_logs_worker.py processes <folder>`.
 """
 
 import json
@@ -64,8 +64,8 @@ class LogsAlone(TrainerCallback):
 
 def processes(folder: Path) -> None:
     """
-    Three steps of three prompts, of which the second is shared by two processes: the first is logged by a callback, the
-    second by all, the third by an evaluation. And one step with a bound.
+    Three steps of three prompts, of which the second is shared by two processes: the first is logged by a callback,
+    the second by all, the third by an evaluation. And one step with a bound.
     """
     size = 12 // int(os.environ.get("WORLD_SIZE", 1))
     alone = LogsAlone()

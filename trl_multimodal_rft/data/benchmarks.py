@@ -206,17 +206,17 @@ def load_geo3k(
     ```
     """
     dataset = _read_dataset(path, split)
-    if "images" not in dataset.column_names:
-        raise ValueError(f"{path} has no column 'images', only {dataset.column_names}; is it a copy of Geometry3K?")
     images, rows = _without_media(dataset, "images")
+    if images is None:
+        raise ValueError(f"{path} has no column 'images', only {dataset.column_names}; is it a copy of Geometry3K?")
     counts = pc.list_value_length(dataset.data.column("images")).to_pylist()
     prompts, solutions = [], []
     for index, row in enumerate(rows):
         parts = template.format(problem=_required(row, index, "problem")).split("<image>")
         if len(parts) - 1 != counts[index]:
             raise ValueError(
-                f"row {index} has {counts[index]} images and {len(parts) - 1} marks '<image>' in its problem; write one "
-                "for each."
+                f"row {index} has {counts[index]} images and {len(parts) - 1} marks '<image>' in its problem; write "
+                "one for each."
             )
         blocks = []
         for i, part in enumerate(parts):
@@ -273,8 +273,8 @@ def _find_files(
             found[index] = str(file.absolute())
         elif not skip_missing:
             raise FileNotFoundError(
-                f"row {index}: there is no audio file {file}; pass the folder of the files as `audio_dir`, or leave out "
-                "such rows with `skip_missing=True`."
+                f"row {index}: there is no audio file {file}; pass the folder of the files as `audio_dir`, or leave "
+                "out such rows with `skip_missing=True`."
             )
     if len(found) < len(paths):
         logger.warning(f"{len(paths) - len(found)} of {len(paths)} rows are left out, whose audio files aren't there.")

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import PIL.Image
@@ -40,8 +40,8 @@ THOUGHT_TYPES = ("thinking", "reasoning")
 _WORD_TYPES = {*_TEXT_KEYS, *THOUGHT_TYPES, "tool_use", "tool_call", "tool_result", "function", "function_call"}
 
 KNOWN_TYPES = (
-    "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so on), "
-    "'thinking', and those that the chat template writes"
+    "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so "
+    "on), 'thinking', and those that the chat template writes"
 )
 
 _ENDINGS = {
@@ -80,7 +80,7 @@ class MediaRef:
             Index of the row in its batch.
     """
 
-    kind: Literal["image", "audio", "video"]
+    kind: str
     source: Any
     options: dict[str, Any]
     column: str
@@ -119,11 +119,11 @@ def rows_to_messages(
     Moves the media of dataset rows into their prompts.
 
     Media inline in the prompt keep their place; they are given under the name of their kind (`"audio"`), or as
-    `"audio_url"`, `"base64"`, `"bytes"`, `"path"` or `"url"`. Blocks of OpenAI's types (`"image_url"`, `"input_audio"`,
-    `"input_text"`) are taken, too. Placeholders without a medium (`{"type": "image"}`) take the media of the columns in
-    order. Where a row has media of a kind in a column and no placeholder for it, the literal text `"<image>"`,
-    `"<video>"` or `"<audio>"` is one, but in what assistants and tools say. Without any, that kind's media are put at the
-    start of the first user message: images, then videos, then audios.
+    `"audio_url"`, `"base64"`, `"bytes"`, `"path"` or `"url"`. Blocks of OpenAI's types (`"image_url"`,
+    `"input_audio"`, `"input_text"`) are taken, too. Placeholders without a medium (`{"type": "image"}`) take the media
+    of the columns in order. Where a row has media of a kind in a column and no placeholder for it, the literal text
+    `"<image>"`, `"<video>"` or `"<audio>"` is one, but in what assistants and tools say. Without any, that kind's
+    media are put at the start of the first user message: images, then videos, then audios.
 
     The rows of a batch come out alike: if any row has media or a conversational prompt, every plain-text prompt
     becomes one user message (so that TRL gives its completions to reward functions as messages, too), and if any row
@@ -183,13 +183,13 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
     return any(len(block) > 1 for block in blocks if block_kind(block["type"]) is not None)
 
 
-def block_kind(block_type: str) -> str | None:
+def block_kind(block_type: str | None) -> str | None:
     """
     The kind of media that content blocks of a type hold.
 
     Args:
-        block_type (`str`):
-            Such as `"image"`, `"image_url"` or `"input_image"`.
+        block_type (`str` or `None`):
+            Such as `"image"`, `"image_url"` or `"input_image"`; `None` of a block without a type.
 
     Returns:
         `str`: `"image"`, `"video"` or `"audio"`, `None` for other types.
@@ -294,7 +294,8 @@ def restore_media(value: Any) -> Any:
             Messages, or any nesting of lists and dictionaries of them.
 
     Returns:
-        `Any`: A copy in which each [`MediaRef`] is replaced by its raw medium, with the options of its block beside it.
+        `Any`: A copy in which each [`MediaRef`] is replaced by its raw medium, with the options of its block beside
+        it.
     """
     if isinstance(value, MediaRef):
         return value.source
@@ -308,8 +309,8 @@ def restore_media(value: Any) -> Any:
 
 def strip_media(value: Any) -> Any:
     """
-    Makes messages fit for logs: each [`MediaRef`] is replaced by a text such as `"<audio>"`, and each message content by
-    one string, so that all rows have one type and can be printed and written as JSON or Parquet.
+    Makes messages fit for logs: each [`MediaRef`] is replaced by a text such as `"<audio>"`, and each message content
+    by one string, so that all rows have one type and can be printed and written as JSON or Parquet.
 
     Args:
         value (`Any`):
@@ -404,12 +405,12 @@ def _place(
             column = refs[0].column.split("[")[0]
             if kind in tags:
                 raise MediaError(
-                    f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the prompt; "
-                    f"write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
+                    f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the "
+                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
                 )
             raise MediaError(
-                f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; write "
-                f"one {{'type': '{kind}'}} block for each, or none at all"
+                f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; "
+                f"write one {{'type': '{kind}'}} block for each, or none at all"
             )
         for block, ref in zip(blocks, refs, strict=False):
             block[kind] = replace(ref, options=block[kind].options)
@@ -469,8 +470,8 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         beside = "content"
     if beside is not None:
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads the media in '{beside}' of a message; give each as a block in a "
-            "list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
+            f"row {row}, column '{where}': nothing reads the media in '{beside}' of a message; give each as a block "
+            "in a list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
         )
     return message
 
@@ -488,9 +489,9 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
     if stray is not None or (kind is not None and name != kind and block and not sources):
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', so "
-            f"that the model would not get it; known types are {KNOWN_TYPES}, each medium in a block of its own, such as "
-            "{'type': 'audio', 'audio': ...}"
+            f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', "
+            f"so that the model would not get it; known types are {KNOWN_TYPES}, each medium in a block of its own, "
+            "such as {'type': 'audio', 'audio': ...}"
         )
     if kind is not None:
         # OpenAI's hints, which no reader has as an option

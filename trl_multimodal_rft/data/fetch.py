@@ -76,14 +76,14 @@ class EndlessRows:
             epoch: self._orders[epoch] if epoch in self._orders else self._order(epoch) for epoch in epochs
         }
         places = [divmod(place, size) for place in range(start, start + n)]
-        return self.rows.__getitems__([self._orders[epoch][place].item() for epoch, place in places])
+        return self.rows.__getitems__([int(self._orders[epoch][place]) for epoch, place in places])
 
     def _order(self, epoch: int) -> torch.Tensor:
         return torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.seed + epoch))
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Arrow gives arrays back as lists, which Accelerate would walk and copy number by number, for every completion."""
+    """Arrow gives arrays back as lists, which Accelerate would copy number by number, for every completion."""
     media = {key: _as_array(row[key]) for key in MEDIA_COLUMNS if key in row}
     if isinstance(row.get("prompt"), list):
         media["prompt"] = [

@@ -32,9 +32,9 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
 
     Args:
         ref ([`MediaRef`]):
-            Its source is a PIL image; an array, tensor or nested list of shape (H, W), (H, W, C) or (C, H, W) with C in
-            1, 3, 4 (integers in 0 to 255 or floats in 0 to 1); a path; a `file://`, `http(s)://` or other fsspec URL;
-            a base64 `data:` URI; the encoded bytes; or a dictionary with `"bytes"`, `"path"` or `"url"`.
+            Its source is a PIL image; an array, tensor or nested list of shape (H, W), (H, W, C) or (C, H, W) with C
+            in 1, 3, 4 (integers in 0 to 255 or floats in 0 to 1); a path; a `file://`, `http(s)://` or other fsspec
+            URL; a base64 `data:` URI; the encoded bytes; or a dictionary with `"bytes"`, `"path"` or `"url"`.
 
     Returns:
         `PIL.Image.Image`: RGB image.
@@ -102,8 +102,8 @@ def load_audio(
         if max_seconds is not None and len(samples) > max_seconds * rate:
             if overlong != "truncate":
                 raise ref.error(
-                    f"{len(samples) / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise the "
-                    "limit, or let overlong audio be truncated"
+                    f"{len(samples) / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise "
+                    "the limit, or let overlong audio be truncated"
                 )
             samples = samples[: int(max_seconds * rate)]
         if rate != sampling_rate:
@@ -119,11 +119,11 @@ def load_video(
 
     Args:
         ref ([`MediaRef`]):
-            Its source is a path, URL, bytes or dictionary as in [`load_image`]; a torchcodec `VideoDecoder`; or frames:
-            a list of what [`load_image`] takes, or an array or tensor of shape (T, H, W, C) or (T, C, H, W). Of a video,
-            the options `video_start` and `video_end` (seconds) select a span, and `fps` or `nframes` how many of its
-            frames are decoded (default: all). Frames are returned whole; their option `sample_fps` or `fps` tells at
-            what rate they were taken.
+            Its source is a path, URL, bytes or dictionary as in [`load_image`]; a torchcodec `VideoDecoder`; or
+            frames: a list of what [`load_image`] takes, or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
+            Of a video, the options `video_start` and `video_end` (seconds) select a span, and `fps` or `nframes` how
+            many of its frames are decoded (default: all). Frames are returned whole; their option `sample_fps` or
+            `fps` tells at what rate they were taken.
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
@@ -147,10 +147,11 @@ def load_video(
                 raise ref.error("the frames have different sizes; resize them to one size")
             fps = ref.options.get("sample_fps", ref.options.get("fps"))
             metadata = VideoMetadata(len(frames), fps, duration=len(frames) / fps if fps else None)
-            metadata.frames_indices = range(len(frames))
+            metadata.frames_indices = list(range(len(frames)))
         else:
             frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref))
-        indices = [int(index) for index in metadata.frames_indices]
+        chosen = metadata.frames_indices
+        indices = [] if chosen is None else [int(index) for index in chosen]
         if len(frames) == 0 or len(frames) != len(indices):
             raise ref.error(f"the video has {len(frames)} of {len(indices)} frames; repair it or remove the row")
         known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
@@ -287,7 +288,7 @@ def encoded_source(ref: MediaRef) -> Any:
     raise ref.error(f"a dictionary of {sorted(ref.source)}; give 'bytes', 'path' or 'url'")
 
 
-def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes) -> str | bytes:
+def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
     """
     Fetches a file.
 
@@ -305,19 +306,19 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes) -> str | bytes:
     """
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source)
-    source = os.fspath(source)
-    if source.startswith(("http://", "https://", "data:")):
+    path = os.fspath(source)
+    if path.startswith(("http://", "https://", "data:")):
         # some servers refuse the user agent of the standard library
-        with urlopen(Request(source, headers={"User-Agent": "trl-multimodal-rft"}), timeout=60) as response:
+        with urlopen(Request(path, headers={"User-Agent": "trl-multimodal-rft"}), timeout=60) as response:
             return response.read()
-    if source.startswith("file://"):
-        source = url2pathname(urlparse(source).path)
-    elif "://" in source:
-        with fsspec.open(source, "rb") as file:
+    if path.startswith("file://"):
+        path = url2pathname(urlparse(path).path)
+    elif "://" in path:
+        with fsspec.open(path, "rb") as file:
             return file.read()
-    if not os.path.isfile(source):
-        raise ref.error(f"no such file: '{os.path.abspath(source)}'; correct the path or remove the row")
-    return source
+    if not os.path.isfile(path):
+        raise ref.error(f"no such file: '{os.path.abspath(path)}'; correct the path or remove the row")
+    return path
 
 
 def _stream(file: str | bytes) -> str | BytesIO:
@@ -359,8 +360,8 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
             The sound, see [`load_audio`].
 
     Returns:
-        `tuple`: Samples of shape `(N,)`, or `(C, N)` or `(N, C)` where they are given so, float32, and their rate in Hz, `None`
-        if unknown.
+        `tuple`: Samples of shape `(N,)`, or `(C, N)` or `(N, C)` where they are given so, float32, and their rate in
+        Hz, `None` if unknown.
 
     Raises:
         MediaError: If the format is unknown, or there is no such file.
@@ -397,8 +398,8 @@ def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndar
             full = 2.0 ** (8 * samples.itemsize - 1)
             return (samples / full - (samples.dtype.kind == "u")).astype(np.float32)
     raise ref.error(
-        f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 bits, of "
-        "shape (samples,) or (channels, samples)"
+        f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 bits, "
+        "of shape (samples,) or (channels, samples)"
     )
 
 
@@ -411,8 +412,8 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     last = math.floor(min(end * metadata.fps, metadata.total_num_frames - 1))
     if first > last:
         raise ref.error(
-            f"no frames from {start} s to {end} s of {metadata.total_num_frames} at {metadata.fps} per second; correct "
-            "'video_start' and 'video_end', or encode the video as MP4, which tells its number of frames"
+            f"no frames from {start} s to {end} s of {metadata.total_num_frames} at {metadata.fps} per second; "
+            "correct 'video_start' and 'video_end', or encode the video as MP4, which tells its number of frames"
         )
     metadata.total_num_frames = last - first + 1
     return first + default_sample_indices_fn(metadata, count, fps)
@@ -423,7 +424,7 @@ def _decode_frames(ref: MediaRef, source: Any, sample_indices_fn: Callable) -> t
         file = fetch_file(ref, source)
         if not is_torchcodec_usable(decode="video"):
             require_module("av", "video")
-            return read_video_pyav(_stream(file), sample_indices_fn)
+            return read_video_pyav(_stream(file), sample_indices_fn)  # pyrefly: ignore[bad-argument-type]
         source = importlib.import_module("torchcodec.decoders").VideoDecoder(file, num_ffmpeg_threads=0)
     header = source.metadata
     metadata = VideoMetadata(header.num_frames, header.average_fps, duration=header.duration_seconds)

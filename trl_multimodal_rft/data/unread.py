@@ -62,8 +62,8 @@ def check_columns(
     whole: bool = True,
 ) -> str | None:
     """
-    Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded. No
-    row is read of a stream, whose features count if they are known, nor of a dataset with a transform.
+    Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded.
+    No row is read of a stream, whose features count if they are known, nor of a dataset with a transform.
 
     Args:
         dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
@@ -105,9 +105,10 @@ def check_columns(
         has_media = any(_has_media(row, reads, ignored) for row in dataset)
     alone = not has_media and any(found.certain for found in unread)
     message = (
-        f"{name}: no prompt gets these media{', and there are no others, so that the model would get text alone' * alone}: "
-        f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it in "
-        "`ignored_media_columns`."
+        f"{name}: no prompt gets these "
+        f"media{', and there are no others, so that the model would get text alone' * alone}: "
+        f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it "
+        "in `ignored_media_columns`."
     )
     if alone and whole:
         raise MediaError(message)
@@ -164,7 +165,7 @@ def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]])
 
 
 def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
-    """The features of a dataset, rows as far as they hold text, and whether it is known to have media that are read."""
+    """The features of a dataset, the text of its rows, and whether it is known to have media that are read."""
     if not columns_known(dataset):
         return {}, [], False
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0

@@ -21,8 +21,8 @@ def load_processor(
             Whether code that comes with the model is run.
 
     Returns:
-        [`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]: The processor, or the tokenizer of
-        a model for text.
+        [`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]: The processor, or the tokenizer
+        of a model for text.
 
     Raises:
         `ValueError`: If it pads audio on the wrong side, see [`check_processor`].
@@ -48,11 +48,11 @@ def check_processor(processor: ProcessorMixin | PreTrainedTokenizerBase | None) 
         side, own = getattr(extractor, "padding_side", None), _own_side(extractor)
         if side != own:
             raise ValueError(
-                f"The {part} of {type(processor).__name__} pads audio on the {side}, {type(extractor).__name__} by itself on "
-                f"the {own}: encoders would hear the padding and miss the sound. Load it without `padding_side`, which "
-                "`AutoProcessor.from_pretrained` gives not to the tokenizer alone; if it was saved like that, delete "
-                f"`padding_side` of `{part}` in its `processor_config.json` (in older folders, in "
-                f"`preprocessor_config.json`), or set `processor.{part}.padding_side = {own!r}`."
+                f"The {part} of {type(processor).__name__} pads audio on the {side}, {type(extractor).__name__} by "
+                f"itself on the {own}: encoders would hear the padding and miss the sound. Load it without "
+                "`padding_side`, which `AutoProcessor.from_pretrained` gives not to the tokenizer alone; if it was "
+                f"saved like that, delete `padding_side` of `{part}` in its `processor_config.json` (in older "
+                f"folders, in `preprocessor_config.json`), or set `processor.{part}.padding_side = {own!r}`."
             )
 
 

@@ -114,7 +114,7 @@ def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTr
         `list[str]`: Such as `["<|image_pad|>", "<|video_pad|>"]`.
     """
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    return tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))]
 
 
 def encode_prompt(
@@ -156,9 +156,9 @@ def encode_prompt(
     """
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
-    if refs and isinstance(processor, ProcessorMixin):
+    if refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         _check_text(messages, refs[0], placeholder_tokens(model, processor))
-    if is_conversational({"prompt": messages}):
+    if isinstance(messages, list) and is_conversational({"prompt": messages}):
         _check_blocks(messages, processor, template_kwargs or {}, row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
@@ -205,7 +205,8 @@ def processor_outputs(
         [`MediaError`]: If the processing class can't take the media. The message names the row and the column.
     """
     refs = list(iter_refs(messages))
-    if not is_conversational({"prompt": messages}):
+    encoded: Any
+    if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
     else:
         if isinstance(processor, ProcessorMixin):
@@ -215,6 +216,7 @@ def processor_outputs(
                 f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
+        options: dict[str, Any] = {"processor_kwargs": processor_kwargs} if processor_kwargs else {}
         try:
             encoded = processor.apply_chat_template(
                 [replace_refs(messages, decoded)],
@@ -222,15 +224,15 @@ def processor_outputs(
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                **({"processor_kwargs": processor_kwargs} if processor_kwargs else {}),
+                **options,
                 **(template_kwargs or {}),
             )
         except (ValueError, IndexError, RuntimeError, StopIteration) as error:
             if not refs:
                 raise
             raise refs[0].error(
-                f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat template "
-                "writes one placeholder per medium and that the text holds none of its own"
+                f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
+                "template writes one placeholder per medium and that the text holds none of its own"
             ) from error
     return {
         name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
@@ -265,7 +267,7 @@ def prompt_position_ids(
     ids = input_ids[None]
     model_kwargs = {**media, **{name: value[None] for name, value in token_fields.items()}}
     # The rule stores its offset on the backbone for the decoding steps of `generate`; we carry positions ourselves.
-    holder = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
+    holder: Any = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
     before = holder.rope_deltas if holder is not None else None
     positions = model._prepare_position_ids_for_generation(
         ids, {**model_kwargs, "attention_mask": torch.ones_like(ids)}
@@ -348,7 +350,9 @@ def cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
 
 
 def decode_media(
-    refs: list[MediaRef], processor: ProcessorMixin | PreTrainedTokenizerBase, audio_overlong: str
+    refs: list[MediaRef],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    audio_overlong: Literal["raise", "truncate"],
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """
     Decodes media as a processor takes them.
@@ -362,13 +366,14 @@ def decode_media(
             What happens to audio longer than the processor's window: `"raise"` or `"truncate"`.
 
     Returns:
-        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be told
-        about them, as `processor_kwargs`.
+        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be
+        told about them, as `processor_kwargs`.
 
     Raises:
         [`MediaError`]: If a medium can't be decoded, or if the processor can't take it.
     """
-    decoded, video_metadata = {}, []
+    decoded: dict[int, Any] = {}
+    video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
     # One call of the processor resizes all images or none
@@ -390,10 +395,10 @@ def decode_media(
                 decoded[id(ref)] = load_image(ref)
         else:
             if "video" in resized:
-                frames, metadata = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
+                video: Any = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
             else:
-                frames, metadata = load_video(ref, _frame_sampler(ref, processor))
-            decoded[id(ref)] = frames
+                video = load_video(ref, _frame_sampler(ref, processor))
+            decoded[id(ref)], metadata = video
             video_metadata.append(metadata)
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
@@ -453,7 +458,9 @@ def _check_blocks(messages: list[dict[str, Any]], processor, template_kwargs: di
     """Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any."""
     for m, message in enumerate(messages):
         content = message.get("content")
-        for b, block in enumerate(content if isinstance(content, list) else []):
+        if not isinstance(content, list):
+            continue
+        for b, block in enumerate(content):
             if block["type"] in ("text", *THOUGHT_TYPES) or block_kind(block["type"]) is not None:
                 continue
             of_no_type = [*content[:b], {"type": "-"}, *content[b + 1 :]]
@@ -488,8 +495,8 @@ def _check_placeholders(
     stray = set().union(*placeholders.values()) & present
     if stray and not refs:
         raise MediaError(
-            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or remove "
-            "the placeholder from the text"
+            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or "
+            "remove the placeholder from the text"
         )
 
 

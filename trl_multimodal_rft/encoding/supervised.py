@@ -2,7 +2,7 @@
 """Rows of a supervised dataset as prompts and completions that a policy can score."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ def encode_supervised(
     end_ids: list[int],
     *,
     template_kwargs: dict[str, Any] | None = None,
-    audio_overlong: str = "raise",
+    audio_overlong: Literal["raise", "truncate"] = "raise",
     ignored_media_columns: Collection[str] = (),
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
@@ -27,9 +27,9 @@ def encode_supervised(
 
     Args:
         rows (`list[dict]`):
-            Rows with `prompt` and `completion`, or with `messages`, whose last one, the assistant's, is the completion;
-            and media columns. A prompt and a completion that are both text, without media, are taken as they are; all
-            others are written by the chat template.
+            Rows with `prompt` and `completion`, or with `messages`, whose last one, the assistant's, is the
+            completion; and media columns. A prompt and a completion that are both text, without media, are taken as
+            they are; all others are written by the chat template.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The policy's processor.
         model ([`~transformers.PreTrainedModel`]):
@@ -85,9 +85,9 @@ def encode_supervised(
             raise ValueError(f"row {index} of `ptx_dataset`: the completion holds {found!r}, which stands for media.")
         ends = [place for place, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
-    ids = pad_sequence(completions, batch_first=True)
+    padded = pad_sequence(completions, batch_first=True)
     mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
-    return encoded, ids, mask
+    return encoded, padded, mask
 
 
 def _is_text(row: dict[str, Any]) -> bool:
@@ -102,14 +102,15 @@ def _chat(row: dict[str, Any], index: int) -> tuple[list, list]:
         answer = [last]
     if not prompt or not answer:
         raise ValueError(
-            f"row {index} of `ptx_dataset` has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and "
-            "`completion`, or `messages` with the assistant's answer at the end."
+            f"row {index} of `ptx_dataset` has {sorted(key for key in row if row[key] is not None)}; it needs "
+            "`prompt` and `completion`, or `messages` with the assistant's answer at the end."
         )
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if answer[0]["role"] != "assistant":
         raise ValueError(
-            f"row {index}, column '{column}': the answer to learn must be the assistant's, got one of {answer[0]['role']!r}."
+            f"row {index}, column '{column}': the answer to learn must be the assistant's, got one of "
+            f"{answer[0]['role']!r}."
         )
     return prompt, answer
 
@@ -118,8 +119,8 @@ def _written(prompt: list, answer: list, processing_class, template_kwargs: dict
     """What the chat template writes, without the answer and with it."""
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
-            f"row {index} of `ptx_dataset`: {type(processing_class).__name__} has no chat template that could write an "
-            "answer; pass one as `chat_template`."
+            f"row {index} of `ptx_dataset`: {type(processing_class).__name__} has no chat template that could write "
+            "an answer; pass one as `chat_template`."
         )
     before = processing_class.apply_chat_template(
         prompt, tokenize=False, add_generation_prompt=True, **template_kwargs
@@ -127,8 +128,8 @@ def _written(prompt: list, answer: list, processing_class, template_kwargs: dict
     whole = processing_class.apply_chat_template([*prompt, *answer], tokenize=False, **template_kwargs)
     if not whole.startswith(before):
         raise ValueError(
-            f"row {index} of `ptx_dataset`: the chat template writes the prompt otherwise when an answer follows, so that "
-            "the answer can't be told from it; pass a `chat_template` that doesn't."
+            f"row {index} of `ptx_dataset`: the chat template writes the prompt otherwise when an answer follows, so "
+            "that the answer can't be told from it; pass a `chat_template` that doesn't."
         )
     return before, whole
 

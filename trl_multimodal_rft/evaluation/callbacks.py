@@ -34,8 +34,9 @@ class GenerationEvalCallback(TrainerCallback):
             How to sample and count, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
             Number of steps between evaluations, or after each epoch. By default after each evaluation of the trainer,
-            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and early stopping. With
-            `freq`, the trainer's evaluations have the metrics of their step, too, where `metric_for_best_model` names one.
+            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and early stopping.
+            With `freq`, the trainer's evaluations have the metrics of their step, too, where `metric_for_best_model`
+            names one.
         output_dir (`str`, *optional*):
             Folder for the results, each in a folder `step-<number>`, see [`EvaluationResult.save`].
 

@@ -25,8 +25,8 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     Makes the text decoder of `model` able to run packed rows.
 
     The decoder keeps its attention implementation for everything else: the function registered here reads a
-    [`PrefixLayout`] from the keyword arguments of the forward and, without one, calls the implementation the model had.
-    Encoders of images and audio are left alone.
+    [`PrefixLayout`] from the keyword arguments of the forward and, without one, calls the implementation the model
+    had. Encoders of images and audio are left alone.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):

@@ -2,6 +2,7 @@
 """The attention masks of a model family, taken from the family's own rule."""
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, masking_utils
@@ -62,7 +63,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         return cached
     total = len(prompt) + n_new
     fill = family_of(model).token_field_fill
-    fields = {
+    fields: dict[str, Any] = {
         name: torch.cat([value, value.new_full((n_new,), fill.get(name, 0))])[None]
         for name, value in prompt.token_fields.items()
     }
@@ -83,8 +84,8 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     for kind, mask in masks.items():
         if mask is not None and (mask.dim() != 4 or mask.dtype != torch.bool):
             raise NotImplementedError(
-                f"{type(model).__name__} gives no 4D boolean mask for its layers of type {kind!r}, so its prompts can't "
-                "be shared."
+                f"{type(model).__name__} gives no 4D boolean mask for its layers of type {kind!r}, so its prompts "
+                "can't be shared."
             )
     masks = {kind: None if mask is None else mask[0, 0] for kind, mask in masks.items()}
     prompt.mask_cache["linear"] = (n_new, masks)

@@ -140,8 +140,8 @@ class Critic(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
         """
-        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose score
-        is the first value), or a backbone, whose first values are 0.
+        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose
+        score is the first value), or a backbone, whose first values are 0.
 
         Args:
             folder (`str` or `Path`):
@@ -161,7 +161,7 @@ class Critic(nn.Module):
         config, _ = PreTrainedConfig.get_config_dict(folder, **source)
         # Models such as the thinker of an omni model are a part of what is saved
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
-        if model_class.config_class.model_type not in types:
+        if getattr(model_class.config_class, "model_type", None) not in types:
             # It would load as the policy's class, with weights left random
             raise _other_family(f"{types[0]!r} model", model_class)
         architecture = (config.get("architectures") or [model_class.__name__])[0]
@@ -194,7 +194,7 @@ class Critic(nn.Module):
         """
         if isinstance(model, model_class):
             return cls(model)
-        if model.config.model_type != model_class.config_class.model_type:
+        if model.config.model_type != getattr(model_class.config_class, "model_type", None):
             raise _other_family(type(model).__name__, model_class)
         with torch.device("meta"):
             shell = model_class(model.config)  # masks and positions are the business of this class
@@ -209,7 +209,7 @@ class Critic(nn.Module):
                 f"{model.config.num_labels} labels."
             )
         with torch.no_grad():
-            critic.head.weight.copy_(model.score.weight)
+            critic.head.weight.copy_(model.get_parameter("score.weight"))
         return critic
 
 

@@ -44,4 +44,5 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
     Returns:
         [`~transformers.PreTrainedModel`]: The model.
     """
-    return create_model_from_path(name, **{"architecture": trained_part(name, **kwargs), **kwargs})
+    kwargs.setdefault("architecture", trained_part(name, **kwargs))
+    return create_model_from_path(name, **kwargs)

@@ -8,8 +8,9 @@ def keep_differentiable(model: nn.Module) -> None:
     """
     Keeps 4-bit weights in the layout that has a gradient.
 
-    On CPUs with AVX512-BF16, bitsandbytes packs the weights of a layer for inference at the first forward in evaluation
-    mode, such as sampling, and never takes that back: layers then pass no gradient on to those below, without a word.
+    On CPUs with AVX512-BF16, bitsandbytes packs the weights of a layer for inference at the first forward in
+    evaluation mode, such as sampling, and never takes that back: layers then pass no gradient on to those below,
+    without a word.
 
     Args:
         model (`nn.Module`):
@@ -17,4 +18,4 @@ def keep_differentiable(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # pyrefly: ignore[bad-argument-type]

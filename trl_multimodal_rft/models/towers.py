@@ -83,7 +83,8 @@ def linear_layers(
 
 def freeze_as_built(model: PreTrainedModel) -> None:
     """
-    Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's encoder:
+    Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's
+    encoder:
     `from_pretrained` makes every weight one to train.
 
     Args:

@@ -19,7 +19,7 @@ class PendingMetrics:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self._pending: list[tuple[torch.Tensor, Callable, Callable]] = []
+        self._pending: list[tuple[Callable[[float], None], torch.Tensor, Callable]] = []
 
     def add(self, take: Callable[[float], None], numbers: torch.Tensor, combine: Callable) -> None:
         """

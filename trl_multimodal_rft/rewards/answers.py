@@ -31,9 +31,9 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
     The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
     It equals the reference when the two are the same text apart from case, whitespace and punctuation, or the same
-    number (`"0.5"` and `".50"`), or else, both of them a bare expression, when they are symbolically equal (`"0.5"` and
-    `"\\frac{1}{2}"`), which takes `math_verify`. Text around a tag never counts, and a number inside a sentence is not
-    an expression.
+    number (`"0.5"` and `".50"`), or else, both of them a bare expression, when they are symbolically equal (`"0.5"`
+    and `"\\frac{1}{2}"`), which takes `math_verify`. Text around a tag never counts, and a number inside a sentence is
+    not an expression.
 
     `math_verify` limits its time with a signal, which works in the main thread only: called from another thread, the
     comparison is the same without that limit.
@@ -121,7 +121,8 @@ def extract_answer(text: str) -> str:
             Completion.
 
     Returns:
-        `str`: Content of the first `<answer>...</answer>`, or the whole text when there is no such tag, without space around.
+        `str`: Content of the first `<answer>...</answer>`, or the whole text when there is no such tag, without space
+        around.
     """
     match = _ANSWER.search(text)
     return (match.group(1) if match else text).strip()
@@ -149,10 +150,11 @@ def _equal(answer: str, reference: str) -> bool:
     if not (_is_expression(answer) and _is_expression(reference)):
         return False
     numbers = [_number(text) for text in texts]
-    if None not in numbers:
+    one, other = numbers
+    if one is not None and other is not None:
         # As math_verify does: decimal fractions agree up to their sixth place
         fractions = all("." in text for text in texts)
-        return numbers[0] == numbers[1] or fractions and round(numbers[0], 6) == round(numbers[1], 6)
+        return one == other or fractions and round(one, 6) == round(other, 6)
     letters = [len(text) == 1 and text.isalpha() for text in texts]
     if all(letters):
         return False
@@ -176,8 +178,8 @@ def _number(text: str) -> Decimal | None:
 def _symbolically_equal(answer: str, reference: str) -> bool:
     if find_spec("math_verify") is None:
         raise ImportError(
-            f"accuracy_reward can't compare the answer {answer!r} with the solution {reference!r} as expressions without "
-            "math-verify; install it with `pip install trl-multimodal-rft[rewards]`."
+            f"accuracy_reward can't compare the answer {answer!r} with the solution {reference!r} as expressions "
+            "without math-verify; install it with `pip install trl-multimodal-rft[rewards]`."
         )
     from math_verify import parse, verify  # imported on use: it brings sympy, and most answers are words
 

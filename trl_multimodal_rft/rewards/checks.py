@@ -62,7 +62,9 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
     """
     source = f"The reward function '{name}' returned"
     try:
-        values = list(None if isinstance(rewards, (dict, str)) else rewards)
+        if isinstance(rewards, (dict, str)):
+            raise TypeError
+        values = list(rewards)
     except TypeError:  # also of arrays and tensors without a dimension
         raise ValueError(
             f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None "

@@ -29,18 +29,18 @@ class RewardModel:
     """
     A reward function that asks a model, with the signature of TRL's.
 
-    The model reads prompt and completion together, with the prompt's media, through its own processor and chat template,
-    whatever family the policy is of. It runs where it is, without gradients, and is put in evaluation mode.
+    The model reads prompt and completion together, with the prompt's media, through its own processor and chat
+    template, whatever family the policy is of. It runs where it is, without gradients, and is put in evaluation mode.
 
     Args:
         model (`torch.nn.Module`):
-            Sequence classifier with one label, such as [`~transformers.Gemma3ForSequenceClassification`], also wrapped by an
-            engine; or a module called as `model(input_ids, attention_mask=..., **media)`, with per-token fields and media
-            by the names of the processor, that returns scores of shape `(B,)` or `(B, 1)`. Rows are padded on the
-            right: the score must be that of the last token of the mask.
+            Sequence classifier with one label, such as [`~transformers.Gemma3ForSequenceClassification`], also wrapped
+            by an engine; or a module called as `model(input_ids, attention_mask=..., **media)`, with per-token fields
+            and media by the names of the processor, that returns scores of shape `(B,)` or `(B, 1)`. Rows are padded
+            on the right: the score must be that of the last token of the mask.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's own processing class, with a chat template (for messages). As in TRL, its padding token, or else
-            its end of sequence, becomes that of the model's config.
+            The model's own processing class, with a chat template (for messages). As in TRL, its padding token, or
+            else its end of sequence, becomes that of the model's config.
         batch_size (`int`, *optional*, defaults to `8`):
             Rows in a forward.
         template_kwargs (`dict[str, Any]`, *optional*):
@@ -49,10 +49,10 @@ class RewardModel:
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
 
     Raises:
-        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't take that kind of
-            medium, or if its chat template writes no placeholder for it. The message names the row.
-        `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score per
-            row.
+        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't take that kind
+            of medium, or if its chat template writes no placeholder for it. The message names the row.
+        `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score
+            per row.
 
     Example:
     ```python
@@ -84,7 +84,8 @@ class RewardModel:
         # Some classes take any argument and leave out what they don't know
         self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
         tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-        self._placeholders = placeholder_tokens(self, processor)
+        # All that it reads of a model is the config
+        self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Sequence classifiers score the last token that isn't their config's padding
         self.config.get_text_config().pad_token_id = self._pad
@@ -118,7 +119,11 @@ class RewardModel:
             names = () if has_media(prompt) else MEDIA_COLUMNS
             rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
         prompts = [row["prompt"] for row in rows_to_messages(rows)]
-        encoded, shared = [], None
+        encoded: list[_Row] = []
+        shared: Any = None
+        refs: list[MediaRef] = []
+        decoded: dict[int, Any] = {}
+        processor_kwargs: dict[str, Any] = {}
         for prompt, completion in zip(prompts, completions, strict=True):
             if not same_prompt(prompt, shared):  # the completions of a prompt share its media
                 shared, refs = prompt, list(iter_refs(prompt))
@@ -137,8 +142,8 @@ class RewardModel:
         for ref in refs:
             if ref.kind not in self._takes or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(
-                    f"the reward model '{self.__name__}' with its {type(self.processor).__name__} takes no {ref.kind}; "
-                    "use a model that does, with its processor, or drop the column"
+                    f"the reward model '{self.__name__}' with its {type(self.processor).__name__} takes no "
+                    f"{ref.kind}; use a model that does, with its processor, or drop the column"
                 )
         return decode_media(refs, self.processor, self.audio_overlong)
 
@@ -156,13 +161,14 @@ class RewardModel:
     def _apply_template(self, messages: list[dict], refs: list[MediaRef], processor_kwargs: dict[str, Any]):
         if isinstance(self.processor, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
+        options: dict[str, Any] = {"processor_kwargs": {**processor_kwargs}} if processor_kwargs else {}
         try:
             return self.processor.apply_chat_template(
                 [messages],
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                **({"processor_kwargs": {**processor_kwargs}} if processor_kwargs else {}),
+                **options,
                 **self.template_kwargs,
             )
         except (ValueError, IndexError, RuntimeError, StopIteration) as error:
@@ -183,7 +189,7 @@ class RewardModel:
         return _Row(inputs["input_ids"][0], fields, media)
 
     def _batches(self, rows: list[_Row]) -> list[list[int]]:
-        """Indices of the rows of each forward. Where features depend on what is beside them, media are of one shape."""
+        """Indices of the rows of each forward. Where neighbours change features, media are of one shape."""
         groups: dict[tuple | None, list[int]] = {}
         apart = family_of(self).apart is not None
         for i, row in enumerate(rows):
@@ -202,7 +208,7 @@ class RewardModel:
         inputs = {
             "attention_mask": stack([torch.ones_like(row.input_ids) for row in rows]),
             **{name: stack([row.token_fields[name] for row in rows]) for name in rows[0].token_fields},
-            **join_media(rows),
+            **join_media(rows),  # pyrefly: ignore[bad-argument-type]
         }
         parameter = next(p for p in self.model.parameters() if p.is_floating_point())
         inputs = {
@@ -213,7 +219,7 @@ class RewardModel:
         scores = output if isinstance(output, torch.Tensor) else output.logits
         if scores.shape not in ((len(rows),), (len(rows), 1)):
             raise ValueError(
-                f"The reward model '{self.__name__}' returned scores of shape {tuple(scores.shape)} for {len(rows)} rows; "
-                "it must return one for each (`num_labels=1`)."
+                f"The reward model '{self.__name__}' returned scores of shape {tuple(scores.shape)} for {len(rows)} "
+                "rows; it must return one for each (`num_labels=1`)."
             )
         return scores.view(-1).float().cpu()

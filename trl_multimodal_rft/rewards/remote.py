@@ -25,8 +25,8 @@ class RemoteReward:
 
     Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
     together), and, where the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
-    `videos` (lists of lists of PNG frames). The answer is `{"rewards": [...]}`, one number per completion, `null` where the
-    reward doesn't apply.
+    `videos` (lists of lists of PNG frames). The answer is `{"rewards": [...]}`, one number per completion, `null`
+    where the reward doesn't apply.
 
     Args:
         url (`str`):
@@ -42,8 +42,8 @@ class RemoteReward:
         retries (`int`, *optional*, defaults to `5`):
             How often to try again if the server is busy (429), fails (5xx) or can't be reached.
         backoff (`float`, *optional*, defaults to `1.0`):
-            Scale of the waits, in seconds: the first retry comes at once, the second after `2 * backoff`, and then each
-            after twice the wait of the one before.
+            Scale of the waits, in seconds: the first retry comes at once, the second after `2 * backoff`, and then
+            each after twice the wait of the one before.
         sampling_rate (`int`, *optional*, defaults to `16000`):
             Rate of the audio that is sent, in Hz.
         name (`str`, *optional*, defaults to `"remote_reward"`):
@@ -150,7 +150,7 @@ class RemoteReward:
         prompts = [_as_text(strip_media(prompt)) for prompt in messages]
         answers = [_as_text(completion) for completion in completions]
         queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        payload = {"prompts": prompts, "completions": answers, "queries": queries}
+        payload: dict[str, list] = {"prompts": prompts, "completions": answers, "queries": queries}
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
         encoded: dict[tuple, Any] = {}  # the completions of a prompt share its media
