@@ -27,7 +27,7 @@ from ..algorithms.advantages import (
     place_rewards,
     whiten,
 )
-from ..algorithms.completions import mask_responses
+from ..algorithms.completions import mask_completions
 from ..algorithms.kl import FixedKLController, approx_kl
 from ..algorithms.shaping import RunningScale
 from ..data.columns import restore_media, rows_to_messages
@@ -70,7 +70,7 @@ class ExperienceConfig:
         advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
             `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or `"gae"`.
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
-            Responses to each prompt.
+            Completions to each prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
             Samples that are generated and scored at once.
         norm_level (`str`, *optional*, defaults to `"token"`):
@@ -83,13 +83,13 @@ class ExperienceConfig:
             Whether the KL divergence, k1, is subtracted from the rewards. Defaults to `True` for `"gae"`, `"reinforce"` and
             `"rloo"`.
         soft_overlong_cache (`int`, *optional*):
-            Number of tokens below `max_new_tokens` from which on a response is penalized for its length, up to -1.
+            Number of tokens below `max_new_tokens` from which on a completion is penalized for its length, up to -1.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
             Whether to divide rewards by their standard deviation so far.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Range to clip rewards to.
         bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            For `"gae"`, whether the critic's value stands for what would have come after a response that was cut off.
+            For `"gae"`, whether the critic's value stands for what would have come after a completion that was cut off.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
         label_column (`str`, *optional*, defaults to `"labels"`):
@@ -102,7 +102,7 @@ class ExperienceConfig:
             Columns with media that only reward functions read, `audio`, `image` and `video` included.
 
     Raises:
-        `ValueError`: If an argument has no such value, or if the estimator needs several responses to a prompt.
+        `ValueError`: If an argument has no such value, or if the estimator needs several completions to a prompt.
     """
 
     advantage_estimator: str = "group_norm"
@@ -141,7 +141,7 @@ class ExperienceConfig:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.n_samples_per_prompt < 2 and ESTIMATORS[self.advantage_estimator] == "group":
             raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` compares the responses to a prompt, so "
+                f"`advantage_estimator={self.advantage_estimator!r}` compares the completions to a prompt, so "
                 f"`n_samples_per_prompt` must be at least 2, got {self.n_samples_per_prompt}."
             )
         if self.soft_overlong_cache is not None and self.soft_overlong_cache < 1:
@@ -297,7 +297,7 @@ class NaiveExperienceMaker:
     @torch.no_grad()
     def make_experience_list(self, all_prompts: str | list, **generate_kwargs) -> list[Experience]:
         """
-        Samples responses to prompts and makes experience of them, with advantages and returns.
+        Samples completions to prompts and makes experience of them, with advantages and returns.
 
         Args:
             all_prompts (`str` or `list`):
@@ -327,7 +327,7 @@ class NaiveExperienceMaker:
     @torch.no_grad()
     def generate_samples(self, all_prompts: str | list, **generate_kwargs) -> list[Samples]:
         """
-        Samples `n_samples_per_prompt` responses to each prompt. A prompt and its media are encoded and prefilled once.
+        Samples `n_samples_per_prompt` completions to each prompt. A prompt and its media are encoded and prefilled once.
 
         Args:
             all_prompts (`str` or `list`):
@@ -421,7 +421,7 @@ class NaiveExperienceMaker:
         longest = max(map(len, prompts))
         padded = torch.stack([F.pad(p.input_ids, (longest - len(p), 0), value=pad_id) for p in prompts])
         prompt_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        sequences, attention_mask, action_mask, truncated = mask_responses(
+        sequences, attention_mask, action_mask, truncated = mask_completions(
             torch.cat([padded.to(self.device), completions], dim=1),
             longest,
             eos_ids,
@@ -461,7 +461,7 @@ class NaiveExperienceMaker:
                 What was sampled. Without `encoded_prompts`, the sequences are text.
 
         Returns:
-            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a response),
+            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a completion),
             `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the number, and
             metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
@@ -514,7 +514,7 @@ class NaiveExperienceMaker:
         return approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
 
     def _values(self, samples: Samples) -> torch.Tensor:
-        """Of the states before the actions, `(B, A)`; to bootstrap, with the one after a response that was cut off, else 0."""
+        """Of the states before the actions, `(B, A)`; to bootstrap, with the one after a completion that was cut off, else 0."""
         sequences, n_actions = samples.sequences, samples.num_actions
         mask, attention_mask = samples.action_mask, samples.attention_mask
         if self.strategy.bootstrap_truncated:
@@ -569,8 +569,8 @@ class NaiveExperienceMaker:
     # Rewards
 
     def _rewards(self, samples: Samples) -> tuple[torch.Tensor, dict]:
-        responses = [ids[keep].tolist() for ids, keep in zip(*self._responses(samples), strict=True)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        completions = [ids[keep].tolist() for ids, keep in zip(*self._responses(samples), strict=True)]
+        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
         prompts = [row["prompt"] for row in rows]
         conversational = not isinstance(prompts[0], str)
@@ -584,7 +584,7 @@ class NaiveExperienceMaker:
             "label_map": self.reward_fn_label_map,
             "prompts": prompts,
             "completions": [[{"role": "assistant", "content": t}] for t in texts] if conversational else texts,
-            "completion_ids": responses,
+            "completion_ids": completions,
         }
         sources = []
         media = self._media(samples) if self.reward_models else {}
@@ -690,7 +690,7 @@ class NaiveExperienceMaker:
                 experience.advantages = experience.returns = torch.where(mask, reward[:, None], 0)
                 experience.info["return"] = experience.info["reward"]
                 continue
-            # Unscorable responses aren't trained on
+            # Unscorable completions aren't trained on
             token_rewards = place_rewards(reward.nan_to_num(), mask)
             if kl_coef:
                 k1 = approx_kl(experience.action_log_probs, experience.base_action_log_probs, mask, "k1")
@@ -889,7 +889,7 @@ def _as_rewards(values: Any, n: int, source: Callable) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         values = values.float().cpu()
         if values.shape != (n,):
-            raise ValueError(f"'{_name(source)}' returned rewards of shape {tuple(values.shape)} for {n} responses.")
+            raise ValueError(f"'{_name(source)}' returned rewards of shape {tuple(values.shape)} for {n} completions.")
         return values
     values = check_rewards(values, n, _name(source))
     return torch.tensor([float("nan") if value is None else float(value) for value in values])

@@ -105,10 +105,10 @@ class PPOTrainerVL:
             All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
             `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
             `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and `temperature` by the actor's.
-            `num_generations` is the number of responses to a prompt. Options of sampling go into `generate_kwargs`; those
+            `num_generations` is the number of completions to a prompt. Options of sampling go into `generate_kwargs`; those
             that belong to the rollouts and the loop of [`MultimodalPPOTrainer`] are errors.
         actor ([`~lightrft.ActorVL`]):
-            Policy. With `packing_samples`, forwards share a prompt and its media among its responses.
+            Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
             Value model; `None` for estimators without, or for a copy of the policy with `"gae"`.
         reward_model (`torch.nn.Module` or `list`, *optional*):
@@ -133,7 +133,7 @@ class PPOTrainerVL:
         kl_target (`float`, *optional*):
             KL divergence per token, in nats, that an adaptive coefficient holds.
         kl_horizon (`int`, *optional*, defaults to `10000`):
-            Responses over which the coefficient adapts.
+            Completions over which the coefficient adapts.
         ptx_coef (`float`, *optional*, defaults to `0`):
             Weight of the supervised loss; 0 leaves the supervised rows alone.
         micro_train_batch_size (`int`, *optional*, defaults to `8`):
@@ -448,7 +448,7 @@ class PPOTrainerVL:
         """
         Trains on the buffer for `max_epochs`, each time in another order.
 
-        Groups of responses to a prompt stay together, so that a forward shares the prompt, unless
+        Groups of completions to a prompt stay together, so that a forward shares the prompt, unless
         `keep_groups_together=False`.
 
         Args:
@@ -559,7 +559,7 @@ class PPOTrainerVL:
         self, eval_dataloader: Iterable, global_step: int, greedy: bool = True, n_samples_per_prompt: int = 1
     ) -> dict[str, float]:
         """
-        Rewards of responses to other prompts. Changes nothing: no weights, no running statistics, no random numbers.
+        Rewards of completions to other prompts. Changes nothing: no weights, no running statistics, no random numbers.
 
         Args:
             eval_dataloader (`DataLoader`):
@@ -569,18 +569,18 @@ class PPOTrainerVL:
             greedy (`bool`, *optional*, defaults to `True`):
                 Whether to take the likeliest tokens, or to sample as in training.
             n_samples_per_prompt (`int`, *optional*, defaults to `1`):
-                Responses to each prompt, when sampling.
+                Completions to each prompt, when sampling.
 
         Returns:
             `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the metrics
-            of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best response to each prompt.
+            of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion to each prompt.
             What has no reward counts in `num_samples` alone.
 
         Raises:
-            `ValueError`: If several greedy responses are asked for, which would be the same.
+            `ValueError`: If several greedy completions are asked for, which would be the same.
         """
         if greedy and n_samples_per_prompt > 1:
-            raise ValueError("Greedy responses to a prompt are all the same; set `greedy=False`.")
+            raise ValueError("Greedy completions to a prompt are all the same; set `greedy=False`.")
         accelerator = self.trainer.accelerator
         unwanted = ("gamma", "lambd", *(_OF_SAMPLING if greedy else ()))
         options = {name: value for name, value in self.generate_kwargs.items() if name not in unwanted}

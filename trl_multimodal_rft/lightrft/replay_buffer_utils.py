@@ -38,7 +38,7 @@ class BufferItem(Record):
 
     Args:
         sequences (`torch.Tensor`):
-            Ids of prompt and response, shape `(S,)`. Its last `A` columns are the action columns.
+            Ids of prompt and completion, shape `(S,)`. Its last `A` columns are the action columns.
         action_log_probs (`torch.Tensor`):
             Log-probabilities of the actions under the policy that sampled, shape `(A,)`.
         base_action_log_probs (`torch.Tensor`):
