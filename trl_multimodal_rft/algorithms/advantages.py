@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from .kl import approx_kl
+
 
 # Numbers count as equal within this much, relative to their mean or 1: what float32 may differ by when the same reward
 # is computed in another order.
@@ -314,6 +316,36 @@ def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     mask = mask.bool()
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(last, rewards[:, None], 0)
+
+
+def token_rewards(
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> torch.Tensor:
+    """
+    Reward of each token: that of its completion on the last one, less the KL penalty (k1) of every token.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards, `NaN` where unscorable, which leaves the penalty alone, shape `(N,)`.
+        mask (`torch.Tensor`):
+            1 on valid tokens, shape `(N, T)`.
+        logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the policy that sampled, shape `(N, T)`.
+        ref_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the reference, shape `(N, T)`.
+        kl_coef (`float`, *optional*, defaults to `0.0`):
+            Coefficient of the penalty.
+
+    Returns:
+        `torch.Tensor`: Reward of each token, shape `(N, T)`, 0 outside the mask.
+    """
+    placed = place_rewards(rewards.nan_to_num(), mask)
+    return placed - kl_coef * approx_kl(logps, ref_logps, mask, "k1") if kl_coef else placed
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

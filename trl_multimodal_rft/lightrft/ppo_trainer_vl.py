@@ -36,9 +36,11 @@ from .actor_vl import ActorVL
 from .bare_inputs import bare_inputs, bare_prompt
 from .critic import Critic
 from .experience import Experience
-from .experience_maker import MEDIA_FIELDS, ExperienceConfig, NaiveExperienceMaker, check_options
+from .experience_config import ExperienceConfig, check_options
+from .experience_maker import NaiveExperienceMaker
+from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
-from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
+from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
 
 
 # Options of the config that belong to the rollouts and the loop of `MultimodalPPOTrainer`
@@ -598,7 +600,7 @@ class PPOTrainerVL:
                     continue
                 rewards: list[float] = []
                 for samples in maker.generate_samples(self._rows(batch), **options):
-                    scored, metrics = maker._rewards(samples)
+                    scored, metrics = maker.rewards(samples)
                     rewards += scored.tolist()
                     values["response_length"] += samples.response_length.tolist()
                     for name, numbers in metrics.items():

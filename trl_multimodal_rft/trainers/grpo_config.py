@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, check_estimator
-from .multimodal_config import MultimodalArguments, check_choice
+from .multimodal_config import MultimodalArguments, check_choice, check_range
 
 
 # Values of `loss_type` that TRL's trainer has, which says so only after sampling
@@ -267,10 +267,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 f"`soft_overlong_cache` ({self.soft_overlong_cache}) must be above 0 and at most "
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
-        if self.reward_clip_range is not None:
-            bounds = tuple(self.reward_clip_range)
-            if len(bounds) != 2 or bounds[0] >= bounds[1]:
-                raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {bounds}.")
+        check_range(self, "reward_clip_range")
         if self.scale_rewards != "group" and self.advantage_estimator != "group_norm":
             raise ValueError(
                 f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove it."
