@@ -68,7 +68,7 @@ from trl_multimodal_rft.forward.layout import (
     split_by_tokens,
 )
 from trl_multimodal_rft.generation.transformers import generate_completions
-from trl_multimodal_rft.models.towers import find_tower, linear_layers
+from trl_multimodal_rft.models.towers import find_tower
 
 
 GIB, MIB = 2**30, 2**20
@@ -146,7 +146,7 @@ def lora_config(model: nn.Module, targets: str, rank: int = 16) -> LoraConfig:
         [`~peft.LoraConfig`]: The config.
     """
     names = targets if targets == "all-linear" else targets.split(",")
-    return LoraConfig(r=rank, target_modules=linear_layers(model, target_modules=names))
+    return LoraConfig(r=rank, target_modules=names)
 
 
 # Widths

@@ -28,15 +28,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import is_flash_attn_2_available
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.algorithms.completions import mask_responses
+from trl_multimodal_rft.algorithms.completions import mask_completions
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, join_media, placeholder_token_ids
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.lightrft.actor import _score_logits
 from trl_multimodal_rft.lightrft.bare_media import token_fields
-from trl_multimodal_rft.models.towers import find_tower, linear_layers
+from trl_multimodal_rft.models.towers import find_tower
 
 
 TEMPERATURE = 0.7
@@ -665,8 +664,19 @@ def test_grids_for_a_family_without_any():
 
 
 def test_logits_of_another_length():
-    with pytest.raises(ValueError, match=r"logits have the shape \(1, 9\) for sequences of \(1, 4\).*expands"):
-        _score_logits(torch.zeros(1, 9, 7), torch.zeros(1, 4, dtype=torch.long), 2, 1.0)
+    actor, batch = make("llava"), make_batch(bare("llava")[2])
+    own = type(actor.model).forward
+
+    def expanding(*args, **kwargs):
+        output = own(actor.model, *args, **kwargs)
+        output.logits = torch.cat([output.logits, output.logits], dim=1)
+        return output
+
+    actor.model.forward = expanding
+    n, length = batch.sequences.shape
+    message = rf"logits have the shape \({n}, {2 * length}\) for sequences of \({n}, {length}\).*expands"
+    with pytest.raises(ValueError, match=message):
+        actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)
 
 
 def test_videos_written_with_the_token_for_images():
@@ -1034,7 +1044,7 @@ def test_response_masks(golden):
     before = sequences.clone()
     prompt_mask = None if golden.prompt_mask is None else torch.tensor([golden.prompt_mask])
     args = (sequences, golden.prompt, golden.eos, golden.pad, prompt_mask)
-    after, attention, actions, truncated = mask_responses(*args)
+    after, attention, actions, truncated = mask_completions(*args)
     assert torch.equal(sequences, before) and after.data_ptr() != sequences.data_ptr()
     assert after.tolist() == [golden.sequence if golden.after is None else golden.after]
     assert actions.int().tolist() == [golden.actions] and actions.dtype == torch.bool
@@ -1059,7 +1069,7 @@ def test_response_masks_of_a_batch():
     ]
     assert len(rows) > 4
     mask = torch.ones(len(rows), 3, dtype=torch.bool)
-    after, attention, actions, truncated = mask_responses(torch.tensor([g.sequence for g in rows]), 3, 2, 0, mask)
+    after, attention, actions, truncated = mask_completions(torch.tensor([g.sequence for g in rows]), 3, 2, 0, mask)
     assert after.tolist() == [g.after or g.sequence for g in rows]
     assert attention.tolist() == [[1, 1, 1, *g.actions] for g in rows]
     assert actions.int().tolist() == [g.actions for g in rows]
@@ -1310,12 +1320,12 @@ def test_frozen_towers(name, lora_rank):
 def test_names_of_layers_in_towers_and_decoder_coincide(name):
     """Else the tests of frozen encoders would prove nothing."""
     ((modality, tower),) = TOWERS[name].items()
-    model = bare(name)[0]
-    frozen = linear_layers(model, [tower])
+    layers = adapted(make(name, lora_rank=2))
+    inside = [layer for layer in layers if layer.startswith(f"{tower}.")]
+    frozen = adapted(make(name, lora_rank=2, **{FREEZE[modality]: True}))
     leaves = {layer.rsplit(".", 1)[1] for layer in frozen}
-    inside = [layer for layer in linear_layers(model) if layer.startswith(f"{tower}.")]
     assert leaves & {layer.rsplit(".", 1)[1] for layer in inside}
-    assert sorted([*frozen, *inside]) == sorted(linear_layers(model)) and "lm_head" not in linear_layers(model)
+    assert sorted([*frozen, *inside]) == sorted(layers) and "lm_head" not in layers
     (common, *_) = sorted(leaves & {layer.rsplit(".", 1)[1] for layer in inside})
     for source in sources(name):
         actor = actor_class(name)(source, bf16=False, lora_rank=2, target_modules=[common], **{FREEZE[modality]: True})

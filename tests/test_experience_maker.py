@@ -1312,10 +1312,10 @@ def test_tokenize_fn_never_cuts_media():
         ({"soft_overlong_cache": 0}, "`soft_overlong_cache` must be at least 1"),
         ({"reward_clip_range": (1.0, -1.0)}, r"`reward_clip_range` must be \(min, max\)"),
         *[
-            ({"advantage_estimator": name, "n_samples_per_prompt": 1}, f"'{name}'` compares the responses")
+            ({"advantage_estimator": name, "n_samples_per_prompt": 1}, f"'{name}'` compares the completions")
             for name in GROUP_ESTIMATORS
         ],
-        ({"advantage_estimator": "grpo", "n_samples_per_prompt": 1}, "'group_norm'` compares the responses"),
+        ({"advantage_estimator": "grpo", "n_samples_per_prompt": 1}, "'group_norm'` compares the completions"),
     ],
 )
 def test_errors_of_configs(options, error):

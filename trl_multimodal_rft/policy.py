@@ -171,8 +171,8 @@ class PolicyForward:
             return score(0, list(range(len(prompts))))  # a part has an order of its own
         if compute_aux_loss:
             raise ValueError(
-                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is one of "
-                "the whole micro-batch; drop `router_aux_loss_coef` or the budget."
+                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is one "
+                "of the whole micro-batch; drop `router_aux_loss_coef` or the budget."
             )
         return DeferredParts(score, parts, n_parts, self.accelerator.device).joined()
 
@@ -308,7 +308,8 @@ class PolicyForward:
                 Gives a context with the model ready to generate. By default TRL's.
 
         Returns:
-            `torch.Tensor`: Completions, shape `(B, N)`, or what [`~generation.transformers.generate_in_parts`] returns.
+            `torch.Tensor`: Completions, shape `(B, N)`, or what
+            [`~generation.transformers.generate_in_parts`] returns.
         """
         remedies = self.remedies
         share_prefill = remedies.share_prefill if share_prefill is None else share_prefill

@@ -6,12 +6,11 @@ from unittest import mock
 import PIL.Image
 import torch
 from datasets import Dataset
-from helpers.families import FAMILIES, RATE, audio, image, video
+from helpers.families import RATE, audio, image, video
 from peft import LoraConfig
 from training import GROUP, RecordingTrainer, injected, row, start, train
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.models.towers import linear_layers
 from trl_multimodal_rft.trainers import multimodal
 
 
@@ -89,8 +88,10 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
         options |= {"eval_strategy": "steps", "eval_steps": len(steps) - 1}
         options["per_device_eval_batch_size"] = len(check) * GROUP // state.num_processes
     if lora is not None:
-        names = linear_layers(FAMILIES[family].build()[0], lora)
-        objects["peft_config"] = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+        frozen = "|".join(rf"{name}\..*|{name}" for name in lora) or None
+        objects["peft_config"] = LoraConfig(
+            r=4, target_modules="all-linear", exclude_modules=frozen, init_lora_weights=False
+        )
     with mock.patch.object(multimodal, "find_tower", wraps=multimodal.find_tower) as find_tower:
         trainer, result = train(
             folder,

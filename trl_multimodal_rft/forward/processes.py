@@ -40,8 +40,8 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], beside_others: bool = False
     ) -> list[EncodedPrompt]:
         """
-        Prompts with media of the kinds that this process lacks, where processes wait for each other's encoders: sharded
-        weights are gathered, and gradients reduced, on all of them alike.
+        Prompts with media of the kinds that this process lacks, where processes wait for each other's encoders:
+        sharded weights are gathered, and gradients reduced, on all of them alike.
 
         Args:
             model (`torch.nn.Module`):
@@ -110,8 +110,8 @@ class Processes:
             everyone = self.accelerator.gather(forwards)
             if (everyone != everyone[0]).any():
                 raise ValueError(
-                    "Processes hold media of different kinds, and this model takes prompts apart, so that their forwards "
-                    "would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
+                    "Processes hold media of different kinds, and this model takes prompts apart, so that their "
+                    "forwards would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
                 )
         return count
 
@@ -181,7 +181,8 @@ def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> 
             What a forward of the module returned, with its graph.
 
     Returns:
-        `list[torch.nn.Parameter]`: The parameters. None where reentrant checkpointing hides what the outputs depend on.
+        `list[torch.nn.Parameter]`: The parameters. None where reentrant checkpointing hides what the outputs depend
+        on.
     """
     seen, reached = set(), set()
     nodes = [output.grad_fn for output in outputs]

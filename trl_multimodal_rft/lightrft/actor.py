@@ -3,6 +3,7 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import ModelOutput, is_peft_available
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entropy
 
-from ..algorithms.completions import mask_responses
+from ..algorithms.completions import mask_completions
 from ..data.columns import MediaError
 from ..encoding.prompts import all_placeholder_ids
 from ..families import TOKEN_FIELDS
@@ -25,7 +26,7 @@ from ..forward.scoring import completion_scores
 from ..models.modes import evaluation_mode
 from ..models.pretrained import trained_part
 from ..models.quantization import keep_differentiable
-from ..models.towers import find_tower, freeze_as_built, linear_layers
+from ..models.towers import find_tower, freeze_as_built
 from .bare_inputs import bare_inputs, bare_prompt
 from .bare_media import modality_of, split_media
 
@@ -41,7 +42,7 @@ _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 class Actor(nn.Module):
     """
-    A policy that gives log-probabilities of its actions, the tokens of responses, and samples them.
+    A policy that gives log-probabilities of its actions, the tokens of completions, and samples them.
 
     [`ActorVL`], [`ActorAL`] and [`ActorOmni`] name the media of their kind; this class takes those of any model by the
     names that its forward has, and none for a language model.
@@ -154,7 +155,7 @@ class Actor(nn.Module):
             install_prefix_attention(base)
         add_fused_lm_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
         if lora_rank > 0:
-            model = _add_lora(model, lora_rank, lora_alpha, lora_dropout, linear_layers(base, frozen, target_modules))
+            model = _add_lora(model, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
             raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
         self.model = model
@@ -195,7 +196,7 @@ class Actor(nn.Module):
 
         Args:
             sequences (`torch.LongTensor`):
-                Prompts and responses, shape `(B, S)`; packed, one after the other without padding, `(1, sum of S)`.
+                Prompts and completions, shape `(B, S)`; packed, one after the other without padding, `(1, sum of S)`.
             num_actions (`int` or `list[int]`, *optional*):
                 Number of action tokens `A`, at most `S - 1`; packed, that of each sample. `None` gives the model's
                 output with its logits, and needs `return_output=True`.
@@ -230,11 +231,8 @@ class Actor(nn.Module):
                 "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
             )
         length = sequences.size(1)
-        if num_actions is not None and not 0 <= num_actions < length:
-            raise ValueError(
-                f"`num_actions` ({num_actions}) must be between 0 and {length - 1}: the first of {length} tokens has no "
-                "token before it that could predict it."
-            )
+        if num_actions is not None:
+            _check_num_actions(num_actions, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         inputs = self._inputs(sequences, media, num_actions or 0)
@@ -246,7 +244,17 @@ class Actor(nn.Module):
             return self.model(input_ids=sequences, **inputs)
         if return_output:
             output = self.model(input_ids=sequences, **inputs)
-            logps, entropy = _score_logits(output.logits, sequences, num_actions, self.temperature)
+            if output.logits.shape[:2] != sequences.shape:
+                raise ValueError(
+                    f"The logits have the shape {tuple(output.logits.shape[:2])} for sequences of "
+                    f"{tuple(sequences.shape)}: the model expands placeholders itself. Use a processor that does."
+                )
+            logps, entropy = selective_log_softmax_and_entropy(
+                output.logits[:, length - 1 - num_actions : length - 1].float(),
+                sequences[:, length - num_actions :],
+                entropy_requires_grad=False,
+                temperature=self.temperature,
+            )
         else:
             labels = torch.full_like(sequences, -100)
             if num_actions:
@@ -272,11 +280,7 @@ class Actor(nn.Module):
         if len(actions) != len(lengths):
             raise ValueError(f"There are {len(actions)} `num_actions` for {len(lengths)} packed samples.")
         for index, (n, length) in enumerate(zip(actions, lengths, strict=True)):
-            if not 0 <= n < length:
-                raise ValueError(
-                    f"`num_actions` of sample {index} ({n}) must be between 0 and {length - 1}: the first token has no "
-                    "token before it that could predict it."
-                )
+            _check_num_actions(n, length, f" of sample {index}")
         rows = sequences[0].split(lengths)
         model, device = self.base_model, sequences.device
         placeholders = torch.tensor(_placeholders(model), dtype=sequences.dtype, device=device)
@@ -333,7 +337,7 @@ class Actor(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
         """
-        Samples responses. Tokens that stand for media are never sampled.
+        Samples completions. Tokens that stand for media are never sampled.
 
         Args:
             input_ids (`torch.Tensor`):
@@ -356,7 +360,7 @@ class Actor(nn.Module):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if not attention_mask[:, -1].all():
-            raise ValueError("Prompts must be padded on the left, so that responses follow them.")
+            raise ValueError("Prompts must be padded on the left, so that completions follow them.")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         media = self._known({name: kwargs.pop(name) for name in tensors if name in self._accepted | _GRIDS})
@@ -384,7 +388,7 @@ class Actor(nn.Module):
                 use_cache=True,
                 **{**kwargs, "pad_token_id": pad_id},
             )
-        return mask_responses(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
+        return mask_completions(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
 
     def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What `generate` will go by: its arguments, then a generation config among them, then the model's."""
@@ -426,24 +430,24 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks of sampled sequences. No sampled token is changed; what follows the first end of a response is padding.
+        Masks of sampled sequences. No sampled token is changed; what follows the first end of a completion is padding.
 
         Args:
             sequences (`torch.Tensor`):
-                Prompts and responses, shape `(B, S)`.
+                Prompts and completions, shape `(B, S)`.
             input_len (`int`):
                 Length of the padded prompts.
             eos_token_id (`int` or `Sequence[int]`):
-                Tokens that end a response. The one that does is an action.
+                Tokens that end a completion. The one that does is an action.
             pad_token_id (`int`):
-                Token written after the end. Where it ends no response, a row of them at the end is padding too.
+                Token written after the end. Where it ends no completion, a row of them at the end is padding too.
             prompt_attention_mask (`torch.Tensor`, *optional*):
                 1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
         """
-        return mask_responses(sequences, input_len, eos_token_id, pad_token_id, prompt_attention_mask)[:3]
+        return mask_completions(sequences, input_len, eos_token_id, pad_token_id, prompt_attention_mask)[:3]
 
     # Training
 
@@ -554,32 +558,43 @@ def _load(path, model_class, use_flash_attention_2, bf16, load_in_4bit, device_m
     return model
 
 
-def _add_lora(model, rank, alpha, dropout, target_modules):
+def _add_lora(model, rank, alpha, dropout, target_modules, frozen):
     if not is_peft_available():
         raise ImportError("LoRA needs peft: `pip install peft`.")
     from peft import LoraConfig, get_peft_model
+    from peft.utils.error import NoMatchingPeftModuleError
 
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, bias="none")
+    if target_modules in (None, "all-linear"):
+        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of Qwen3-Omni
+        head = model.get_output_embeddings()
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        target_modules = [name for name, module in layers if module is not head]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        # A pattern of whole names: layers of an encoder often end like those of the language model
+        exclude_modules=rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
+        bias="none",
+    )
     own = set(model.modules())
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except NoMatchingPeftModuleError as error:
+        raise ValueError(
+            f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
+            "`target_modules=None` takes all."
+        ) from error
     for module in adapted.modules():
         if module not in own:
             module.training = model.training  # else dropout would be at work in a model that was just loaded
     return adapted
 
 
-def _score_logits(logits, sequences, num_actions, temperature) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the last tokens and entropies there, in float32, row by row for the sake of memory."""
-    length = sequences.size(1)
-    if logits.shape[:2] != sequences.shape:
+def _check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
+    if not 0 <= num_actions < length:
         raise ValueError(
-            f"The logits have the shape {tuple(logits.shape[:2])} for sequences of {tuple(sequences.shape)}: the model "
-            "expands placeholders itself. Use a processor that does."
+            f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: the first token has no token "
+            "before it that could predict it."
         )
-    logps, entropies = [], []
-    for row, ids in zip(logits[:, length - 1 - num_actions : length - 1], sequences, strict=True):
-        log_softmax = (row.float() / temperature).log_softmax(-1)
-        logps.append(log_softmax.gather(-1, ids[length - num_actions :, None])[:, 0])
-        with torch.no_grad():
-            entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
-    return torch.stack(logps), torch.stack(entropies)

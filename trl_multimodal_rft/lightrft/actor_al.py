@@ -51,7 +51,7 @@ class ActorAL(Actor):
 
         Args:
             sequences (`torch.LongTensor`):
-                Prompts and responses, shape `(B, S)`; packed, `(1, sum of S)`.
+                Prompts and completions, shape `(B, S)`; packed, `(1, sum of S)`.
             num_actions (`int` or `list[int]`, *optional*):
                 Number of action tokens; packed, that of each sample.
             attention_mask (`torch.Tensor`, *optional*):
@@ -86,7 +86,7 @@ class ActorAL(Actor):
         **kwargs,
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
         """
-        Samples responses to prompts with audio, see [`Actor.generate`].
+        Samples completions to prompts with audio, see [`Actor.generate`].
 
         Args:
             input_ids (`torch.Tensor`):

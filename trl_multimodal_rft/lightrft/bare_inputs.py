@@ -21,7 +21,7 @@ def bare_inputs(
         model ([`~transformers.PreTrainedModel`]):
             Model without wrappers.
         sequences (`torch.Tensor`):
-            Prompts and responses, shape `(B, S)`.
+            Prompts and completions, shape `(B, S)`.
         media (`dict[str, torch.Tensor]`):
             Media of all sequences, and per-token fields if they are known.
         num_actions (`int`):

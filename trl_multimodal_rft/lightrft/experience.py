@@ -110,7 +110,7 @@ class Record:
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
-            Ids of prompt and response.
+            Ids of prompt and completion.
     """
 
     sequences: Tokens
@@ -196,7 +196,7 @@ class Experience(Record):
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
-            Ids of prompt and response, shape `(B, S)`.
+            Ids of prompt and completion, shape `(B, S)`.
         action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
             Log-probabilities of the actions under the policy that sampled, shape `(B, A)`.
         base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
@@ -292,7 +292,7 @@ class Samples:
 
     Args:
         sequences (`torch.Tensor`):
-            Ids of prompt and response, shape `(B, S)` or, packed, `(1, total length)`.
+            Ids of prompt and completion, shape `(B, S)` or, packed, `(1, total length)`.
         attention_mask (`torch.Tensor`):
             1 on tokens, shape of `sequences`.
         action_mask (`torch.Tensor`):
@@ -314,7 +314,7 @@ class Samples:
         encoded_prompts (`list[EncodedPrompt]`, *optional*):
             Encoded prompt of each sample; samples of a group hold the same object.
         truncated (`torch.Tensor`, *optional*):
-            Whether each response was cut off, shape `(B,)`.
+            Whether each completion was cut off, shape `(B,)`.
         rows (`list[dict]`, *optional*):
             Dataset row of each sample, for reward functions.
     """

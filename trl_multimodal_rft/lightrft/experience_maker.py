@@ -1,149 +1,42 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From prompts to experience: sampling, scoring, rewarding, and advantages."""
 
-import importlib.util
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
-from ..algorithms.advantages import ALIASES, ESTIMATORS, estimate_advantages, gae
-from ..algorithms.completions import mask_responses
-from ..algorithms.kl import KL_ESTIMATORS, FixedKLController, approx_kl
+from ..algorithms.advantages import ESTIMATORS, estimate_advantages, gae
+from ..algorithms.completions import mask_completions
+from ..algorithms.kl import FixedKLController, approx_kl
 from ..algorithms.returns import cumulative_returns, token_rewards, whiten
 from ..algorithms.shaping import RunningScale
 from ..data.columns import restore_media, rows_to_messages
-from ..data.unread import check_columns, check_ignored
+from ..data.unread import check_columns
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
 from ..families import family_of
 from ..forward.layout import split_samples
-from ..forward.scoring import completion_scores, completion_values
+from ..forward.scoring import completion_scores, completion_values, left_pad
 from ..generation.transformers import as_generation_config, generate_in_parts
 from ..models.modes import evaluation_mode
-from ..rewards.checks import check_rewards
-from ..rewards.recipe import add_rewards, combine_rewards
-from ..rewards.remote import RemoteReward
 from .actor import Actor
 from .bare_inputs import bare_prompt
 from .critic import Critic
 from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
+from .experience_config import ExperienceConfig, check_options
+from .experience_media import media_fields
+from .reward_sources import RewardSources
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
-
-# Names of media tensors of models in experiences, where they aren't the same
-MEDIA_FIELDS = {
-    "image_grid_thw": "image_grid_thws",
-    "video_grid_thw": "video_grid_thws",
-    "input_features": "audio_values",
-    "audio_input_features": "audio_values",
-    "feature_attention_mask": "audio_attention_mask",
-    "input_features_mask": "audio_attention_mask",
-}
-
-
-@dataclass
-class ExperienceConfig:
-    """
-    How experience is made.
-
-    Args:
-        advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
-            `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or `"gae"`.
-        n_samples_per_prompt (`int`, *optional*, defaults to `8`):
-            Responses to each prompt.
-        micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
-            Samples that are generated and scored at once.
-        norm_level (`str`, *optional*, defaults to `"token"`):
-            See [`~algorithms.advantages.reinforce_baseline`].
-        cpgd_weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            See [`~algorithms.advantages.cpgd`].
-        kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Estimate of the KL divergence that experiences hold.
-        kl_in_reward (`bool`, *optional*):
-            Whether the KL divergence, k1, is subtracted from the rewards. Defaults to `True` for `"gae"`, `"reinforce"` and
-            `"rloo"`.
-        soft_overlong_cache (`int`, *optional*):
-            Number of tokens below `max_new_tokens` from which on a response is penalized for its length, up to -1.
-        reward_running_scale (`bool`, *optional*, defaults to `False`):
-            Whether to divide rewards by their standard deviation so far.
-        reward_clip_range (`tuple[float, float]`, *optional*):
-            Range to clip rewards to.
-        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            For `"gae"`, whether the critic's value stands for what would have come after a response that was cut off.
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
-        label_column (`str`, *optional*, defaults to `"labels"`):
-            Column with the ground truth.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
-        accelerator ([`~accelerate.Accelerator`], *optional*):
-            With several processes, statistics are those of all. Policies and critics score in its mixed precision.
-        ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
-            Columns with media that only reward functions read, `audio`, `image` and `video` included.
-
-    Raises:
-        `ValueError`: If an argument has no such value, or if the estimator needs several responses to a prompt.
-    """
-
-    advantage_estimator: str = "group_norm"
-    n_samples_per_prompt: int = 8
-    micro_rollout_batch_size: int = 8
-    norm_level: str = "token"
-    cpgd_weight: str = "clip_filter_like"
-    kl_estimator: str = "k1"
-    kl_in_reward: bool | None = None
-    soft_overlong_cache: int | None = None
-    reward_running_scale: bool = False
-    reward_clip_range: tuple[float, float] | None = None
-    bootstrap_truncated: bool = False
-    audio_overlong: str = "raise"
-    label_column: str = "labels"
-    progress: bool = True
-    accelerator: Accelerator | None = None
-    ignored_media_columns: Sequence[str] = ()
-
-    def __post_init__(self):
-        self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
-        choices = {
-            "advantage_estimator": tuple(ESTIMATORS),
-            "norm_level": ("token", "sequence"),
-            "cpgd_weight": ("none", "std", "clip_filter_like"),
-            "kl_estimator": tuple(KL_ESTIMATORS),
-            "audio_overlong": ("raise", "truncate"),
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"`{name}` must be one of {', '.join(map(repr, values))}, got {getattr(self, name)!r}."
-                )
-        for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.n_samples_per_prompt < 2 and ESTIMATORS[self.advantage_estimator].needs == "group":
-            raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` compares the responses to a prompt, so "
-                f"`n_samples_per_prompt` must be at least 2, got {self.n_samples_per_prompt}."
-            )
-        if self.soft_overlong_cache is not None and self.soft_overlong_cache < 1:
-            raise ValueError(f"`soft_overlong_cache` must be at least 1, got {self.soft_overlong_cache}.")
-        if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
-            raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
-        check_ignored(self.ignored_media_columns)
-        if self.kl_in_reward is None:
-            self.kl_in_reward = ESTIMATORS[self.advantage_estimator].kl_in_reward
 
 
 class NaiveExperienceMaker:
@@ -211,15 +104,6 @@ class NaiveExperienceMaker:
         self.prompt_max_len = prompt_max_len
         self.kl_ctl = kl_controller or FixedKLController(0.0)
         self.strategy = strategy
-        self.reward_fn = reward_fn
-        self.reward_fn_label_map = reward_fn_label_map or {}
-        self.reward_recipe = reward_recipe
-        self.reward_models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
-        urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
-        self.remote_rewards = [
-            _load_reward_func(url) if url.endswith(".py") else RemoteReward(url, label_column=strategy.label_column)
-            for url in urls
-        ]
         self.reward_scale = RunningScale()
         self._looked_at_rows = False
         if initial_model is actor and actor.model is actor.base_model:
@@ -233,11 +117,17 @@ class NaiveExperienceMaker:
         if needs_critic != (critic is not None):
             have = "none was passed" if needs_critic else "one was passed, which would not be used"
             raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {have} as `critic`.")
-        if not (self.reward_models or self.remote_rewards or reward_fn):
-            raise ValueError("There is no source of reward; pass `reward_model`, `remote_rm_url` or `reward_fn`.")
+        self.reward_sources = RewardSources(
+            reward_model, remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe, strategy.label_column
+        )
         check_processor(processor)
         if tokenizer.pad_token_id is None:
             raise ValueError("The tokenizer has no token for padding; set its `pad_token`.")
+
+    @property
+    def reward_models(self) -> list[nn.Module]:
+        """The reward models."""
+        return self.reward_sources.models
 
     @property
     def device(self) -> torch.device:
@@ -290,7 +180,7 @@ class NaiveExperienceMaker:
     @torch.no_grad()
     def make_experience_list(self, all_prompts: str | list, **generate_kwargs) -> list[Experience]:
         """
-        Samples responses to prompts and makes experience of them, with advantages and returns.
+        Samples completions of prompts and makes experience of them, with advantages and returns.
 
         Args:
             all_prompts (`str` or `list`):
@@ -320,7 +210,7 @@ class NaiveExperienceMaker:
     @torch.no_grad()
     def generate_samples(self, all_prompts: str | list, **generate_kwargs) -> list[Samples]:
         """
-        Samples `n_samples_per_prompt` responses to each prompt. A prompt and its media are encoded and prefilled once.
+        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded and prefilled once.
 
         Args:
             all_prompts (`str` or `list`):
@@ -411,15 +301,10 @@ class NaiveExperienceMaker:
             disable_compile=True,
         )
         completions = self._generate(prompts, config, pad_id)
-        longest = max(map(len, prompts))
-        padded = torch.stack([F.pad(p.input_ids, (longest - len(p), 0), value=pad_id) for p in prompts])
-        prompt_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        sequences, attention_mask, action_mask, truncated = mask_responses(
-            torch.cat([padded.to(self.device), completions], dim=1),
-            longest,
-            eos_ids,
-            pad_id,
-            prompt_mask.to(self.device),
+        padded = left_pad(prompts, pad_id)
+        prompt_ids, prompt_mask = (padded[name].to(self.device) for name in ("input_ids", "attention_mask"))
+        sequences, attention_mask, action_mask, truncated = mask_completions(
+            torch.cat([prompt_ids, completions], dim=1), prompt_ids.size(1), eos_ids, pad_id, prompt_mask
         )
         labels = [row.get(self.strategy.label_column) for row in rows]
         return Samples(
@@ -454,7 +339,7 @@ class NaiveExperienceMaker:
                 What was sampled. Without `encoded_prompts`, the sequences are text.
 
         Returns:
-            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a response),
+            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a completion),
             `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the number, and
             metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
@@ -469,8 +354,10 @@ class NaiveExperienceMaker:
         bootstrap = None
         if values is not None and self.strategy.bootstrap_truncated:
             values, bootstrap = values[:, :-1], values[:, -1]
-        rewards, metrics = self._rewards(samples)
-        kl = torch.zeros_like(logps) if base_logps is None else self._kl(logps, base_logps, mask)
+        rewards, metrics = self.rewards(samples)
+        kl = torch.zeros_like(logps)
+        if base_logps is not None:
+            kl = approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
         info = {
             "reward": rewards.to(self.device),
             "kl": (kl * mask).sum(1) / mask.sum(1).clamp(min=1),
@@ -501,13 +388,10 @@ class NaiveExperienceMaker:
         if not kinds:
             return Experience(**fields)
         cls = ExperienceAL if kinds == {"audio"} else ExperienceOmni if "audio" in kinds else ExperienceVL
-        return cls(**fields, **_media_fields(samples.encoded_prompts, cls))
-
-    def _kl(self, logps, base_logps, mask) -> torch.Tensor:
-        return approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
+        return cls(**fields, **media_fields(samples.encoded_prompts, cls))
 
     def _values(self, samples: Samples) -> torch.Tensor:
-        """Of the states before the actions, `(B, A)`; to bootstrap, with the one after a response that was cut off, else 0."""
+        """Of the states before the actions, `(B, A)`; to bootstrap, with the one after a completion that was cut off, else 0."""
         sequences, n_actions = samples.sequences, samples.num_actions
         mask, attention_mask = samples.action_mask, samples.attention_mask
         if self.strategy.bootstrap_truncated:
@@ -559,47 +443,27 @@ class NaiveExperienceMaker:
         entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
         return torch.where(mask, logps.float(), 0), entropy
 
-    # Rewards
+    # Rewards and advantages
 
-    def _rewards(self, samples: Samples) -> tuple[torch.Tensor, dict]:
-        responses = [ids[keep].tolist() for ids, keep in zip(*self._responses(samples), strict=True)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
-        prompts = [row["prompt"] for row in rows]
-        conversational = not isinstance(prompts[0], str)
-        names = sorted({name for row in rows for name in row} - {"prompt"})
-        known = {
-            # Columns first: what the model made must not be replaced by a column of the same name
-            **{name: [row.get(name) for row in rows] for name in names},
-            "queries": self.tokenizer.batch_decode(samples.sequences, skip_special_tokens=False),
-            "labels": samples.labels,
-            "refs": [row.get("references") for row in rows] if "references" in names else samples.labels,
-            "label_map": self.reward_fn_label_map,
-            "prompts": prompts,
-            "completions": [[{"role": "assistant", "content": t}] for t in texts] if conversational else texts,
-            "completion_ids": responses,
-        }
-        sources = []
+    @torch.no_grad()
+    def rewards(self, samples: Samples) -> tuple[torch.Tensor, dict[str, Any]]:
+        """
+        Rewards samples.
+
+        Args:
+            samples ([`Samples`]):
+                What was sampled.
+
+        Returns:
+            `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`.
+        """
         media = self._media(samples) if self.reward_models else {}
-        for model in self.reward_models:
-            with evaluation_mode(model):
-                reward = model(samples.sequences, samples.attention_mask, **media)
-            sources.append(reward.float().view(len(texts)).cpu())
-        sources += [_as_rewards(_call(source, known), len(texts), source) for source in self.remote_rewards]
-        if not sources:
-            return _as_rewards(_call(self.reward_fn, known), len(texts), self.reward_fn), {}
-        if self.reward_fn is not None:
-            combined = _call(self.reward_fn, {**known, "model_reward_list": sources}, first="model_reward_list")
-            rewards, metrics = combined if isinstance(combined, tuple) else (combined, {})
-            return _as_rewards(rewards, len(texts), self.reward_fn), metrics
-        if self.reward_recipe is not None:
-            labels = samples.labels or [None] * len(texts)
-            return combine_rewards(sources, labels, self.reward_recipe, self.reward_fn_label_map), {}
-        return add_rewards(torch.stack(sources)), {}
+        return self.reward_sources(samples, self.tokenizer, media)
 
-    @staticmethod
-    def _responses(samples: Samples):
-        return samples.sequences[:, -samples.num_actions :], samples.action_mask
+    @property
+    def _kl_coef(self) -> float:
+        """Coefficient of the KL divergence in the rewards."""
+        return self.kl_ctl.value if self.strategy.kl_in_reward and self.initial_model is not None else 0.0
 
     def _length_penalty(self, options: dict[str, Any]) -> Callable | None:
         if self.strategy.soft_overlong_cache is None:
@@ -652,21 +516,17 @@ class NaiveExperienceMaker:
                 experience.info["raw_reward"] = experience.info["reward"]
             experience.info["reward"] = part
         if in_groups:
-            masks = self._gather(_pad_right([each.action_mask for each in experiences]))
-            kl_coef = self.kl_ctl.value if args.kl_in_reward and self.initial_model is not None else 0.0
             logps = {}
-            if kl_coef:
-                logps = {
-                    name: self._gather(_pad_right([getattr(each, field) for each in experiences]))
-                    for name, field in (("old_logps", "action_log_probs"), ("ref_logps", "base_action_log_probs"))
-                }
+            if self._kl_coef:
+                logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
+                logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
             rewards = estimate_advantages(
                 args.advantage_estimator,
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=masks,
-                kl_coef=kl_coef,
+                mask=self._gather(_joined(experiences, "action_mask")),
+                kl_coef=self._kl_coef,
                 norm_level=args.norm_level,
                 weight=args.cpgd_weight,
                 **logps,
@@ -674,37 +534,35 @@ class NaiveExperienceMaker:
         return experiences, list(self._local(rewards).split(sizes))
 
     def _set_advantages(self, experiences, rewards, gamma: float, lambd: float) -> None:
-        args = self.strategy
-        kl_coef = self.kl_ctl.value if args.kl_in_reward and self.initial_model is not None else 0.0
-        token_level = ESTIMATORS[args.advantage_estimator].per_token
-        for experience, reward in zip(experiences, rewards, strict=True):
-            mask = experience.action_mask
-            if not token_level:
-                experience.advantages = experience.returns = torch.where(mask, reward[:, None], 0)
-                experience.info["return"] = experience.info["reward"]
-                continue
-            # Unscorable responses aren't trained on
-            logps = experience.action_log_probs, experience.base_action_log_probs
-            penalized = token_rewards(reward, mask, *logps, kl_coef=kl_coef)
-            experience.info["return"] = penalized.sum(1)
+        """Advantages and returns of all experiences from what [`process_experiences`] returns."""
+        args, rewards = self.strategy, torch.cat(rewards)
+        mask = _joined(experiences, "action_mask")
+        if not ESTIMATORS[args.advantage_estimator].per_token:
+            advantages = returns = torch.where(mask, rewards[:, None], 0)
+            sums = torch.cat([each.info["reward"] for each in experiences])
+        else:
+            logps = [
+                _joined(experiences, name) for name in ("action_log_probs", "base_action_log_probs") if self._kl_coef
+            ]
+            per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
+            scorable = mask & ~rewards.isnan()[:, None]
             if args.advantage_estimator == "gae":
-                bootstrap = experience.info.get("bootstrap")
-                experience.advantages, returns = gae(
-                    penalized, experience.values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap
-                )
-                unscorable = mask & reward.isnan()[:, None]
-                experience.returns = torch.where(unscorable, experience.values, returns)
+                values, bootstrap = _joined(experiences, "values"), None
+                if args.bootstrap_truncated:
+                    bootstrap = torch.cat([each.info["bootstrap"] for each in experiences])
+                advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
+                returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
             else:
-                experience.returns = self.get_cumulative_returns(penalized, mask, gamma)
-                experience.advantages = experience.returns
-        if token_level:
-            sizes = [each.action_mask.shape for each in experiences]
-            scorable = torch.cat([~reward.isnan() for reward in rewards])[:, None]
-            mask = self._gather(_pad_right([each.action_mask for each in experiences]) & scorable)
-            advantages = self._gather(_pad_right([each.advantages for each in experiences]))
-            whitened = self._local(whiten(advantages, mask)).split([rows for rows, _ in sizes])
-            for experience, part, (_, width) in zip(experiences, whitened, sizes, strict=True):
-                experience.advantages = part[:, :width]
+                advantages = returns = cumulative_returns(per_token, mask, gamma)
+            advantages = self._local(whiten(self._gather(advantages), self._gather(scorable)))
+            sums = per_token.sum(1)
+        start = 0
+        for each in experiences:
+            n, width = each.action_mask.shape
+            rows = slice(start, start + n)
+            each.advantages, each.returns = advantages[rows, :width], returns[rows, :width]
+            each.info["return"] = sums[rows]
+            start += n
 
     @torch.no_grad()
     def get_advantages_and_returns(
@@ -803,84 +661,12 @@ class NaiveExperienceMaker:
         return values.chunk(accelerator.num_processes)[accelerator.process_index]
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """
-    Refuses options of generation that would have no effect.
-
-    Args:
-        options (`dict`):
-            The options by name.
-
-    Raises:
-        `ValueError`: If there is no such option.
-    """
-    unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
-    if unknown:
-        raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")
-
-
-def _media_fields(prompts: list[EncodedPrompt], cls: type[Experience]) -> dict[str, Any]:
-    """Media of all rows under the names of experiences, and how many of their entries belong to each row."""
-    own = set(cls.__dataclass_fields__)
-    result: dict[str, Any] = {"extra_media": {}, "media_rows": {}}
-    for name, value in join_media(prompts).items():
-        field = MEDIA_FIELDS.get(name, name)
-        target = result if field in own else result["extra_media"]
-        target[field if field in own else name] = value
-        result["media_rows"][field if field in own else name] = [
-            len(prompt.media[name]) if name in prompt.media else 0 for prompt in prompts
-        ]
-    if "raw_images" in own and any(prompt.images for prompt in prompts):
-        result["raw_images"] = [prompt.images or None for prompt in prompts]
-    result["extra_media"] = result["extra_media"] or None
-    return result
-
-
-def _pad_right(tensors: list[torch.Tensor]) -> torch.Tensor:
-    width = max(each.size(1) for each in tensors)
-    return torch.cat([F.pad(each, (0, width - each.size(1))) for each in tensors])
+def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
+    """A field with one value per action of all samples, padded on the right."""
+    parts = [getattr(each, field) for each in experiences]
+    width = max(part.size(1) for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
 
 
 def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
-
-def _load_reward_func(path: str) -> Callable:
-    """`reward_func` of a file that the user names, which is run for that."""
-    if not Path(path).is_file():
-        raise ValueError(f"There is no file {path} to load `reward_func` from.")
-    spec = importlib.util.spec_from_file_location("reward_func", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "reward_func"):
-        raise ValueError(f"{path} has no function `reward_func`.")
-    return module.reward_func
-
-
-def _call(function: Callable, known: dict[str, Any], first: str | None = None) -> Any:
-    """Calls with what the function's parameters ask for by name; one unknown parameter alone gets `first`."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return function(**known)
-    if first is not None and len(parameters) == 1 and not parameters.keys() & known.keys():
-        return function(known[first])
-    missing = [name for name, p in parameters.items() if name not in known and p.default is inspect.Parameter.empty]
-    if missing:
-        raise ValueError(
-            f"The reward function '{_name(function)}' asks for `{missing[0]}`, but there are only {sorted(known)}."
-        )
-    return function(**{name: known[name] for name in parameters if name in known})
-
-
-def _name(function: Callable) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _as_rewards(values: Any, n: int, source: Callable) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        values = values.float().cpu()
-        if values.shape != (n,):
-            raise ValueError(f"'{_name(source)}' returned rewards of shape {tuple(values.shape)} for {n} responses.")
-        return values
-    values = check_rewards(values, n, _name(source))
-    return torch.tensor([float("nan") if value is None else float(value) for value in values])

@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..algorithms.losses import explained_variance
+from ..algorithms.losses import LOSSES, explained_variance
 from ..data.fetch import EndlessRows
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scoring import left_pad
-from ..trainers.grpo_trainer import MEAN_LOSS_TYPES
+from ..models.wrapped import is_whole
 from ..trainers.ppo_config import MultimodalPPOConfig
 from ..trainers.ppo_trainer import MultimodalPPOTrainer
 from ..trainers.random_state import kept_random_state
@@ -36,9 +36,11 @@ from .actor_vl import ActorVL
 from .bare_inputs import bare_inputs, bare_prompt
 from .critic import Critic
 from .experience import Experience
-from .experience_maker import MEDIA_FIELDS, ExperienceConfig, NaiveExperienceMaker, check_options
+from .experience_config import ExperienceConfig, check_options
+from .experience_maker import NaiveExperienceMaker
+from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
-from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
+from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
 
 
 # Options of the config that belong to the rollouts and the loop of `MultimodalPPOTrainer`
@@ -105,10 +107,10 @@ class PPOTrainerVL:
             All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
             `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
             `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and `temperature` by the actor's.
-            `num_generations` is the number of responses to a prompt. Options of sampling go into `generate_kwargs`; those
+            `num_generations` is the number of completions to a prompt. Options of sampling go into `generate_kwargs`; those
             that belong to the rollouts and the loop of [`MultimodalPPOTrainer`] are errors.
         actor ([`~lightrft.ActorVL`]):
-            Policy. With `packing_samples`, forwards share a prompt and its media among its responses.
+            Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
             Value model; `None` for estimators without, or for a copy of the policy with `"gae"`.
         reward_model (`torch.nn.Module` or `list`, *optional*):
@@ -133,7 +135,7 @@ class PPOTrainerVL:
         kl_target (`float`, *optional*):
             KL divergence per token, in nats, that an adaptive coefficient holds.
         kl_horizon (`int`, *optional*, defaults to `10000`):
-            Responses over which the coefficient adapts.
+            Completions over which the coefficient adapts.
         ptx_coef (`float`, *optional*, defaults to `0`):
             Weight of the supervised loss; 0 leaves the supervised rows alone.
         micro_train_batch_size (`int`, *optional*, defaults to `8`):
@@ -297,7 +299,7 @@ class PPOTrainerVL:
         self.trainer.remove_callback(ProgressCallback)
         if self.trainer.is_fsdp_enabled:
             raise ValueError(_WHOLE)
-        if self.trainer._remedies.apart is not None and config.num_generations % micro_rollout_batch_size != 0:
+        if self.trainer._policy.remedies.apart is not None and config.num_generations % micro_rollout_batch_size != 0:
             raise ValueError(
                 f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one prompt; set "
                 f"`micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` ({config.num_generations}) or a "
@@ -448,7 +450,7 @@ class PPOTrainerVL:
         """
         Trains on the buffer for `max_epochs`, each time in another order.
 
-        Groups of responses to a prompt stay together, so that a forward shares the prompt, unless
+        Groups of completions to a prompt stay together, so that a forward shares the prompt, unless
         `keep_groups_together=False`.
 
         Args:
@@ -559,7 +561,7 @@ class PPOTrainerVL:
         self, eval_dataloader: Iterable, global_step: int, greedy: bool = True, n_samples_per_prompt: int = 1
     ) -> dict[str, float]:
         """
-        Rewards of responses to other prompts. Changes nothing: no weights, no running statistics, no random numbers.
+        Rewards of completions to other prompts. Changes nothing: no weights, no running statistics, no random numbers.
 
         Args:
             eval_dataloader (`DataLoader`):
@@ -569,18 +571,18 @@ class PPOTrainerVL:
             greedy (`bool`, *optional*, defaults to `True`):
                 Whether to take the likeliest tokens, or to sample as in training.
             n_samples_per_prompt (`int`, *optional*, defaults to `1`):
-                Responses to each prompt, when sampling.
+                Completions to each prompt, when sampling.
 
         Returns:
             `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the metrics
-            of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best response to each prompt.
+            of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion to each prompt.
             What has no reward counts in `num_samples` alone.
 
         Raises:
-            `ValueError`: If several greedy responses are asked for, which would be the same.
+            `ValueError`: If several greedy completions are asked for, which would be the same.
         """
         if greedy and n_samples_per_prompt > 1:
-            raise ValueError("Greedy responses to a prompt are all the same; set `greedy=False`.")
+            raise ValueError("Greedy completions to a prompt are all the same; set `greedy=False`.")
         accelerator = self.trainer.accelerator
         unwanted = ("gamma", "lambd", *(_OF_SAMPLING if greedy else ()))
         options = {name: value for name, value in self.generate_kwargs.items() if name not in unwanted}
@@ -598,7 +600,7 @@ class PPOTrainerVL:
                     continue
                 rewards: list[float] = []
                 for samples in maker.generate_samples(self._rows(batch), **options):
-                    scored, metrics = maker._rewards(samples)
+                    scored, metrics = maker.rewards(samples)
                     rewards += scored.tolist()
                     values["response_length"] += samples.response_length.tolist()
                     for name, numbers in metrics.items():
@@ -753,7 +755,7 @@ class PPOTrainerVL:
         """Hands models and optimizer to the engine, once, with what a checkpoint holds."""
         trainer = self.trainer
         trainer.state.compute_steps(args, max_steps)
-        if checkpoint is not None and trainer._is_whole:
+        if checkpoint is not None and is_whole(trainer.accelerator):
             trainer._load_from_checkpoint(checkpoint)
         trainer._prepare_for_training(max(max_steps, 1), None, checkpoint)
         trainer.is_prepared = True
@@ -832,7 +834,7 @@ class PPOTrainerVL:
     def _fields(self) -> dict[str, str]:
         """What an update needs for each action, and what the trainer calls it."""
         fields = {"action_log_probs": "old_per_token_logps", "advantages": "advantages"}
-        if self.trainer.beta != 0:
+        if self.trainer.kl_coef != 0:
             fields["base_action_log_probs"] = "ref_per_token_logps"
         if self.critic is not None:
             fields |= {"returns": "returns", "values": "old_values"}
@@ -869,13 +871,14 @@ class PPOTrainerVL:
             # Of a generation batch, as the trainer counts them
             "num_items_in_batch": torch.tensor(n_tokens * trainer.args.steps_per_generation, device=device),
             "encoded_prompts": prompts,
-            "packed": [trainer._remedies.can_pack and self.actor.packing_samples] * len(items),  # as in the rollout
+            "packed": [trainer._policy.remedies.can_pack and self.actor.packing_samples]
+            * len(items),  # as in the rollout
             "scorable": scorable,
         }
         for field, name in self._fields.items():
             batch[name] = placed([getattr(item, field).float() for item in items])
-        if weights is not None:
-            batch["high_entropy_weights"] = placed([row.float() for row in weights])
+        ones = torch.ones_like(mask, dtype=torch.float32)
+        batch["high_entropy_weights"] = ones if weights is None else placed([row.float() for row in weights])
         return batch
 
     def _prompt(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
@@ -919,7 +922,7 @@ class PPOTrainerVL:
             status["critic_loss" if name == "value_loss" else name] = mean
         self._clear_metrics()
         status.pop("value_learning_rate", None)  # which is `critic_lr`
-        if "policy_loss" in status and self.strategy.loss_type not in MEAN_LOSS_TYPES:
+        if "policy_loss" in status and not LOSSES[self.strategy.loss_type].is_mean:
             # Each micro-batch has its part of an update's
             status["policy_loss"] *= self.strategy.gradient_accumulation_steps
         return status
@@ -991,6 +994,7 @@ class _ExperienceTrainer(MultimodalPPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.top_entropy_quantile = 0.0  # the samples come with weights of their tokens, for which TRL asks below 1
         self.is_prepared = False  # whether the engine has models and optimizer
         self.half_done: set[str] = set()  # what an update that has begun changes
         self.is_first_epoch = True  # on the samples at hand
@@ -1004,12 +1008,6 @@ class _ExperienceTrainer(MultimodalPPOTrainer):
 
     def _prepare_inputs(self, inputs):
         return inputs
-
-    def _compute_loss(self, model, inputs):
-        # TRL weighs tokens only if it looks for a share of them
-        quantile = 0.0 if "high_entropy_weights" in inputs else 1.0
-        with self._overridden(top_entropy_quantile=quantile):
-            return super()._compute_loss(model, inputs)
 
     def _counts_for_kl(self):
         return self._trains("policy") and self.is_first_epoch

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from ..algorithms.returns import TOLERANCE
 from .experience import Experience, VisionRecord
+from .experience_media import share_media
 from .replay_buffer_utils import (
     BufferItem,
     BufferItemAL,
@@ -17,7 +18,6 @@ from .replay_buffer_utils import (
     BufferItemVL,
     make_experience_batch,
     remove_padding_in_sequences,
-    share_media,
     split_experience_batch,
 )
 

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ..encoding.prompts import cat_padded
 from ..families import media_padding
 from .experience import (
-    AUDIO_FIELDS,
     VISION_FIELDS,
     AudioRecord,
     Experience,
@@ -29,6 +28,7 @@ from .experience import (
     VisionRecord,
     map_tensors,
 )
+from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, split_rows
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class BufferItem(Record):
 
     Args:
         sequences (`torch.Tensor`):
-            Ids of prompt and response, shape `(S,)`. Its last `A` columns are the action columns.
+            Ids of prompt and completion, shape `(S,)`. Its last `A` columns are the action columns.
         action_log_probs (`torch.Tensor`):
             Log-probabilities of the actions under the policy that sampled, shape `(A,)`.
         base_action_log_probs (`torch.Tensor`):
@@ -138,14 +138,6 @@ _ACTION_FIELDS = (
     "action_entropy",
 )
 
-# Of each modality the key under which `info` counts its media per sample, the tensor that has a row per medium
-# whatever the model, and those whose rows depend on the model.
-_MODALITIES = (
-    ("image_num", "image_grid_thws", ("pixel_values",)),
-    ("video_num", "video_grid_thws", ("pixel_values_videos",)),
-    ("audio_num", None, AUDIO_FIELDS),
-)
-
 
 def is_vl_experience(experience: Record) -> bool:
     """
@@ -227,10 +219,10 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         _n_actions(item, index)
 
     media = media_tensors(experience)
-    rows = _media_rows(experience, media)
+    rows = media_rows(experience, media)
     own = {field.name for field in fields(item_type)}
     for name, tensor in media.items():
-        for item, part in zip(items, _split_rows(tensor, rows[name]), strict=True):
+        for item, part in zip(items, split_rows(tensor, rows[name]), strict=True):
             if part is None:
                 continue
             if name in own:
@@ -287,11 +279,11 @@ def make_experience_batch(
         }
 
     media: dict[str, list[torch.Tensor]] = {}
-    media_rows: dict[str, list[int]] = {}
+    row_counts: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         for name, tensor in media_tensors(item).items():
             media.setdefault(name, []).append(tensor)
-            media_rows.setdefault(name, [0] * len(items))[index] = len(tensor)
+            row_counts.setdefault(name, [0] * len(items))[index] = len(tensor)
     joined = {name: cat_padded(tensors, media_padding(name)) for name, tensors in media.items()}
 
     has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
@@ -299,7 +291,7 @@ def make_experience_batch(
     own = {field.name for field in fields(experience_type)}
     columns |= {name: joined.pop(name) for name in list(joined) if name in own}
     if has_vision or has_audio:
-        columns |= {"extra_media": joined or None, "media_rows": media_rows or None}
+        columns |= {"extra_media": joined or None, "media_rows": row_counts or None}
     if has_vision:
         raw_images = [item.raw_images if isinstance(item, VisionRecord) else None for item in items]
         columns["raw_images"] = None if all(images is None for images in raw_images) else raw_images
@@ -456,7 +448,7 @@ def _join_values(values: list) -> Any:
 def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
     """The items' `info`. Where some tell their number of media, the others do too."""
     infos = [item.info for item in items]
-    for key, grid, names in _MODALITIES:
+    for key, grid, names in MEDIA_COUNTS:
         known = next((info[key] for info in infos if info and key in info), None)
         if known is None:
             continue
@@ -467,149 +459,3 @@ def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
                 number = known.new_tensor(number) if isinstance(known, torch.Tensor) else number
                 infos[index] = {**(info or {}), key: number}
     return infos
-
-
-# Media
-
-
-def media_tensors(record: Record) -> dict[str, torch.Tensor]:
-    """
-    All media of a batch or sample.
-
-    Args:
-        record ([`Record`]):
-            An experience or a sample.
-
-    Returns:
-        `dict[str, torch.Tensor]`: The tensors that there are, by the names of experiences.
-
-    Raises:
-        `ValueError`: If `extra_media` gives one a second time.
-    """
-    names = {field.name for field in fields(record)}
-    own = {name: getattr(record, name) for name in VISION_FIELDS + AUDIO_FIELDS if name in names}
-    own = {name: tensor for name, tensor in own.items() if tensor is not None}
-    extra = (record.extra_media or {}) if "extra_media" in names else {}
-    if twice := own.keys() & extra.keys():
-        raise ValueError(f"`extra_media` gives {sorted(twice)} a second time.")
-    return own | extra
-
-
-def share_media(previous: BufferItem, items: Sequence[BufferItem]) -> None:
-    """
-    Gives samples the media tensors of the one before them where they are equal, in place.
-
-    Args:
-        previous ([`BufferItem`]):
-            The sample before.
-        items (`Sequence[BufferItem]`):
-            Samples of one experience, adjacent ones of a group with the same tensors.
-    """
-    names = [name for name in (*VISION_FIELDS, *AUDIO_FIELDS) if hasattr(previous, name) and hasattr(items[0], name)]
-    for name in names:
-        known, new = getattr(previous, name), getattr(items[0], name)
-        if known is not None and new is not None and torch.equal(known, new):
-            for item in items:
-                if getattr(item, name) is new:
-                    setattr(item, name, known)
-    known_extra = getattr(previous, "extra_media", None) or {}
-    for name, new in (getattr(items[0], "extra_media", None) or {}).items():
-        if name in known_extra and torch.equal(known_extra[name], new):
-            for item in items:
-                if item.extra_media and item.extra_media.get(name) is new:
-                    item.extra_media = {**item.extra_media, name: known_extra[name]}
-
-
-def _split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | None]:
-    """The rows of each sample, `None` without any; as long as they are equal, one tensor."""
-    parts: list[torch.Tensor | None] = []
-    for part in tensor.split(rows):
-        if len(part) == 0:
-            parts.append(None)
-        elif parts and parts[-1] is not None and torch.equal(parts[-1], part):
-            parts.append(parts[-1])
-        else:
-            parts.append(part.clone())
-    return parts
-
-
-def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    """How many rows of each media tensor belong to each sample."""
-    if not media:
-        return {}
-    size = len(experience.sequences)
-    rows = dict(experience.media_rows or {})
-    for name, numbers in rows.items():
-        if name not in media:
-            raise ValueError(f"`media_rows` tells of `{name}`, but the experience has {sorted(media)}.")
-        if len(numbers) != size or sum(numbers) != len(media[name]) or min(numbers) < 0:
-            raise ValueError(
-                f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {numbers}."
-            )
-    info = experience.info or {}
-    for key, grid, names in _MODALITIES:
-        numbers = _numbers(key, info[key], size) if key in info else None
-        patches = None
-        if grid in media:
-            rows[grid], patches = _grid_rows(grid, media[grid], rows.get(grid), numbers, size)
-            numbers = rows[grid]
-        for name in names:
-            if name in media and name not in rows:
-                rows[name] = _tensor_rows(name, media[name], patches, numbers, size)
-    known = set(map(tuple, rows.values()))
-    for name, tensor in media.items():
-        if name in rows:
-            continue
-        possible = {numbers for numbers in known if sum(numbers) == len(tensor)}
-        if len(tensor) == size:
-            possible.add((1,) * size)
-        if len(possible) != 1:
-            raise _unclear(name, tensor, size)
-        rows[name] = list(possible.pop())
-    return rows
-
-
-def _numbers(key: str, value: Any, size: int) -> list[int]:
-    """Numbers of media per sample, from whatever kind of numbers `info` holds."""
-    numbers = torch.as_tensor(value, dtype=torch.float64)
-    numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()
-    if len(numbers) != size or any(n != int(n) or n < 0 for n in numbers):
-        raise ValueError(f"`info['{key}']` must hold a whole number for each of {size} samples, but is {value}.")
-    return [int(n) for n in numbers]
-
-
-def _grid_rows(
-    name: str, grid: torch.Tensor, rows: list[int] | None, numbers: list[int] | None, size: int
-) -> tuple[list[int], list[int]]:
-    """Rows of each sample in the grid, and in what the grid describes."""
-    if grid.dim() != 2 or grid.size(1) != 3:
-        raise ValueError(f"`{name}` must have shape (N, 3), but has {tuple(grid.shape)}.")
-    rows = rows or numbers or [1] * size
-    if sum(rows) != len(grid):
-        raise _unclear(name, grid, size)
-    return rows, [int(part.prod(1).sum()) for part in grid.split(rows)]
-
-
-def _tensor_rows(
-    name: str, tensor: torch.Tensor, patches: list[int] | None, numbers: list[int] | None, size: int
-) -> list[int]:
-    if patches is not None:
-        if sum(patches) != len(tensor):
-            raise ValueError(
-                f"`{name}` has {len(tensor)} rows, but its grid tells of {sum(patches)} patches; if its rows aren't "
-                f"patches, say with `media_rows['{name}']` how many belong to each sample."
-            )
-        return patches
-    numbers = numbers or [1] * size
-    # With 5 dimensions a row may be a sample's whole set of images, padded to the largest
-    padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(numbers) > 1
-    if sum(numbers) != len(tensor) or padded_sets:
-        raise _unclear(name, tensor, size)
-    return numbers
-
-
-def _unclear(name: str, tensor: torch.Tensor, size: int) -> ValueError:
-    return ValueError(
-        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; say with "
-        f"`media_rows['{name}']` how many belong to each."
-    )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 
@@ -83,6 +84,34 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
             )
         values[row] = value
     return values
+
+
+def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
+    """
+    What a reward function returned, as a tensor.
+
+    Args:
+        rewards (`Any`):
+            What [`check_rewards`] takes, or a tensor with `NaN` where the reward doesn't apply.
+        n_completions (`int`):
+            Number of completions that the function got.
+        name (`str`):
+            What errors call it.
+
+    Returns:
+        `torch.Tensor`: Rewards on the CPU, float32, shape `(n_completions,)`.
+
+    Raises:
+        `ValueError`: If that isn't one reward for each completion.
+    """
+    if isinstance(rewards, torch.Tensor):
+        if rewards.shape != (n_completions,):
+            raise ValueError(
+                f"'{name}' returned rewards of shape {tuple(rewards.shape)} for {n_completions} completions."
+            )
+        return rewards.float().cpu()
+    values = check_rewards(rewards, n_completions, name)
+    return torch.tensor([math.nan if value is None else float(value) for value in values])
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:

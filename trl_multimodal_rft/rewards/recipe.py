@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Which rewards count for which kind of sample."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,18 +35,30 @@ def combine_rewards(
     Raises:
         `ValueError`: If a label isn't in the recipe, or a name isn't in the map.
     """
-    total = []
     for i, label in enumerate(labels):
         if label not in recipe:
             raise ValueError(
                 f"Sample {i} has the label {label!r}, which `reward_recipe` doesn't know: {sorted(recipe)}."
             )
-        for _, name, _ in recipe[label]:
-            if name not in label_map:
-                raise ValueError(f"`reward_recipe` asks for {name!r}, which `reward_fn_label_map` doesn't know.")
-        parts = [weight * rewards[label_map[name]][i].item() for _, name, weight in recipe[label]]
-        total.append(add_rewards(rewards[0].new_tensor(parts)))
-    return torch.stack(total)
+    own = {label: recipe[label] for label in labels}
+    parts = [torch.full_like(rewards[0], torch.nan)]
+    for name, weights in _weights(own).items():
+        if name not in label_map:
+            raise ValueError(f"`reward_recipe` asks for {name!r}, which `reward_fn_label_map` doesn't know.")
+        parts.append(
+            rewards[label_map[name]] * parts[0].new_tensor([weights.get(label, torch.nan) for label in labels])
+        )
+    return add_rewards(torch.stack(parts))
+
+
+def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
+    """For each reward its weights by label."""
+    weights: dict[str, dict[str, float]] = {}
+    for label, parts in recipe.items():
+        for _, name, weight in parts:
+            own = weights.setdefault(name, {})
+            own[label] = own.get(label, 0.0) + weight
+    return weights
 
 
 def add_rewards(rewards: torch.Tensor) -> torch.Tensor:
@@ -100,7 +112,8 @@ def apply_recipe(
     trainer = MultimodalGRPOTrainer(reward_funcs=apply_recipe(functions, recipe, label_column="task"), ...)
     ```
     """
-    missing = {name for parts in recipe.values() for _, name, _ in parts} - reward_funcs.keys()
+    weights = _weights(recipe)
+    missing = weights.keys() - reward_funcs.keys()
     if missing:
         raise ValueError(
             f"The recipe asks for {sorted(missing)}, which `reward_funcs` doesn't have, only {sorted(reward_funcs)}; "
@@ -109,15 +122,15 @@ def apply_recipe(
     for name, reward_func in reward_funcs.items():
         if isinstance(reward_func, (str, nn.Module)):
             raise ValueError(f"The reward {name!r} is a model; make a reward function of it, such as `RewardModel`.")
-    return [_for_its_rows(name, func, recipe, label_column) for name, func in reward_funcs.items()]
+    return [
+        _for_its_rows(name, func, weights.get(name, {}), recipe.keys(), label_column)
+        for name, func in reward_funcs.items()
+    ]
 
 
-def _for_its_rows(name: str, reward_func: Callable, recipe: dict[str, list], label_column: str) -> Callable:
-    weights: dict[str, float] = {}  # by label
-    for label, parts in recipe.items():
-        for _, part, weight in parts:
-            if part == name:
-                weights[label] = weights.get(label, 0.0) + weight
+def _for_its_rows(
+    name: str, reward_func: Callable, weights: dict[str, float], labels: Iterable[str], label_column: str
+) -> Callable:
     extra_columns: set[str] = set()
 
     def cut(columns: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
@@ -128,9 +141,9 @@ def _for_its_rows(name: str, reward_func: Callable, recipe: dict[str, list], lab
                 f"{sorted(columns)}; add it, or name another as `label_column`."
             )
         for row, label in enumerate(columns[label_column]):
-            if label not in recipe:
+            if label not in labels:
                 raise ValueError(
-                    f"row {row} has the label {label!r}, which the recipe doesn't know: {sorted(recipe)}."
+                    f"row {row} has the label {label!r}, which the recipe doesn't know: {sorted(labels)}."
                 )
         rows = [row for row, label in enumerate(columns[label_column]) if label in weights]
         arguments = {
@@ -151,15 +164,15 @@ def _for_its_rows(name: str, reward_func: Callable, recipe: dict[str, list], lab
                     log_extra(column, [])
         return rows, arguments
 
-    def spread(rewards: list, rows: list[int], labels: list[str]) -> list[float | None]:
+    def spread(rewards: list, rows: list[int], row_labels: list[str]) -> list[float | None]:
         if len(rewards) != len(rows):
             raise ValueError(
                 f"The reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions; return "
                 "one per completion."
             )
-        result: list[float | None] = [None] * len(labels)
+        result: list[float | None] = [None] * len(row_labels)
         for row, reward in zip(rows, rewards, strict=True):
-            result[row] = None if reward is None else weights[labels[row]] * reward
+            result[row] = None if reward is None else weights[row_labels[row]] * reward
         return result
 
     if is_async_callable(reward_func):

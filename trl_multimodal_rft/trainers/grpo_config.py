@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions
-from .multimodal_config import MultimodalArguments, check_choice
+from .multimodal_config import MultimodalArguments, check_choice, check_range
 
 
 # Bound of the ratio in dual-clip PPO, as in its paper
@@ -265,10 +265,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 f"`soft_overlong_cache` ({self.soft_overlong_cache}) must be above 0 and at most "
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
-        if self.reward_clip_range is not None:
-            bounds = tuple(self.reward_clip_range)
-            if len(bounds) != 2 or bounds[0] >= bounds[1]:
-                raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {bounds}.")
+        check_range(self, "reward_clip_range")
         if self.scale_rewards != "group" and self.advantage_estimator != "group_norm":
             raise ValueError(
                 f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove it."

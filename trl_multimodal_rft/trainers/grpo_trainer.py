@@ -461,10 +461,10 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     ) -> torch.Tensor | None:
         """Weights of the tokens in the policy loss, `(B, C)`; `None` for 1."""
         args = self.args
-        if args.top_entropy_quantile == 1:
-            return None
         if "high_entropy_weights" in inputs:
             return inputs["high_entropy_weights"]
+        if args.top_entropy_quantile == 1:
+            return None
         if args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
             return super().get_high_entropy_mask(entropies, mask, 1 - args.top_entropy_quantile)
         return self._high_entropy_weights(entropies, mask)

@@ -170,3 +170,21 @@ def check_choice(config, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_range(config, name: str) -> None:
+    """
+    Checks an argument that takes a smallest and a largest value, or `None`.
+
+    Args:
+        config (`MultimodalArguments`):
+            The config.
+        name (`str`):
+            Name of the argument.
+
+    Raises:
+        `ValueError`: If the argument isn't two values in order.
+    """
+    bounds = getattr(config, name)
+    if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")

@@ -29,9 +29,8 @@ from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..algorithms.advantages import gae
-from ..algorithms.kl import approx_kl
 from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
-from ..algorithms.returns import place_rewards, whiten
+from ..algorithms.returns import token_rewards, whiten
 from ..data.fetch import EndlessRows
 from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention
@@ -402,11 +401,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         args, n = self.args, len(mask)
         values, bootstrap = self._score_values(output)
         own_rewards = rewards[self.accelerator.process_index * n :][:n]
-        token_rewards = place_rewards(own_rewards.nan_to_num(), mask)
-        if args.kl_in_reward:
-            kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
-            token_rewards = token_rewards - self.kl_coef * kl
-        advantages, returns = gae(token_rewards, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
+        logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
+        per_token = token_rewards(own_rewards, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
+        advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
         scorable = (~own_rewards.isnan()).long()
         output.update(old_values=values, returns=returns, scorable=scorable)
 

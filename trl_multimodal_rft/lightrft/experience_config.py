@@ -1,0 +1,114 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Options of the experience maker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import GenerationConfig
+
+from ..algorithms.advantages import ALIASES, ESTIMATORS
+from ..data.unread import check_ignored
+from ..trainers.multimodal_config import check_choice, check_range
+from ..trainers.ppo_config import MultimodalPPOConfig
+
+
+@dataclass
+class ExperienceConfig:
+    """
+    How experience is made.
+
+    Args:
+        advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
+            `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or `"gae"`.
+        n_samples_per_prompt (`int`, *optional*, defaults to `8`):
+            Completions of each prompt.
+        micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
+            Samples that are generated and scored at once.
+        norm_level (`str`, *optional*, defaults to `"token"`):
+            See [`~algorithms.advantages.reinforce_baseline`].
+        cpgd_weight (`str`, *optional*, defaults to `"clip_filter_like"`):
+            See [`~algorithms.advantages.cpgd`].
+        kl_estimator (`str`, *optional*, defaults to `"k1"`):
+            Estimate of the KL divergence that experiences hold.
+        kl_in_reward (`bool`, *optional*):
+            Whether the KL divergence, k1, is subtracted from the rewards. Defaults to `True` for `"gae"`, `"reinforce"` and
+            `"rloo"`.
+        soft_overlong_cache (`int`, *optional*):
+            Number of tokens below `max_new_tokens` from which on a completion is penalized for its length, up to -1.
+        reward_running_scale (`bool`, *optional*, defaults to `False`):
+            Whether to divide rewards by their standard deviation so far.
+        reward_clip_range (`tuple[float, float]`, *optional*):
+            Range to clip rewards to.
+        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
+            For `"gae"`, whether the critic's value stands for what would have come after a completion that was cut off.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
+        label_column (`str`, *optional*, defaults to `"labels"`):
+            Column with the ground truth.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            With several processes, statistics are those of all. Policies and critics score in its mixed precision.
+        ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
+            Columns with media that only reward functions read, `audio`, `image` and `video` included.
+
+    Raises:
+        `ValueError`: If an argument has no such value, or if the estimator needs several completions of a prompt.
+    """
+
+    advantage_estimator: str = "group_norm"
+    n_samples_per_prompt: int = 8
+    micro_rollout_batch_size: int = 8
+    norm_level: str = "token"
+    cpgd_weight: str = "clip_filter_like"
+    kl_estimator: str = "k1"
+    kl_in_reward: bool | None = None
+    soft_overlong_cache: int | None = None
+    reward_running_scale: bool = False
+    reward_clip_range: tuple[float, float] | None = None
+    bootstrap_truncated: bool = False
+    audio_overlong: str = "raise"
+    label_column: str = "labels"
+    progress: bool = True
+    accelerator: Accelerator | None = None
+    ignored_media_columns: Sequence[str] = ()
+
+    def __post_init__(self):
+        self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
+        check_choice(self, "advantage_estimator", tuple(ESTIMATORS))
+        own = {each.name for each in fields(self)}
+        for each in fields(MultimodalPPOConfig):
+            if each.name in own and "choices" in each.metadata:
+                check_choice(self, each.name, each.metadata["choices"])
+        for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.n_samples_per_prompt < 2 and ESTIMATORS[self.advantage_estimator].needs == "group":
+            raise ValueError(
+                f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
+                f"`n_samples_per_prompt` must be at least 2, got {self.n_samples_per_prompt}."
+            )
+        if self.soft_overlong_cache is not None and self.soft_overlong_cache < 1:
+            raise ValueError(f"`soft_overlong_cache` must be at least 1, got {self.soft_overlong_cache}.")
+        check_range(self, "reward_clip_range")
+        check_ignored(self.ignored_media_columns)
+        if self.kl_in_reward is None:
+            self.kl_in_reward = self.advantage_estimator in ("gae", "reinforce", "rloo")
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """
+    Refuses options of generation that would have no effect.
+
+    Args:
+        options (`dict`):
+            The options by name.
+
+    Raises:
+        `ValueError`: If there is no such option.
+    """
+    unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
+    if unknown:
+        raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")

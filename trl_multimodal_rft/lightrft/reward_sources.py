@@ -1,0 +1,146 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Where the rewards of experience come from: reward models, servers and functions, and what makes one reward of theirs."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.utils import get_callable_name
+
+from ..models.modes import evaluation_mode
+from ..rewards.checks import reward_tensor
+from ..rewards.recipe import add_rewards, combine_rewards
+from ..rewards.remote import RemoteReward
+from .experience import Samples
+
+
+class RewardSources:
+    """
+    Rewards of samples, as [`NaiveExperienceMaker`] takes them.
+
+    Args:
+        reward_model (`torch.nn.Module` or `list`, *optional*):
+            See there.
+        remote_rm_url (`str` or `list[str]`, *optional*):
+            See there.
+        reward_fn (`Callable`, *optional*):
+            See there.
+        label_map (`dict[str, int]`, *optional*):
+            See `reward_fn_label_map` there.
+        recipe (`dict`, *optional*):
+            See `reward_recipe` there.
+        label_column (`str`, *optional*, defaults to `"labels"`):
+            Column with the ground truth.
+
+    Raises:
+        `ValueError`: If there is no source of reward.
+    """
+
+    def __init__(
+        self,
+        reward_model: nn.Module | list[nn.Module] | None = None,
+        remote_rm_url: str | list[str] | None = None,
+        reward_fn: Callable | None = None,
+        label_map: dict[str, int] | None = None,
+        recipe: dict | None = None,
+        label_column: str = "labels",
+    ):
+        self.models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
+        urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
+        self.remotes = [
+            _load_reward_func(url) if url.endswith(".py") else RemoteReward(url, label_column=label_column)
+            for url in urls
+        ]
+        self.reward_fn, self.label_map, self.recipe = reward_fn, label_map or {}, recipe
+        if not (self.models or self.remotes or reward_fn):
+            raise ValueError("There is no source of reward; pass `reward_model`, `remote_rm_url` or `reward_fn`.")
+
+    def __call__(
+        self, samples: Samples, tokenizer: PreTrainedTokenizerBase, media: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """
+        Rewards samples.
+
+        Args:
+            samples ([`Samples`]):
+                What was sampled.
+            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+                The policy's.
+            media (`dict[str, torch.Tensor]`):
+                Media of all samples, for reward models.
+
+        Returns:
+            `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`.
+        """
+        n, known = len(samples.sequences), self._known(samples, tokenizer)
+        rewards = []
+        for model in self.models:
+            with evaluation_mode(model):
+                reward = model(samples.sequences, samples.attention_mask, **media)
+            rewards.append(reward.float().view(n).cpu())
+        rewards += [reward_tensor(_call(remote, known), n, get_callable_name(remote)) for remote in self.remotes]
+        if self.reward_fn is not None:
+            metrics: dict[str, Any] = {}
+            if rewards:
+                result = _call(self.reward_fn, {**known, "model_reward_list": rewards}, first="model_reward_list")
+                result, metrics = result if isinstance(result, tuple) else (result, {})
+            else:
+                result = _call(self.reward_fn, known)
+            return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
+        if self.recipe is not None:
+            return combine_rewards(rewards, samples.labels or [None] * n, self.recipe, self.label_map), {}
+        return add_rewards(torch.stack(rewards)), {}
+
+    def _known(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What functions may ask for, by name."""
+        actions = samples.sequences[:, -samples.num_actions :]
+        completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
+        completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
+        prompts = [row["prompt"] for row in rows]
+        if not isinstance(prompts[0], str):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        names = sorted({name for row in rows for name in row} - {"prompt"})
+        return {
+            # Columns first: what the model made must not be replaced by a column of the same name
+            **{name: [row.get(name) for row in rows] for name in names},
+            "queries": tokenizer.batch_decode(samples.sequences, skip_special_tokens=False),
+            "labels": samples.labels,
+            "refs": [row.get("references") for row in rows] if "references" in names else samples.labels,
+            "label_map": self.label_map,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+        }
+
+
+def _load_reward_func(path: str) -> Callable:
+    """`reward_func` of a file that the user names, which is run for that."""
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file {path} to load `reward_func` from.")
+    spec = importlib.util.spec_from_file_location("reward_func", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "reward_func"):
+        raise ValueError(f"{path} has no function `reward_func`.")
+    return module.reward_func
+
+
+def _call(function: Callable, known: dict[str, Any], first: str | None = None) -> Any:
+    """Calls with what the function's parameters ask for by name; one unknown parameter alone gets `first`."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return function(**known)
+    if first is not None and len(parameters) == 1 and not parameters.keys() & known.keys():
+        return function(known[first])
+    missing = [name for name, p in parameters.items() if name not in known and p.default is inspect.Parameter.empty]
+    if missing:
+        raise ValueError(
+            f"The reward function '{get_callable_name(function)}' asks for `{missing[0]}`, but there are only {sorted(known)}."
+        )
+    return function(**{name: known[name] for name in parameters if name in known})
