@@ -211,7 +211,7 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
 
 
 def test_options_of_uploads(tmp_path, monkeypatch):
-    """Which are those of `Trainer`, of a save at the end of an epoch in shards, and of a push that nobody waits for."""
+    """Those of `Trainer`, of a save at the end of an epoch in shards, and of a push that nobody waits for."""
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
     trainer.args.hub_revision, trainer.args.hub_strategy = "branch", HubStrategy.ALL_CHECKPOINTS
     trainer.args.save_strategy, trainer.state.epoch = SaveStrategy.EPOCH, 2.0

@@ -930,11 +930,7 @@ def values_of(critic, processor, rows, completions):
     """From plain forwards."""
     with torch.no_grad():
         pairs = zip(rows, completions, strict=True)
-        return [critic(**rename(encoded(processor, *pair)[0])) for pair in pairs]
-
-
-def rename(inputs):
-    return {"sequences": inputs.pop("input_ids"), **inputs}
+        return [critic(**encoded(processor, *pair)[0]) for pair in pairs]
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,17 @@ from helpers.trainer_utils import (
 )
 from test_packing import encode_chats
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+    policy,
+)
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.policy import Remedies
-from trl_multimodal_rft.trainers import multimodal
 
 
 def trainer(family, rows, output_dir, break_model=None, objects=None, **options):
@@ -244,7 +249,7 @@ def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path):
     run = trainer("qwen2_5_vl", rows, tmp_path, max_steps=2, shuffle_dataset=False)
     checks = []
     check = run._run_self_check
-    run._run_self_check = lambda messages: checks.append(check(messages)) or checks[-1]
+    run._run_self_check = lambda *given: checks.append(check(*given)) or checks[-1]
     run.train()
     assert len(checks) == 2 and run._self_check.media.keys() == {"image"}
 
@@ -294,8 +299,8 @@ def test_rows_that_no_remedy_separates_stop_training(tmp_path, monkeypatch):
         n_prompts = len({id(prompt) for prompt in args[0]})
         return replace(scores, logps=scores.logps + 0.01 * (n_prompts - 1))
 
-    completion_scores = multimodal.completion_scores
-    monkeypatch.setattr(multimodal, "completion_scores", one_after_the_other)
+    completion_scores = policy.completion_scores
+    monkeypatch.setattr(policy, "completion_scores", one_after_the_other)
     run = trainer("llava", image_rows(), tmp_path)
     with pytest.raises(RuntimeError, match="llava can't be trained exactly: prompts disturb each other"):
         run.train()
@@ -309,10 +314,12 @@ def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
     monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
     run = trainer("gemma3", image_rows(), tmp_path)
     assert run._policy.remedies.can_pack
+    packed, score = [], run._policy.score
+    run._policy.score = lambda *args, **options: packed.append(options["packed"]) or score(*args, **options)
     run.train()
     assert run._self_check.packed > run._self_check.tolerance
     assert "packed differs from model's own" in str(run._self_check)
-    assert not run._policy.remedies.can_pack and run.scored_packed[-1] is False
+    assert not run._policy.remedies.can_pack and packed[-1] is False
 
 
 def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):

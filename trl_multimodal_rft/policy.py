@@ -171,8 +171,8 @@ class PolicyForward:
             return score(0, list(range(len(prompts))))  # a part has an order of its own
         if compute_aux_loss:
             raise ValueError(
-                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is one "
-                "of the whole micro-batch; drop `router_aux_loss_coef` or the budget."
+                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is "
+                "one of the whole micro-batch; drop `router_aux_loss_coef` or the budget."
             )
         return DeferredParts(score, parts, n_parts, self.accelerator.device).joined()
 

@@ -111,7 +111,8 @@ class Processes:
             if (everyone != everyone[0]).any():
                 raise ValueError(
                     "Processes hold media of different kinds, and this model takes prompts apart, so that their "
-                    "forwards would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of one kind."
+                    "forwards would wait for each other forever under FSDP or DeepSpeed. Use DDP, or batches of "
+                    "one kind."
                 )
         return count
 
