@@ -46,6 +46,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention, original_attention
+from ..forward.launched import refuse_runs_apart
 from ..forward.layout import group_by_prompt, micro_batch_order, packed_length, split_by_tokens, split_samples
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -1293,14 +1294,12 @@ def _refuse_runs_apart(args) -> None:
     Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor `Trainer`
     when it takes several GPUs for one process.
     """
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched > 1 and args.world_size == 1:
-        raise RuntimeError(
-            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU: {launched} "
-            "runs would know nothing of each other and write into the same folder. To train on the CPU, set "
-            "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
-            "on GPUs, make them visible and start the script with `accelerate launch`."
-        )
+    refuse_runs_apart(
+        args.world_size,
+        ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
+        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train on "
+        "GPUs, make them visible and start the script with `accelerate launch`.",
+    )
     if args.n_gpu > 1:
         raise RuntimeError(
             f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
