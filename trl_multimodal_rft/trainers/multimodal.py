@@ -3,7 +3,6 @@
 
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
