@@ -40,8 +40,8 @@ THOUGHT_TYPES = ("thinking", "reasoning")
 _WORD_TYPES = {*_TEXT_KEYS, *THOUGHT_TYPES, "tool_use", "tool_call", "tool_result", "function", "function_call"}
 
 KNOWN_TYPES = (
-    "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so on), "
-    "'thinking', and those that the chat template writes"
+    "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so "
+    "on), 'thinking', and those that the chat template writes"
 )
 
 _ENDINGS = {
@@ -431,12 +431,12 @@ def _place(
             column = refs[0].column.split("[")[0]
             if kind in tags:
                 raise MediaError(
-                    f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the prompt; "
-                    f"write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
+                    f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the "
+                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
                 )
             raise MediaError(
-                f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; write "
-                f"one {{'type': '{kind}'}} block for each, or none at all"
+                f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; "
+                f"write one {{'type': '{kind}'}} block for each, or none at all"
             )
         for block, ref in zip(blocks, refs, strict=False):
             block[kind] = replace(ref, options=block[kind].options)
@@ -496,8 +496,8 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         beside = "content"
     if beside is not None:
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads the media in '{beside}' of a message; give each as a block in a "
-            "list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
+            f"row {row}, column '{where}': nothing reads the media in '{beside}' of a message; give each as a block "
+            "in a list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
         )
     return message
 
@@ -515,9 +515,9 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
     if stray is not None or (kind is not None and name != kind and block and not sources):
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', so "
-            f"that the model would not get it; known types are {KNOWN_TYPES}, each medium in a block of its own, such as "
-            "{'type': 'audio', 'audio': ...}"
+            f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', "
+            f"so that the model would not get it; known types are {KNOWN_TYPES}, each medium in a block of its own, "
+            "such as {'type': 'audio', 'audio': ...}"
         )
     if kind is not None:
         # OpenAI's hints, which no reader has as an option

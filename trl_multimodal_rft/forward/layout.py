@@ -18,8 +18,8 @@ T = TypeVar("T")
 # most this share of the work is padding.
 _LENGTH_TOLERANCE = 1.25
 
-# Prompts of unequal length in one call need a mask for each branch. Beyond so many entries of them (1 MiB in float32), a
-# prompt gets a call of its own, where all its branches share one; by then the work outweighs a call.
+# Prompts of unequal length in one call need a mask for each branch. Beyond so many entries of them (1 MiB in float32),
+# a prompt gets a call of its own, where all its branches share one; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
 
 # Kernels want rows of masks, and where they start, at multiples of this
@@ -257,9 +257,9 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
         prompts (`Sequence[EncodedPrompt]`):
             Each sample's prompt.
         apart (`str` or `None`):
-            `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding, and
-            images of the same sizes; a prompt without media goes with any other. `"prompt"` gives each prompt a part, `None` makes one
-            part of all.
+            `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding,
+            and images of the same sizes; a prompt without media goes with any other. `"prompt"` gives each prompt a
+            part, `None` makes one part of all.
 
     Returns:
         `list[list[int]]`: Sample indices of each part. Samples of a group stay together.
