@@ -14,7 +14,14 @@ from helpers.trainer_utils import InjectedOurs, keys, length_and_sum, load, make
 from test_grpo_algorithms import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough
 from trl import GRPOConfig, TrlParser
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalRLOOConfig,
+)
+from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
+from trl_multimodal_rft.algorithms.losses import LOSSES
 
 
 def config(**options):
@@ -370,3 +377,18 @@ def test_every_option_makes_another_update(name):
     one, other = (tuple(sorted(options.items())) for options in PAIRS[name])
     assert {option for option, _ in set(one) ^ set(other)} >= {name}
     assert relative_difference(update_with(one), update_with(other)) > 1e-4
+
+
+def test_help_names_what_is_listed():
+    """Each estimator with its other name and its paper in the help, and each name in the documentation of the class."""
+    (option,) = [each for each in dataclasses.fields(MultimodalGRPOConfig) if each.name == "advantage_estimator"]
+    with_critic = {each.name: each for each in dataclasses.fields(MultimodalPPOConfig)}["advantage_estimator"]
+    for name, own in ESTIMATORS.items():
+        for text in (option.metadata["help"], with_critic.metadata["help"]):
+            named = f"{name!r} or {own.alias!r}" if own.alias else repr(name)
+            found = f"{named} ({own.paper.title})" in text
+            assert found == (own.needs != "critic" or text == with_critic.metadata["help"])
+        config_class = MultimodalPPOConfig if own.needs == "critic" else MultimodalGRPOConfig
+        assert all(f'`"{each}"`' in config_class.__doc__ for each in (name, own.alias) if each)
+    for name, loss in LOSSES.items():
+        assert not loss.is_own or f'`"{name}"`' in MultimodalGRPOConfig.__doc__

@@ -19,6 +19,7 @@ from trl_multimodal_rft.data.columns import (
     MEDIA_COLUMNS,
     MediaError,
     MediaRef,
+    as_text,
     iter_refs,
     restore_media,
     rows_to_messages,
@@ -303,3 +304,13 @@ def test_a_wrong_number_of_media_never_passes(contents, kind, number):
     else:
         inline = sum(block == {"type": kind, kind: f"inline {kind}"} for content in contents for block in content)
         assert sum(ref.kind == kind for ref in iter_refs(rows_to_messages([row]))) == number + inline
+
+
+def test_texts_of_messages():
+    assert as_text("plain") == "plain"
+    assert as_text([{"role": "user", "content": "one"}]) == "one"
+    assert as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "system: s\nuser: u"
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert as_text([{"role": "assistant", "content": None, "tool_calls": [call]}]) == str(call)
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert as_text(turns, roles=False) == "su" and as_text("plain", roles=False) == "plain"

@@ -43,7 +43,7 @@ from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.encode import encode_medium
 from trl_multimodal_rft.data.loading import load_image, load_video
 from trl_multimodal_rft.encoding import prompts as encoding
-from trl_multimodal_rft.reporting.media_logs import as_text, write_parquet
+from trl_multimodal_rft.reporting.media_logs import write_parquet
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "images": images_rows, "video": video_rows}
@@ -344,14 +344,6 @@ def test_parquet_without_rows_that_hold_media(tmp_path):
     schema = pq.read_schema(tmp_path / "new" / "t.parquet")
     features = Features.from_arrow_schema(schema)
     assert list(features) == ["prompt", "images"] and features["images"] == List(Image())
-
-
-def test_texts_of_messages():
-    assert as_text("plain") == "plain"
-    assert as_text([{"role": "user", "content": "one"}]) == "one"
-    assert as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "system: s\nuser: u"
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    assert as_text([{"role": "assistant", "content": None, "tool_calls": [call]}]) == str(call)
 
 
 # Boards

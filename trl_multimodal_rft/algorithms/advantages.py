@@ -3,8 +3,8 @@
 Advantage estimators, as functions of a whole batch: rewards with the group each belongs to, and masks of any shape.
 
 An estimator is one function under [`estimator`], whose docstring holds its formula and paper. Masks may be padded on
-either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the completion can't be scored:
-it takes part in no statistic and gets the advantage 0. Statistics are computed in float64.
+either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the completion can't be
+scored: it takes part in no statistic and gets the advantage 0. Statistics are computed in float64.
 """
 
 import inspect
@@ -109,8 +109,8 @@ class GroupStatistics:
         index (`torch.Tensor`):
             For each sample the position of its group, shape `(N,)`.
         centred (`torch.Tensor`):
-            Reward minus the mean of its group; exactly 0 in a group without signal, and where unscorable; shape `(N,)`,
-            float64.
+            Reward minus the mean of its group; exactly 0 in a group without signal, and where unscorable; shape
+            `(N,)`, float64.
         squares (`torch.Tensor`):
             Sum of the squared centred rewards of each group, shape `(number of groups,)`, float64.
         count (`torch.Tensor`):
@@ -185,8 +185,8 @@ def group_norm(
     eps: float = 1e-4,
 ) -> torch.Tensor:
     r"""
-    GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group, see
-    [DeepSeekMath](https://huggingface.co/papers/2402.03300).
+    GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group,
+    see [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
     Args:
         rewards (`torch.Tensor`):
@@ -194,7 +194,8 @@ def group_norm(
         group_ids (`torch.Tensor`):
             Group of each sample, shape `(N,)`.
         scale (`str`, *optional*, defaults to `"group"`):
-            Divide by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by nothing (`"none"`).
+            Divide by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by nothing
+            (`"none"`).
         eps (`float`, *optional*, defaults to `1e-4`):
             Added to the standard deviation, in rewards.
 
@@ -428,7 +429,8 @@ def estimate_advantages(
         ref_logps (`torch.Tensor`, *optional*):
             Log-probabilities under the reference, shape `(N, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the k1 penalty in the reward: per token for estimators that are, else of the whole completion.
+            Coefficient of the k1 penalty in the reward: per token for estimators that are, else of the whole
+            completion.
         scale (`str`, *optional*, defaults to `"group"`):
             See [`group_norm`].
         norm_level (`str`, *optional*, defaults to `"token"`):

@@ -108,8 +108,8 @@ class AdaptiveKLController(FixedKLController):
     Raises the KL coefficient while the divergence is above its target and lowers it below, see
     [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593).
 
-    $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / \mathrm{horizon})$,
-    where the factor stays positive.
+    $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with the
+    horizon $h$, where the factor stays positive.
 
     Args:
         value (`float`):

@@ -59,9 +59,9 @@ class LossType:
         mode (`str`, *optional*, defaults to `"token-sum"`):
             How [`aggregate`] sums.
         over (`str`, *optional*, defaults to `"batch_tokens"`):
-            What the sum is divided by: the `"completions"` of the optimizer step, the `"length_limit"` of all of them, the
-            tokens of the micro-batch (`"micro_batch_tokens"`) times the accumulation steps, or the tokens of the optimizer
-            step (`"batch_tokens"`).
+            What the sum is divided by: the `"completions"` of the optimizer step, the `"length_limit"` of all of them,
+            the tokens of the micro-batch (`"micro_batch_tokens"`) times the accumulation steps, or the tokens of the
+            optimizer step (`"batch_tokens"`).
         per_completion (`bool`, *optional*, defaults to `False`):
             Whether it has one ratio, and takes one advantage, per completion.
         clips (`bool`, *optional*, defaults to `True`):
@@ -252,8 +252,8 @@ def cpgd_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, corre
     CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, with the
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
 
-    The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage. Like
-    the KL divergence, the drift counts on all tokens.
+    The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage.
+    Like the KL divergence, the drift counts on all tokens.
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -291,8 +291,8 @@ def gmpo_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, corre
     The geometric mean of a completion's ratios times its advantage, see
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673).
 
-    Log-ratios are clipped at `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the
-    paper uses 0.4.
+    Log-ratios are clipped at `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is
+    positive; the paper uses 0.4.
 
     See [`LossType.__call__`] for the arguments: one advantage per completion, and the `weights` in the geometric mean.
     """
@@ -328,7 +328,8 @@ def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = None
 ) -> torch.Tensor:
     r"""
-    Half the squared error of the critic, clipped around its old values as in [PPO](https://huggingface.co/papers/1707.06347):
+    Half the squared error of the critic, clipped around its old values as in
+    [PPO](https://huggingface.co/papers/1707.06347):
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
     Args:
@@ -390,9 +391,9 @@ def aggregate(
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         mode (`str`):
-            `"seq-mean-token-mean"`: $\sum_i \frac{1}{|o_i|} \sum_t x_{i,t}$ as in GRPO, with the number of completions as
-            denominator. `"seq-mean-token-sum"`: $\sum_i \sum_t x_{i,t}$ over the number of completions. `"token-sum"`: the
-            same sum over the number of tokens as in DAPO, or over a constant as in Dr. GRPO.
+            `"seq-mean-token-mean"`: $\sum_i \frac{1}{|o_i|} \sum_t x_{i,t}$ as in GRPO, with the number of completions
+            as denominator. `"seq-mean-token-sum"`: $\sum_i \sum_t x_{i,t}$ over the number of completions.
+            `"token-sum"`: the same sum over the number of tokens as in DAPO, or over a constant as in Dr. GRPO.
         denominator (`torch.Tensor` or `float`):
             Completions, tokens or constant of the whole batch.
 

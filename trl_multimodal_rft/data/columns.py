@@ -337,6 +337,33 @@ def strip_media(value: Any) -> Any:
     return value
 
 
+def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
+    """
+    Writes a prompt or a completion as one text.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            Text, or messages whose contents are texts.
+        roles (`bool`, *optional*, defaults to `True`):
+            Whether several messages stand on lines of their own, each after its role, and calls of tools count.
+            `False` joins the contents alone.
+
+    Returns:
+        `str`: The text.
+    """
+    if isinstance(messages, str):
+        return messages
+    if not roles:
+        return "".join(message["content"] for message in messages)
+    texts = []
+    for message in messages:
+        calls = [str(call) for call in message.get("tool_calls") or ()]
+        texts.append("\n".join([*filter(None, [message.get("content")]), *calls]))
+    if len(texts) == 1:
+        return texts[0]
+    return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
+
+
 def _absent(value: Any) -> bool:
     # Arrow fills the keys that other rows have with None, and a missing struct with a struct of None
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))

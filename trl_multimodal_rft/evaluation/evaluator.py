@@ -4,7 +4,6 @@
 import asyncio
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -36,17 +35,17 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..data.columns import MEDIA_COLUMNS, restore_media, rows_to_messages, strip_media
+from ..data.columns import MEDIA_COLUMNS, as_text, restore_media, rows_to_messages, strip_media
 from ..data.fetch import FetchOnce
 from ..data.unread import check_columns, check_ignored, columns_known, no_prompt
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..families import family_of
+from ..forward.processes import refuse_runs_apart
 from ..generation.transformers import as_generation_config, trim_after_eos
 from ..models.modes import evaluation_mode
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
-from ..reporting.media_logs import as_text
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.choices import named_choice
@@ -279,13 +278,11 @@ def evaluate(
     """
     check_processor(processing_class)
     accelerator = accelerator or Accelerator()
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched > 1 and accelerator.num_processes == 1:
-        raise RuntimeError(
-            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU, so "
-            f"that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
-            "`ACCELERATE_USE_CPU=true` in the environment."
-        )
+    refuse_runs_apart(
+        accelerator.num_processes,
+        ", so that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
+        "`ACCELERATE_USE_CPU=true` in the environment.",
+    )
     if hasattr(model, "model_for"):  # an actor
         model = model.model
     base = unwrapped(accelerator, model)

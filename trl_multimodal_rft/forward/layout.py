@@ -1,16 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The packed row: every prompt once, followed by its completions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
 
+
+T = TypeVar("T")
 
 # Prompts of similar length share one attention call; a longer one starts a new call beyond this factor, so that at
 # most this share of the work is padding.
@@ -350,18 +352,37 @@ def split_by_tokens(
         `list[list[int]]`: Sample indices of each part.
     """
 
-    def size(samples: list[int]) -> int:
+    def size(part: list[list[int]]) -> int:
+        samples = sum(part, [])
         if packed:
             return packed_length([prompts[i] for i in samples], [lengths[i] for i in samples])
         return len(samples) * (max(len(prompts[i]) for i in samples) + max(lengths[i] for i in samples))
 
-    parts: list[list[int]] = []
-    for group in sorted(group_by_prompt(prompts).values(), key=size, reverse=True):
-        part = next((part for part in parts if size(part + group) <= max_tokens), None)
+    return [sum(part, []) for part in first_fit(list(group_by_prompt(prompts).values()), size, max_tokens)]
+
+
+def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
+    """
+    Fills parts by first-fit decreasing.
+
+    Args:
+        items (`Sequence`):
+            What is put into parts.
+        size (`Callable`):
+            Size of a part from its items, the largest first.
+        capacity (`int`):
+            Size that a part may have. A larger item is a part by itself.
+
+    Returns:
+        `list[list]`: Items of each part.
+    """
+    parts: list[list[T]] = []
+    for item in sorted(items, key=lambda item: -size([item])):
+        part = next((part for part in parts if size([*part, item]) <= capacity), None)
         if part is None:
-            parts.append(list(group))
+            parts.append([item])
         else:
-            part += group
+            part.append(item)
     return parts
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..algorithms.returns import TOLERANCE
+from ..algorithms.returns import whiten
+from ..forward.layout import first_fit
 from .experience import Experience, VisionRecord
 from .experience_media import share_media
 from .replay_buffer_utils import (
@@ -143,7 +144,12 @@ class ReplayBuffer:
         if batch_size is not None:
             parts = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
         else:
-            parts = _first_fit(items, max_tokens, padded=not packing_samples)
+            lengths = [len(item.sequences) for item in items]
+
+            def size(part: list[int]) -> int:
+                return sum(map(lengths.__getitem__, part)) if packing_samples else len(part) * lengths[part[0]]
+
+            parts = [[items[i] for i in part] for part in first_fit(range(len(items)), size, max_tokens)]
             if shuffle:
                 parts = [parts[i] for i in torch.randperm(len(parts), generator=self._generator).tolist()]
         return (make_experience_batch(part, packing_samples, pad_token_id) for part in parts)
@@ -164,22 +170,19 @@ class ReplayBuffer:
         """
         if attribute in self._normalized:
             raise RuntimeError(f"`{attribute}` has been normalized before; doing it twice changes what it means.")
-        items, statistics = self._items, torch.zeros(1, 3, dtype=torch.float64)
+        items = self._items
         for index, item in enumerate(items):
             if getattr(item, attribute) is None:
                 raise ValueError(f"`{attribute}` of item {index} is None and can't be normalized.")
-            valid = getattr(item, attribute)[_valid(item, attribute)].double()
-            statistics += torch.stack([valid.sum(), valid.square().sum(), valid.new_tensor(valid.numel())]).cpu()
-        if accelerator is not None:
-            statistics = accelerator.gather(statistics.to(accelerator.device)).cpu()
-        total, squares, count = statistics.sum(0).tolist()
-        mean = total / max(count, 1)
-        std = max(squares / max(count, 1) - mean**2, 0) ** 0.5
-        scale = 0.0 if std <= TOLERANCE * max(abs(mean), 1) else 1 / std
-        for index, item in enumerate(items):
-            value = getattr(item, attribute)
-            result = torch.where(_valid(item, attribute), (value.double() - mean) * scale, 0).to(value.dtype)
-            self._items[index] = replace(item, **{attribute: result})
+
+        def over_processes(sums: torch.Tensor) -> torch.Tensor:
+            return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
+
+        values = torch.cat([getattr(item, attribute) for item in items] or [torch.zeros(0)])
+        valid = torch.cat([_valid(item, attribute) for item in items] or [torch.zeros(0)])
+        whitened = whiten(values, valid, reduce=over_processes)
+        parts = whitened.split([len(getattr(item, attribute)) for item in items])
+        self._items = [replace(item, **{attribute: part.clone()}) for item, part in zip(items, parts, strict=True)]
         self._normalized.add(attribute)
 
     def clear(self) -> None:
@@ -213,20 +216,3 @@ def _valid(item: BufferItem, attribute: str) -> torch.Tensor:
     if item.action_mask is None:
         return torch.ones_like(getattr(item, attribute), dtype=torch.bool)
     return item.action_mask.bool()
-
-
-def _first_fit(items: list[BufferItem], max_tokens: int, padded: bool) -> list[list[BufferItem]]:
-    parts: list[list[BufferItem]] = []
-    sizes: list[int] = []
-    for item in sorted(items, key=lambda item: -len(item.sequences)):
-        for index, part in enumerate(parts):
-            # The first is the longest
-            added = len(part[0].sequences) if padded else len(item.sequences)
-            if sizes[index] + added <= max_tokens:
-                part.append(item)
-                sizes[index] += added
-                break
-        else:
-            parts.append([item])
-            sizes.append(len(item.sequences))
-    return parts

@@ -20,7 +20,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
-from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, iter_refs
+from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio
 
@@ -250,28 +250,6 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial = path.with_suffix(".partial")  # which nobody reads
     pq.write_table(table, partial)
     partial.replace(path)
-
-
-def as_text(messages: str | list[dict[str, Any]]) -> str:
-    """
-    Writes a prompt or a completion as one text.
-
-    Args:
-        messages (`str` or `list[dict]`):
-            Text, or messages whose contents are texts.
-
-    Returns:
-        `str`: The content of a single message; of several, each after its role; and calls of tools.
-    """
-    if isinstance(messages, str):
-        return messages
-    texts = []
-    for message in messages:
-        calls = [str(call) for call in message.get("tool_calls") or ()]
-        texts.append("\n".join([*filter(None, [message.get("content")]), *calls]))
-    if len(texts) == 1:
-        return texts[0]
-    return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
 
 
 def _label(name: str, prompt: int, index: int, count: int) -> str:

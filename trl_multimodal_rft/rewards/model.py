@@ -129,11 +129,11 @@ class RewardModel:
                 shared, refs = prompt, list(iter_refs(prompt))
                 decoded, processor_kwargs = self._load(refs)
             if isinstance(shared, str):
-                text = self._as_text(shared + completion)
+                text = self._without_placeholders(shared + completion)
                 inputs = self.processor(text=[text], add_special_tokens=False, return_tensors="pt")
             else:
                 answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-                messages = [self._as_text(message) for message in replace_refs(shared, decoded) + answer]
+                messages = [self._without_placeholders(message) for message in replace_refs(shared, decoded) + answer]
                 inputs = self._apply_template(messages, refs, processor_kwargs)
             encoded.append(self._as_row(inputs, refs))
         return encoded
@@ -147,15 +147,18 @@ class RewardModel:
                 )
         return decode_media(refs, self.processor, self.audio_overlong)
 
-    def _as_text(self, value: Any) -> Any:
+    def _without_placeholders(self, value: Any) -> Any:
         """Text, a message or its blocks, where nothing that is written stands for a medium of this model."""
         if isinstance(value, str):
             for token in self._placeholders:
                 value = value.replace(token, f"{token[0]} {token[1:]}")
         elif isinstance(value, list):
-            value = [self._as_text(item) for item in value]
+            value = [self._without_placeholders(item) for item in value]
         elif isinstance(value, dict):
-            value = {**value, **{key: self._as_text(value[key]) for key in ("content", "text") if key in value}}
+            value = {
+                **value,
+                **{key: self._without_placeholders(value[key]) for key in ("content", "text") if key in value},
+            }
         return value
 
     def _apply_template(self, messages: list[dict], refs: list[MediaRef], processor_kwargs: dict[str, Any]):

@@ -9,7 +9,7 @@ from typing import Any
 import requests
 from urllib3.util import Retry
 
-from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
+from ..data.columns import MEDIA_COLUMNS, MediaRef, as_text, has_media, iter_refs, rows_to_messages, strip_media
 from ..data.encode import png, wav
 from ..data.loading import load_audio, load_image, load_video
 from ..families import MODALITIES
@@ -147,8 +147,8 @@ class RemoteReward:
 
     def _payload(self, rows: list[dict[str, Any]], completions: list) -> dict[str, list]:
         messages = [row["prompt"] for row in rows_to_messages(rows)]
-        prompts = [_as_text(strip_media(prompt)) for prompt in messages]
-        answers = [_as_text(completion) for completion in completions]
+        prompts = [as_text(strip_media(prompt), roles=False) for prompt in messages]
+        answers = [as_text(completion, roles=False) for completion in completions]
         queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         payload: dict[str, list] = {"prompts": prompts, "completions": answers, "queries": queries}
         if any(self.label_column in row for row in rows):
@@ -177,7 +177,3 @@ class RemoteReward:
 
 def _base64(file: bytes) -> str:
     return base64.b64encode(file).decode()
-
-
-def _as_text(value: str | list[dict]) -> str:
-    return value if isinstance(value, str) else "".join(message["content"] for message in value)

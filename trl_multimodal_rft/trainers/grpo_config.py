@@ -8,9 +8,13 @@ from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
-from ..algorithms.losses import LOSSES, LossOptions
-from .multimodal_config import MultimodalArguments, check_choice, check_range
+from ..algorithms.losses import LOSSES, LossOptions, LossType
+from .multimodal_config import MultimodalArguments, check_choice, check_least, check_range
 
+
+# Estimators without a critic whose KL divergence belongs to the reward, and those with k2 in the loss
+_IN_REWARD = [name for name, own in ESTIMATORS.items() if own.kl_in_reward and own.needs != "critic"]
+_K2_IN_LOSS = [name for name, own in ESTIMATORS.items() if own.kl_in_loss == "k2"]
 
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
@@ -29,10 +33,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
             How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
             `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, see
-            [`~algorithms.advantages.ESTIMATORS`]. Or a function, which is called on every process with the tensors of the whole batch as keyword arguments, `rewards` of shape `(N,)`,
-            `rewards_per_func` `(N, F)`, `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if
-            `beta` is 0), where `NaN` marks what can't be scored, and returns advantages of shape `(N,)` or `(N, T)`.
-            A function can't be set on the command line; a checkpoint holds its name only.
+            [`~algorithms.advantages.ESTIMATORS`]. Or a function, which is called on every process with the tensors of
+            the whole batch as keyword arguments, `rewards` of shape `(N,)`, `rewards_per_func` `(N, F)`, `group_ids`
+            `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if `beta` is 0), where `NaN` marks what can't
+            be scored, and returns advantages of shape `(N,)` or `(N, T)`. A function can't be set on the command line;
+            a checkpoint holds its name only.
         norm_level (`str`, *optional*, defaults to `"token"`):
             For `"reinforce_baseline"`, whether each `"token"` or each `"sequence"` counts once in the whitening.
         cpgd_weight (`str`, *optional*, defaults to `"clip_filter_like"`):
@@ -41,8 +46,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         > Parameters that control the rewards
 
         soft_overlong_cache (`int`, *optional*):
-            Number of tokens below `max_completion_length` from which on a completion is penalized for its length, up to
-            -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a reward function of its own.
+            Number of tokens below `max_completion_length` from which on a completion is penalized for its length, up
+            to -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a reward function of its own.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
             Whether to divide rewards by their standard deviation over the run so far.
         reward_clip_range (`list[float]`, *optional*):
@@ -57,16 +62,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             Whether the divergence is subtracted from the rewards instead of added to the loss. Defaults to `True` for
             `"reinforce"` and `"rloo"`, and to `False` otherwise.
         kl_target (`float`, *optional*):
-            Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts at
-            `beta`. `None` keeps the coefficient.
+            Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts
+            at `beta`. `None` keeps the coefficient.
         kl_horizon (`int`, *optional*, defaults to `10000`):
             Number of completions, each counted in its first epoch, over which the adaptive controller adapts.
 
         > Parameters that control the loss
 
         loss_type (`str`, *optional*, defaults to `"dapo"`):
-            See [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"`, `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or `"dual_clip"`, whose
-            bound is `delta` (3 by default).
+            See [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"`, `"gmpo"` (`epsilon` is in log space, the
+            paper's is 0.4) or `"dual_clip"`, whose bound is `delta` (3 by default).
         cpgd_drift_coef (`float`, *optional*, defaults to `0.01`):
             For `loss_type="cpgd"`, coefficient of the policy drift.
         cpgd_drift_clamp (`float`, *optional*, defaults to `2.0`):
@@ -78,9 +83,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             Where tokens compete for the quantile: in the `"batch"` of an optimizer step over all processes, in their
             `"sequence"`, or in the `"micro_batch"` over all processes, which with the current entropies is TRL's.
         entropy_source (`str`, *optional*, defaults to `"rollout"`):
-            Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a generation
-            batch once more, unless TRL does already; `"current"` with the scope `"batch"` forwards everything twice. The
-            metric `extra_scoring_time` has the seconds of each optimizer step with such passes.
+            Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a
+            generation batch once more, unless TRL does already; `"current"` with the scope `"batch"` forwards
+            everything twice. The metric `extra_scoring_time` has the seconds of each optimizer step with such passes.
         entropy_renormalize (`bool`, *optional*, defaults to `False`):
             Whether to average the policy loss over the tokens that are trained on instead of all. GMPO does so anyway.
 
@@ -98,8 +103,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             Number of optimizer steps after which a kept group is dropped.
 
     Raises:
-        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
-            remedy.
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
     """
 
     advantage_estimator: str = field(
@@ -137,16 +142,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     kl_estimator: str | None = field(
         default=None,
         metadata={
-            "help": "Estimator of the KL divergence: 'k1', 'k2' or 'k3'. Defaults to 'k1' in the reward, to 'k2' in the "
-            "loss for 'reinforce_baseline', and to 'k3' in the loss otherwise.",
-            "choices": ["k1", "k2", "k3"],
+            "help": "Estimator of the KL divergence. Defaults to 'k1' in the reward, to 'k2' in the loss for "
+            f"{' and '.join(map(repr, _K2_IN_LOSS))}, and to 'k3' in the loss otherwise.",
+            "choices": list(KL_ESTIMATORS),
         },
     )
     kl_in_reward: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether the KL divergence is subtracted from the rewards instead of added to the loss. Defaults to "
-            "True for 'reinforce' and 'rloo'."
+            "help": "Whether the KL divergence is subtracted from the rewards instead of added to the loss. Defaults "
+            f"to True for {' and '.join(map(repr, _IN_REWARD))}."
         },
     )
     kl_target: float | None = field(
@@ -210,16 +215,14 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             names = [name for name, own in ESTIMATORS.items() if self._has_critic or own.needs != "critic"]
             if self.advantage_estimator in ESTIMATORS and self.advantage_estimator not in names:
                 raise ValueError(
-                    f"`advantage_estimator={self.advantage_estimator!r}` needs the values of a critic, and this trainer "
-                    f"has none. Use `MultimodalPPOTrainer`, or choose one of {', '.join(map(repr, names))}."
+                    f"`advantage_estimator={self.advantage_estimator!r}` needs the values of a critic, and this "
+                    f"trainer has none. Use `MultimodalPPOTrainer`, or choose one of {', '.join(map(repr, names))}."
                 )
             check_choice(self, "advantage_estimator", (*names, *ALIASES))
         self._post_init_trl()
 
-        check_choice(self, "norm_level", ("token", "sequence"))
-        check_choice(self, "cpgd_weight", ("none", "std", "clip_filter_like"))
-        check_choice(self, "entropy_scope", ("batch", "sequence", "micro_batch"))
-        check_choice(self, "entropy_source", ("rollout", "current"))
+        for name in ("norm_level", "cpgd_weight", "entropy_scope", "entropy_source"):
+            check_choice(self, name)
         self._check_rewards()
         self._check_kl()
         self._check_loss()
@@ -230,9 +233,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
         if self.top_entropy_quantile < 1 and self.entropy_scope == "batch" and not whole_steps:
             raise ValueError(
-                f"`entropy_scope='batch'` needs the whole batch of an optimizer step at once, so `steps_per_generation` "
-                f"({self.steps_per_generation}) must be a multiple of `gradient_accumulation_steps` "
-                f"({self.gradient_accumulation_steps}). Change one of them, or use `entropy_scope='micro_batch'`."
+                "`entropy_scope='batch'` needs the whole batch of an optimizer step at once, so "
+                f"`steps_per_generation` ({self.steps_per_generation}) must be a multiple of "
+                f"`gradient_accumulation_steps` ({self.gradient_accumulation_steps}). Change one of them, or use "
+                "`entropy_scope='micro_batch'`."
             )
         self._check_sampling()
 
@@ -268,14 +272,15 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         check_range(self, "reward_clip_range")
         if self.scale_rewards != "group" and self.advantage_estimator != "group_norm":
             raise ValueError(
-                f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove it."
+                f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove "
+                "it."
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
             shaped = self.reward_running_scale or self.reward_clip_range is not None
             if self.advantage_estimator != "group_norm" or shaped or self.kl_in_reward:
                 raise ValueError(
-                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function by itself, so it "
-                    "goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
+                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function by itself, so "
+                    "it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
                     "`reward_clip_range` and `kl_in_reward`."
                 )
 
@@ -294,16 +299,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
             self.kl_in_reward = self._estimator.kl_in_reward
         if self.kl_estimator is None:
             self.kl_estimator = "k1" if self.kl_in_reward else self._estimator.kl_in_loss
-        check_choice(self, "kl_estimator", tuple(KL_ESTIMATORS))
+        check_choice(self, "kl_estimator")
         if self.kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
-                f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of the "
-                "KL divergence. Use 'k1', or `kl_in_reward=False`."
+                f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of "
+                "the KL divergence. Use 'k1', or `kl_in_reward=False`."
             )
         if not self.kl_in_reward and self.kl_estimator == "k1":
             raise ValueError(
-                "`kl_estimator='k1'` in the loss has a gradient of 0 on average, so it would regularize nothing. Use 'k2' "
-                "or 'k3', or `kl_in_reward=True`."
+                "`kl_estimator='k1'` in the loss has a gradient of 0 on average, so it would regularize nothing. Use "
+                "'k2' or 'k3', or `kl_in_reward=True`."
             )
         if self.kl_target is not None and self.kl_target <= 0:
             raise ValueError(f"`kl_target` must be above 0, got {self.kl_target}; `None` keeps the coefficient.")
@@ -318,7 +323,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         if token_level and loss.per_completion:
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` takes one advantage per completion, but `advantage_estimator="
-                f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as 'reinforce_baseline'."
+                f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as "
+                "'reinforce_baseline'."
             )
         # Without a critic, only the penalty tells the tokens of a completion apart
         has_critic = self._estimator.needs == "critic"
@@ -329,16 +335,18 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"
                 f"{', or `kl_in_reward=False`' if penalized else ''}."
             )
-        if not loss.is_own:
-            return
-        if sequence_level:
+        if loss.is_own:
+            self._check_own_loss(loss)
+
+    def _check_own_loss(self, loss: LossType) -> None:
+        if self.importance_sampling_level == "sequence":
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
             )
         if loss.per_completion and self.entropy_renormalize:
             raise ValueError(
-                f"`entropy_renormalize` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is over the tokens that "
-                "are trained on anyway; remove it."
+                f"`entropy_renormalize` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is "
+                "over the tokens that are trained on anyway; remove it."
             )
         if self.cpgd_drift_coef < 0 or self.cpgd_drift_clamp <= 0:
             raise ValueError(
@@ -361,21 +369,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         if loss.per_completion and corrects and self.vllm_importance_sampling_mode.startswith("token"):
             raise ValueError(
-                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to 'sequence_mask' or "
-                "'sequence_truncate'."
+                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
+                "'sequence_mask' or 'sequence_truncate'."
             )
 
     def _check_sampling(self) -> None:
-        for name, least in (("dynamic_sampling_max_rounds", 1), ("replay_buffer_size", 0), ("replay_max_age", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        check_least(self, dynamic_sampling_max_rounds=1, replay_buffer_size=0, replay_max_age=1)
         for name in ("dynamic_sampling", "replay_buffer_size"):
             if not getattr(self, name):
                 continue
             if self.num_generations < 2:
                 raise ValueError(
-                    f"`{name}` tells prompts by whether their completions differ in reward, so `num_generations` must be "
-                    "at least 2."
+                    f"`{name}` tells prompts by whether their completions differ in reward, so `num_generations` must "
+                    "be at least 2."
                 )
             completions = self.per_device_train_batch_size * self.steps_per_generation
             if completions % self.num_generations != 0:

@@ -54,7 +54,7 @@ from .setup import (
     load_policy,
     load_reference,
     no_warning_about_init_kwargs,
-    refuse_runs_apart,
+    refuse_several_runs,
     refuse_unchecked_steps,
     warn_of_unread,
     without_reference,
@@ -81,7 +81,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
-        refuse_runs_apart(args)
+        refuse_several_runs(args)
         refuse_unchecked_steps(args)
         if kwargs.get("environment_factory") is None:  # environments read what columns they like
             warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))

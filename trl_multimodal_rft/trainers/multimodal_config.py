@@ -25,9 +25,9 @@ class MultimodalArguments:
             completions as TRL does, which leaves less of the prompts to share.
         max_tokens_per_microbatch (`int`, *optional*):
             Tokens that are forwarded with their activations at once, at most: a micro-batch with more is forwarded and
-            differentiated in parts of whole groups, with the loss and gradient of the whole. Memory then doesn't depend
-            on the longest prompts. Costs one more forward without activations where there are several parts; its seconds
-            are logged as `token_budget/extra_time`.
+            differentiated in parts of whole groups, with the loss and gradient of the whole. Memory then doesn't
+            depend on the longest prompts. Costs one more forward without activations where there are several parts;
+            its seconds are logged as `token_budget/extra_time`.
 
         > Parameters that control the media
 
@@ -35,8 +35,8 @@ class MultimodalArguments:
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
         ignored_media_columns (`list[str]`, *optional*):
             Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't put
-            into prompts. Other columns with media that nothing reads are an error where no row has media that are read,
-            and a warning otherwise.
+            into prompts. Other columns with media that nothing reads are an error where no row has media that are
+            read, and a warning otherwise.
 
         > Parameters that control the logging
 
@@ -56,8 +56,8 @@ class MultimodalArguments:
             Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
 
     Raises:
-        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
-            remedy.
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
     """
 
     packing: str = field(
@@ -89,8 +89,8 @@ class MultimodalArguments:
     ignored_media_columns: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't "
-            "put into prompts."
+            "help": "Columns with media that only reward functions read, `audio`, `image` and `video` included: they "
+            "aren't put into prompts."
         },
     )
     max_logged_media: int | None = field(
@@ -103,15 +103,16 @@ class MultimodalArguments:
     max_logged_megabytes: float = field(
         default=32.0,
         metadata={
-            "help": "How much the media of a prompt may take in a table of completions; those that take more are left out."
+            "help": "How much the media of a prompt may take in a table of completions; those that take more are left "
+            "out."
         },
     )
     self_check: bool = field(
         default=True,
         metadata={
-            "help": "Whether to measure on the first batch that packed and padded forwards agree, that the media change "
-            "the log-probabilities, that prompts in one row don't see each other, and that recomputed log-probabilities "
-            "are those of sampling."
+            "help": "Whether to measure on the first batch that packed and padded forwards agree, that the media "
+            "change the log-probabilities, that prompts in one row don't see each other, and that recomputed "
+            "log-probabilities are those of sampling."
         },
     )
     max_skipped_updates: int = field(
@@ -121,21 +122,22 @@ class MultimodalArguments:
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self, "packing", ("prefix", "padded"))
-        check_choice(self, "audio_overlong", ("raise", "truncate"))
+        for name in ("packing", "audio_overlong"):
+            check_choice(self, name)
         check_ignored(self.ignored_media_columns)
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(
-                f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` doesn't split."
+                f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` "
+                "doesn't split."
             )
         if self.max_logged_media is not None and self.max_logged_media < 1:
             raise ValueError(
-                f"`max_logged_media` must be at least 1, got {self.max_logged_media}; `log_multimodal=False` logs no media."
+                f"`max_logged_media` must be at least 1, got {self.max_logged_media}; `log_multimodal=False` logs no "
+                "media."
             )
         if self.max_logged_megabytes <= 0:
             raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
-        if self.max_skipped_updates < 0:
-            raise ValueError(f"`max_skipped_updates` must be at least 0, got {self.max_skipped_updates}.")
+        check_least(self, max_skipped_updates=0)
 
     def __getstate__(self):
         # Saved with the model, and published with it
@@ -152,7 +154,26 @@ class MultimodalArguments:
         return copied
 
 
-def check_choice(config, name: str, choices: tuple[str, ...]) -> None:
+def check_least(config, **least: float) -> None:
+    """
+    Checks arguments that have a smallest value, or are `None`.
+
+    Args:
+        config (`MultimodalArguments`):
+            The config.
+        least (`float`):
+            Smallest values by the arguments' names.
+
+    Raises:
+        `ValueError`: If an argument is below its smallest value.
+    """
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
+
+
+def check_choice(config, name: str, choices: tuple[str, ...] | None = None) -> None:
     """
     Checks an argument that takes one of a few values.
 
@@ -161,12 +182,14 @@ def check_choice(config, name: str, choices: tuple[str, ...]) -> None:
             The config.
         name (`str`):
             Name of the argument.
-        choices (`tuple[str]`):
-            Its values.
+        choices (`tuple[str]`, *optional*):
+            Its values. By default those that the command line has.
 
     Raises:
         `ValueError`: If the argument has another value.
     """
+    if choices is None:
+        choices = config.__dataclass_fields__[name].metadata["choices"]
     value = getattr(config, name)
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -7,7 +7,7 @@ from transformers import SchedulerType
 
 from ..algorithms.advantages import described
 from .grpo_config import MultimodalGRPOConfig
-from .multimodal_config import check_choice
+from .multimodal_config import check_choice, check_least
 
 
 @dataclass
@@ -15,8 +15,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     r"""
     Configuration class for the [`MultimodalPPOTrainer`].
 
-    Holds every argument of [`MultimodalGRPOConfig`] (policy loss, KL divergence, rewards, entropy mask, resampling), and
-    those below. `docs/ppo.md` says how they work together.
+    Holds every argument of [`MultimodalGRPOConfig`] (policy loss, KL divergence, rewards, entropy mask, resampling),
+    and those below. `docs/ppo.md` says how they work together.
 
     Parameters:
         > Parameters that control the advantages
@@ -55,8 +55,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         num_ppo_epochs (`int`, *optional*, defaults to `4`):
             Number of times each batch of completions is trained on, in another order each time.
         ema_decay (`float`, *optional*):
-            Decay of an exponential moving average of the policy's weights, per optimizer step, such as 0.992. It is saved
-            in the folder `ema` beside the model. `None` keeps none.
+            Decay of an exponential moving average of the policy's weights, per optimizer step, such as 0.992. It is
+            saved in the folder `ema` beside the model. `None` keeps none.
         ptx_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the supervised loss on `ptx_dataset`, see
             [InstructGPT](https://huggingface.co/papers/2203.02155).
@@ -64,8 +64,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             Number of supervised rows beside each micro-batch.
 
     Raises:
-        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
-            remedy.
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
     """
 
     advantage_estimator: str = field(
@@ -126,24 +126,21 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
 
-        unit = {"gamma": self.gamma, "lam": self.lam}
-        for name, value in unit.items():
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0 <= value <= 1:
                 raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
         for name in ("vf_coef", "cliprange_value", "value_learning_rate"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}` must be above 0, got {value}.")
-        for name, least in (
-            ("value_warmup_steps", 0),
-            ("freezing_actor_steps", 0),
-            ("num_ppo_epochs", 1),
-            ("ptx_coef", 0),
-            ("per_device_ptx_batch_size", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+        check_least(
+            self,
+            value_warmup_steps=0,
+            freezing_actor_steps=0,
+            num_ppo_epochs=1,
+            ptx_coef=0,
+            per_device_ptx_batch_size=1,
+        )
         if self.value_lr_scheduler_type is not None:
             check_choice(self, "value_lr_scheduler_type", tuple(schedule.value for schedule in SchedulerType))
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -153,7 +150,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
                 f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "
                 f"{self.temperature}. Set one of them back."
             )
-        if self.advantage_estimator != "gae":
+        if self._estimator.needs != "critic":
             for name in (
                 "bootstrap_truncated",
                 "shared_trunk",
@@ -164,6 +161,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             ):
                 if getattr(self, name):
                     raise ValueError(
-                        f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` doesn't "
-                        "have; remove it, or use 'gae'."
+                        f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` "
+                        "doesn't have; remove it, or use 'gae'."
                     )

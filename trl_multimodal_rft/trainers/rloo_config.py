@@ -20,8 +20,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
             Not for this trainer, whose loss takes RLOO's one value per completion.
 
     Raises:
-        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and the
-            remedy.
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
     """
 
     advantage_estimator: str | None = field(
@@ -32,6 +32,6 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
         super().__post_init__()
         if self.advantage_estimator is not None:
             raise ValueError(
-                "The loss of `MultimodalRLOOTrainer` takes RLOO's one value per completion, so `advantage_estimator` can't "
-                "be chosen. Use `MultimodalGRPOTrainer`, which has 'rloo' too."
+                "The loss of `MultimodalRLOOTrainer` takes RLOO's one value per completion, so `advantage_estimator` "
+                "can't be chosen. Use `MultimodalGRPOTrainer`, which has 'rloo' too."
             )

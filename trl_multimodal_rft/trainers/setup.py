@@ -2,7 +2,6 @@
 """What a trainer checks and loads before TRL's constructor."""
 
 import logging
-import os
 from contextlib import contextmanager
 
 from accelerate.logging import get_logger
@@ -14,6 +13,7 @@ from trl.trainer.utils import get_config_model_id
 from ..data.columns import iter_refs, rows_to_messages
 from ..data.unread import check_columns, columns_known
 from ..families import MODALITIES, family_of
+from ..forward.processes import refuse_runs_apart
 from ..models.pretrained import load_model, trained_part
 from ..models.towers import freeze_as_built
 
@@ -114,19 +114,17 @@ def has_unknown_columns(dataset) -> bool:
     return any(each is not None and not columns_known(each) for each in datasets)
 
 
-def refuse_runs_apart(args) -> None:
+def refuse_several_runs(args) -> None:
     """
-    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor `Trainer`
-    when it takes several GPUs for one process.
+    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor
+    `Trainer` when it takes several GPUs for one process.
     """
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched > 1 and args.world_size == 1:
-        raise RuntimeError(
-            f"`WORLD_SIZE` is {launched}, but Accelerate runs this process alone, as it does where it finds no GPU: {launched} "
-            "runs would know nothing of each other and write into the same folder. To train on the CPU, set "
-            "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
-            "on GPUs, make them visible and start the script with `accelerate launch`."
-        )
+    refuse_runs_apart(
+        args.world_size,
+        ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
+        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train on "
+        "GPUs, make them visible and start the script with `accelerate launch`.",
+    )
     if args.n_gpu > 1:
         raise RuntimeError(
             f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
