@@ -78,7 +78,7 @@ def relative_difference(a, b):
 
 
 def enable_checkpointing(model):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     for module in model.modules():
         if isinstance(module, (torch.nn.Dropout, torch.nn.modules.batchnorm._BatchNorm)):
