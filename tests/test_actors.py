@@ -17,11 +17,11 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
+from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, audio, chat, decoder, image, text, tokenizer, video
 from helpers.processes import python_command, python_environment
-from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, run, saved
+from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_packing import encode_chats, relative_difference
 from torch import nn
 from transformers.integrations import is_deepspeed_available, is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -13,7 +13,6 @@ import logging
 import math
 import random
 import subprocess
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev, pvariance
@@ -36,7 +35,6 @@ from helpers.trainer_utils import (
 )
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from test_remote_rewards import Server
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
@@ -441,11 +439,6 @@ def test_ppo_train(kind, tmp_path):
 
 
 def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path):
-    class Noting(PPOTrainerVL):
-        def _step(self, items, *args):
-            self.noted.append([tuple(item.sequences.tolist()) for item in items])
-            super()._step(items, *args)
-
     def run(seed, together=True):
         config = {
             "gradient_accumulation_steps": 1,
@@ -453,13 +446,19 @@ def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path):
             "keep_groups_together": together,
             "learning_rate": 1e-2,
         }
-        ppo = make(tmp_path, config=config, max_epochs=3, cls=Noting)
-        ppo.noted = []
+        ppo, noted = make(tmp_path, config=config, max_epochs=3), []
+        train = ppo.trainer._train_micro_batch
+
+        def noting(items, *args):
+            noted.append([tuple(item.sequences.tolist()) for item in items])
+            train(items, *args)
+
+        ppo.trainer._train_micro_batch = noting
         _, items = experience_of(ppo, n_rows=4)
         ppo.replay_buffer.append(make_experience_batch(items))
         ppo.ppo_train()
         assert len(ppo.replay_buffer) == len(items)
-        return [tuple(item.sequences.tolist()) for item in items], [ppo.noted[i : i + 4] for i in (0, 4, 8)]
+        return [tuple(item.sequences.tolist()) for item in items], [noted[i : i + 4] for i in (0, 4, 8)]
 
     items, epochs = run(1)
     for epoch in epochs:
@@ -838,23 +837,6 @@ def test_one_reward_model(tmp_path):
     (each,) = experiences
     media = {"input_features": each.audio_values, "feature_attention_mask": each.audio_attention_mask}
     assert rewards == pytest.approx(judge.eval()(each.sequences, each.attention_mask, **media).tolist())
-
-
-@pytest.fixture
-def serve(monkeypatch):
-    """Starts a reward server."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    servers = []
-
-    def start(answer):
-        servers.append(Server(answer))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.mark.parametrize("as_list", [True, False])

@@ -96,7 +96,7 @@ class NaiveExperienceMaker:
         processor: ProcessorMixin | None = None,
     ):
         self.actor = actor
-        self.critic = critic
+        self.critic = Critic.of(critic)
         self.initial_model = initial_model
         self.tokenizer = tokenizer
         self.processor = processor
