@@ -55,6 +55,7 @@ from trl_multimodal_rft.lightrft import (
     PPOTrainerVL,
     ReplayBuffer,
 )
+from trl_multimodal_rft.lightrft.experience import Experience
 from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     BufferItem,
     make_experience_batch,
@@ -1752,6 +1753,9 @@ def test_options_of_the_rollout(tmp_path):
     rewards = torch.zeros_like(each.values).scatter(1, mask.sum(1, keepdim=True) - 1, each.info["reward"][:, None])
     _, returns = ppo.experience_maker.get_advantages_and_returns(each.values, rewards, mask, 0.5, 0.25)
     assert_close(each.returns, returns)
+    ppo = make(tmp_path, config={"ignored_media_columns": ["image"]})
+    (each,) = ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs)
+    assert type(each) is Experience
 
 
 CRITIC_FREE = {"advantage_estimator": "group_norm"}

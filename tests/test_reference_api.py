@@ -6,9 +6,12 @@ The interface of the reference pages: its names, its examples, and its parts put
 import functools
 import importlib
 import inspect
+import subprocess
+import textwrap
 
 import pytest
 import torch
+from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
 from torch.testing import assert_close
 
@@ -120,6 +123,25 @@ def test_signature_is_that_of_the_page(path):
 
 def test_modalities_of_the_pages():
     assert (ActorAL.modality, ActorVL.modality) == ("audio", "vision")
+
+
+def test_the_package_does_not_load_the_reference_interface():
+    code = """
+        import sys
+        import trl_multimodal_rft as package
+        inside = f"{package.__name__}.lightrft"
+        assert not [name for name in sys.modules if name.startswith(inside)]
+        from trl_multimodal_rft import lightrft
+        assert [name for name in sys.modules if name.startswith(inside)] == [inside]
+        names = ["ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"]
+        assert all(getattr(package, name) is getattr(lightrft, name) for name in names)
+        assert {*names, "Actor", "Critic"} <= set(dir(lightrft))
+        assert all(getattr(lightrft, name).__name__ == name for name in ("Actor", "Critic"))
+        assert not hasattr(lightrft, "Acting")
+    """
+    command = python_command(["-c", textwrap.dedent(code)])
+    result = subprocess.run(command, env=python_environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 # Examples of the page about the buffer

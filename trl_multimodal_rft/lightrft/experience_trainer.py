@@ -29,7 +29,7 @@ from .experience import Experience
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
-from .rollout_metrics import mean, weighted_mean
+from .rollout_metrics import mean
 
 
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
@@ -403,7 +403,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         weights = dict.fromkeys(_OF_ACTIONS, 0) | dict.fromkeys(_OF_REWARDED_ACTIONS, 1)
         for name, values in self._metrics["train"].items():
             if name in weights:
-                value = weighted_mean(values, [count[weights[name]] for count in self._action_counts])
+                value = mean(values, [count[weights[name]] for count in self._action_counts])
             else:
                 value = mean(values)
             status["critic_loss" if name == "value_loss" else name] = value

@@ -36,7 +36,7 @@ from .ppo_options import (
 )
 from .prompt_batches import check_rollout, rows_of
 from .replay_buffer import ReplayBuffer
-from .rollout_metrics import known, mean, of_all_processes, rollout_logs, std
+from .rollout_metrics import mean, of_all_processes, rollout_logs, std
 
 
 # Options of the config that those of the experience maker are called like
@@ -279,6 +279,7 @@ class PPOTrainerVL:
                 n_samples_per_prompt=config.num_generations,
                 micro_rollout_batch_size=micro_rollout_batch_size,
                 kl_in_reward=bool(config.kl_in_reward),
+                ignored_media_columns=config.ignored_media_columns or (),
                 progress=not config.disable_tqdm,
                 accelerator=self.trainer.accelerator,
                 **{name: getattr(config, name) for name in _OF_EXPERIENCE},
@@ -525,8 +526,8 @@ class PPOTrainerVL:
                         values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
                 values["reward"] += rewards
                 for start in range(0, len(rewards) if n_samples_per_prompt > 1 else 0, n_samples_per_prompt):
-                    scored = known(rewards[start : start + n_samples_per_prompt])
-                    values.setdefault("reward_best", []).append(max(scored, default=math.nan))
+                    known = [each for each in rewards[start : start + n_samples_per_prompt] if not math.isnan(each)]
+                    values.setdefault("reward_best", []).append(max(known, default=math.nan))
         values = of_all_processes(values)
         results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
         return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}

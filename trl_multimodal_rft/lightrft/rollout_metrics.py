@@ -1,9 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Numbers about samples of all processes."""
 
-import math
-from statistics import fmean, pstdev
-
 import torch
 from accelerate.utils import gather_object
 
@@ -30,63 +27,39 @@ def of_all_processes(values: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: [number for each in gathered for number in each.get(name, [])] for name in names}
 
 
-def known(numbers: list[float]) -> list[float]:
-    """
-    Leaves out what isn't known.
-
-    Args:
-        numbers (`list[float]`):
-            Numbers, `NaN` where not known.
-
-    Returns:
-        `list[float]`: The numbers but `NaN`.
-    """
-    return [number for number in numbers if not math.isnan(number)]
-
-
-def mean(numbers: list[float]) -> float:
+def mean(numbers: list[float], weights: list[float] | None = None) -> float:
     """
     Mean of the numbers that are known.
 
     Args:
         numbers (`list[float]`):
             Numbers, `NaN` where not known.
+        weights (`list[float]`, *optional*):
+            How much each counts; equally much by default. What counts nothing may be anything.
 
     Returns:
         `float`: The mean, `NaN` of nothing.
     """
-    return fmean(known(numbers)) if known(numbers) else math.nan
-
-
-def weighted_mean(numbers: list[float], weights: list[float]) -> float:
-    """
-    Mean of numbers that count differently.
-
-    Args:
-        numbers (`list[float]`):
-            Numbers.
-        weights (`list[float]`):
-            Their weights. What has none may be anything.
-
-    Returns:
-        `float`: The mean, `NaN` without weights.
-    """
-    total = sum(number * weight for number, weight in zip(numbers, weights, strict=True) if weight > 0)
-    return total / sum(weights) if sum(weights) > 0 else math.nan
+    values = torch.tensor(numbers, dtype=torch.float64)
+    if weights is None:
+        return values.nanmean().item()
+    counts = torch.tensor(weights, dtype=torch.float64)
+    return (torch.where(counts > 0, values * counts, 0).sum() / counts.sum()).item()
 
 
 def std(numbers: list[float]) -> float:
     """
-    Standard deviation of the numbers that are known.
+    Standard deviation, that of the population, of the numbers that are known.
 
     Args:
         numbers (`list[float]`):
             Numbers, `NaN` where not known.
 
     Returns:
-        `float`: That of the population, `NaN` of nothing.
+        `float`: The deviation, `NaN` of nothing.
     """
-    return pstdev(known(numbers)) if known(numbers) else math.nan
+    values = torch.tensor(numbers, dtype=torch.float64)
+    return (values - values.nanmean()).square().nanmean().sqrt().item()
 
 
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
