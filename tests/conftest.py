@@ -14,6 +14,7 @@ for folder in ("examples", "benchmarks"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 import torch  # noqa: E402
+from helpers.reward_server import serve  # noqa: E402, F401
 
 
 torch.set_num_threads(1)

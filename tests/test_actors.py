@@ -3,7 +3,6 @@
 
 import copy
 import functools
-import inspect
 import json
 import logging
 import re
@@ -17,11 +16,11 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
+from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, audio, chat, decoder, image, text, tokenizer, video
 from helpers.processes import python_command, python_environment
-from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, run, saved
+from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_packing import encode_chats, relative_difference
 from torch import nn
 from transformers.integrations import is_deepspeed_available, is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -334,26 +333,6 @@ def test_no_mask_is_all_ones():
         batch.prompt_ids, attention_mask=torch.ones_like(batch.prompt_ids), **batch.media, max_new_tokens=3
     )
     assert torch.equal(sequences, again) and mask.all()
-
-
-def test_positional_arguments_are_in_the_order_of_the_reference():
-    shared = ["sequences", "num_actions", "attention_mask", "pixel_values", "image_grid_thw", "pixel_values_videos"]
-    shared += ["video_grid_thw", "return_output", "packed_seq_lens"]
-    for cls, names in (
-        (ActorVL, shared),
-        (ActorAL, [*shared, "audio_values"]),
-        (ActorOmni, [*shared, "audio_values"]),
-    ):
-        assert list(inspect.signature(cls.forward).parameters)[1 : 1 + len(names)] == names
-        assert list(inspect.signature(cls.__init__).parameters)[1:11] == [
-            *["pretrain_or_model", "use_flash_attention_2", "bf16", "lora_rank", "lora_alpha", "lora_dropout"],
-            *["target_modules", "ds_config", "device_map", "packing_samples"],
-        ]
-    names = ["input_ids", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
-    assert list(inspect.signature(ActorVL.generate).parameters)[1:6] == names
-    assert list(inspect.signature(ActorAL.generate).parameters)[1:3] == ["input_ids", "audio_values"]
-    for cls, modality in ((Actor, "text"), (ActorVL, "vision"), (ActorAL, "audio"), (ActorOmni, "multimodal")):
-        assert cls.modality == modality
 
 
 def test_all_but_the_first_token_may_be_actions():

@@ -1,8 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The classes that carry rollouts: order of their fields, and all of their tensors moving together."""
 
-from dataclasses import fields
-
 import PIL.Image
 import pytest
 import torch
@@ -13,7 +11,6 @@ from trl_multimodal_rft.lightrft.experience import (
     ExperienceAL,
     ExperienceOmni,
     ExperienceVL,
-    Samples,
     clip_filter_like_weight_func,
     pin_memory,
     to,
@@ -25,28 +22,6 @@ REST = [*ACTIONS, "attention_mask", "action_mask", "info", "kl", "action_entropy
 VISION = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
 AUDIO = ["audio_values", "audio_attention_mask"]
 MEDIA = ["extra_media", "media_rows"]
-
-
-@pytest.mark.parametrize(
-    ("cls", "names"),
-    [
-        (Experience, ["sequences", *REST]),
-        (ExperienceVL, ["sequences", *VISION, *REST, *MEDIA]),
-        (ExperienceAL, ["sequences", *AUDIO, *REST, *MEDIA]),
-        (ExperienceOmni, ["sequences", *VISION, *AUDIO, *REST, *MEDIA]),
-        (
-            Samples,
-            [
-                *["sequences", "attention_mask", "action_mask", "num_actions", "packed_seq_lens", "response_length"],
-                *["total_length", "prompts", "labels", "pad_len", "encoded_prompts", "truncated", "rows"],
-            ],
-        ),
-    ],
-)
-def test_order_of_fields(cls, names):
-    assert [field.name for field in fields(cls)] == names
-    values = range(len(names))
-    assert list(vars(cls(*values)).values()) == list(values)
 
 
 @pytest.mark.parametrize("cls", [ExperienceVL, ExperienceAL, ExperienceOmni])

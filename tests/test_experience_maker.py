@@ -6,13 +6,13 @@ import logging
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import PIL.Image
 import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
 from helpers.families import FAMILIES, image, text, video
+from helpers.reference import drawn_completions, media_of
 from helpers.trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
 from PIL import ImageChops
 from torch import nn
@@ -99,20 +99,11 @@ def by_length(completion_ids, **kwargs):
 
 
 class Injected(NaiveExperienceMaker):
-    """Replaces sampling by pseudo-random responses that depend on the prompt and how often it was sampled."""
+    """Doesn't sample, see [`drawn_completions`]."""
 
     def _generate(self, prompts, config, pad_id):
         drawn = self.__dict__.setdefault("drawn", Counter())
-        rows = []
-        for prompt in prompts:
-            generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
-            drawn[prompt] += 1
-            ids = generator.integers(50, 300, generator.integers(2, config.max_new_tokens + 1)).tolist()
-            if len(ids) < config.max_new_tokens or generator.random() < 0.5:
-                ids[-1] = self.tokenizer.eos_token_id
-            rows.append(ids)
-        longest = max(map(len, rows))
-        return torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows])
+        return drawn_completions(prompts, config, pad_id, self.tokenizer.eos_token_id, drawn)
 
 
 def make(
@@ -163,15 +154,6 @@ def flat(experiences, name):
             value = getattr(experience, name)
             rows += [row[keep] for row, keep in zip(value, experience.action_mask, strict=True)]
     return rows
-
-
-def actor_media(experience) -> dict:
-    """Media of an experience by the names of the actors' forward."""
-    names = {"image_grid_thws": "image_grid_thw", "video_grid_thws": "video_grid_thw"}
-    fields = ["pixel_values", "pixel_values_videos", *names, "audio_values", "audio_attention_mask"]
-    media = {names.get(name, name): getattr(experience, name, None) for name in fields}
-    extra = getattr(experience, "extra_media", None) or {}
-    return {name: value for name, value in {**media, **extra}.items() if value is not None}
 
 
 def question(words):
@@ -251,7 +233,7 @@ def test_scores_are_those_of_the_models(case, packing):
     maker.critic.eval()
     for each in experiences:
         mask = each.action_mask
-        inputs, media = (each.sequences, mask.size(1), each.attention_mask), actor_media(each)
+        inputs, media = (each.sequences, mask.size(1), each.attention_mask), media_of(each)
         with torch.no_grad():
             for name, policy in (("action_log_probs", maker.actor), ("base_action_log_probs", maker.initial_model)):
                 expected = torch.where(mask, policy(*inputs, **media), 0)
@@ -481,7 +463,7 @@ def test_entropies_where_the_actor_filters_tokens(packing):
     for each in make(Injected, policy=policy).make_experience_list(IMAGE_ROWS, max_new_tokens=5):
         inputs = (each.sequences, each.action_mask.size(1), each.attention_mask)
         with torch.no_grad():
-            _, output = policy(*inputs, return_output=True, **actor_media(each))
+            _, output = policy(*inputs, return_output=True, **media_of(each))
         expected = torch.where(each.action_mask, output["action_entropy"], 0)
         assert_close(each.action_entropy, expected, rtol=1e-4, atol=2e-5)
 
@@ -518,7 +500,7 @@ def test_models_stay_in_their_mode(training):
         for each in experiences:
             critic, judge = models[2].eval(), models[3].eval()
             with torch.no_grad():
-                values = critic(each.sequences, each.action_mask.size(1), each.attention_mask, **actor_media(each))
+                values = critic(each.sequences, each.action_mask.size(1), each.attention_mask, **media_of(each))
                 assert_close(each.values, values)
                 assert_close(each.info["reward"], judge(each.sequences, each.attention_mask))
     finally:
@@ -1541,6 +1523,6 @@ def test_media_that_no_prompt_gets(caplog):
     for column in ("picture", "image"):
         maker = make(arguments={"reward_fn": looking}, ignored_media_columns=[column])
         experiences = maker.make_experience_list([{"prompt": question("What?"), column: image}], max_new_tokens=4)
-        assert not any(actor_media(experience) for experience in experiences)
+        assert not any(media_of(experience) for experience in experiences)
     assert "no prompt gets" not in caplog.text
     assert len(seen) == 4 * 3 and all(each is image for each in seen)

@@ -380,7 +380,7 @@ def test_every_option_makes_another_update(name):
 
 
 def test_help_names_what_is_listed():
-    """Each estimator with its other name and its paper in the help, and each name in the documentation of the class."""
+    """Each estimator with its other name and its paper in the help, and each name in the docs of the class."""
     (option,) = [each for each in dataclasses.fields(MultimodalGRPOConfig) if each.name == "advantage_estimator"]
     with_critic = {each.name: each for each in dataclasses.fields(MultimodalPPOConfig)}["advantage_estimator"]
     for name, own in ESTIMATORS.items():

@@ -5,8 +5,8 @@ import functools
 
 import pytest
 import torch
+from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, audio, chat, image, text
-from test_packing import encode_chats
 
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.prompts import join_media, placeholder_token_ids

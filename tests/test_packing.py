@@ -5,7 +5,8 @@ import copy
 
 import pytest
 import torch
-from helpers.families import FAMILIES, RATE
+from helpers.encoding import encode_chats
+from helpers.families import FAMILIES
 from helpers.trainer_utils import image_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
@@ -24,15 +25,6 @@ from trl_multimodal_rft.forward.scoring import completion_scores, packed_scores,
 
 G = 3
 SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
-
-
-def encode_chats(model, processor, chats):
-    for chat in chats:
-        for block in chat[0]["content"]:
-            if block["type"] == "audio":
-                block["sampling_rate"] = RATE
-    rows = rows_to_messages([{"prompt": chat} for chat in chats])
-    return [encode_prompt(row["prompt"], processor, model) for row in rows]
 
 
 def build(name, attention="sdpa"):

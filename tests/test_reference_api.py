@@ -3,19 +3,32 @@
 The interface of the reference pages: its names, its examples, and its parts put together, which train as the trainer.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
+import subprocess
+import textwrap
 
 import pytest
 import torch
+from helpers.processes import python_command, python_environment
+from helpers.reference import media_of
 from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
 from torch.testing import assert_close
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.losses import aggregate
-from trl_multimodal_rft.lightrft import ActorAL, ActorVL, ReplayBuffer
-from trl_multimodal_rft.lightrft.experience import Experience, ExperienceVL
+from trl_multimodal_rft.lightrft import (
+    Actor,
+    ActorAL,
+    ActorOmni,
+    ActorVL,
+    ReplayBuffer,
+    experience,
+    replay_buffer_utils,
+)
+from trl_multimodal_rft.lightrft.experience import Experience, ExperienceVL, Samples
 from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     BufferItem,
@@ -38,10 +51,31 @@ FORWARD = """sequences, num_actions=None, attention_mask=None, pixel_values=None
 VISION = "pixel_values=None, image_grid_thws=None, pixel_values_videos=None, video_grid_thws=None, raw_images=None"
 ACTIONS = "action_log_probs, base_action_log_probs, values, returns, advantages, attention_mask, action_mask, info"
 
+PPO = """strategy, actor, critic, reward_model, initial_model, ema_model, actor_optim, critic_optim, actor_scheduler,
+    critic_scheduler, ema_beta=0.992, init_kl_coef=0.001, kl_target=None, kl_horizon=10000, ptx_coef=0,
+    micro_train_batch_size=8, buffer_limit=0, buffer_cpu_offload=True, eps_clip=0.2, value_clip=0.2,
+    micro_rollout_batch_size=8, gradient_checkpointing=False, max_epochs=1, max_norm=1.0, tokenizer=None,
+    processor=None, prompt_max_len=128, dataloader_pin_memory=True, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
+    reward_recipe=None, save_hf_ckpt=False, disable_ds_ckpt=False, **generate_kwargs"""
+PPO_METHODS = {
+    "fit": """args, prompts_dataloader, pretrain_dataloader, eval_dataloader=None, consumed_samples=0,
+        num_update_steps_per_episodes=1""",
+    "ppo_train": "global_steps=0",
+    "training_step": "experience, global_steps, entropy_mask=None",
+    "training_step_actor": "experience, entropy_mask=None",
+    "training_step_critic": "experience",
+    "evaluate": "eval_dataloader, global_step",
+    # Its mutable defaults are `None` here
+    "save_logs_and_checkpoints": "args, global_step, step_bar, logs_dict=None, client_states=None, episode=0",
+}
+
 SIGNATURES = {
     "lightrft.actor_al:ActorAL": ACTOR,
     "lightrft.actor_al:ActorAL.forward": f"self, {FORWARD}, audio_values=None",
     "lightrft.actor_al:ActorAL.generate": "self, input_ids, audio_values=None, **kwargs",
+    "lightrft.actor_omni:ActorOmni": ACTOR,
+    "lightrft.actor_omni:ActorOmni.forward": f"self, {FORWARD}, audio_values=None",
+    "lightrft.actor_omni:ActorOmni.generate": "self, input_ids, audio_values=None, **kwargs",
     "lightrft.actor_vl:ActorVL": ACTOR,
     "lightrft.actor_vl:ActorVL.forward": f"self, {FORWARD}",
     "lightrft.actor_vl:ActorVL.generate": """self, input_ids, pixel_values=None, image_grid_thw=None,
@@ -89,6 +123,14 @@ SIGNATURES = {
             "get_cumulative_returns": "rewards, action_mask, gamma",
         }.items()
     },
+    **{
+        path: signature
+        for name in ("vl:PPOTrainerVL", "al:PPOTrainerAL")
+        for path, signature in {
+            f"lightrft.ppo_trainer_{name}": PPO,
+            **{f"lightrft.ppo_trainer_{name}.{method}": f"self, {own}" for method, own in PPO_METHODS.items()},
+        }.items()
+    },
 }
 
 
@@ -116,10 +158,60 @@ def test_signature_is_that_of_the_page(path):
     # Calls as on the page need nothing that only ours has
     for own in ours[len(page) :]:
         assert own.kind is inspect.Parameter.VAR_KEYWORD or own.default is not inspect.Parameter.empty, own.name
+    assert not any(isinstance(own.default, (list, dict, set)) for own in ours)
+
+
+# Fields of records, which may be given by position
+TENSORS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"]
+KNOWN = [*TENSORS, "attention_mask", "action_mask", "info"]
+IMAGES = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
+SOUND = ["audio_values", "audio_attention_mask"]
+SAMPLED = """sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts
+    labels pad_len encoded_prompts truncated rows"""
+FIELDS = {Samples: SAMPLED.split()}
+for kinds, media in (("", []), ("VL", IMAGES), ("AL", SOUND), ("Omni", [*IMAGES, *SOUND])):
+    extra, counts = (["extra_media"], ["media_rows"]) if media else ([], [])
+    FIELDS[getattr(experience, f"Experience{kinds}")] = [
+        *["sequences", *media, *KNOWN, "kl", "action_entropy"],
+        *[*extra, *counts],
+    ]
+    FIELDS[getattr(replay_buffer_utils, f"BufferItem{kinds}")] = [
+        *["sequences", *media, *KNOWN, "action_entropy", "kl"],
+        *extra,
+    ]
+
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_order_of_fields(cls):
+    assert [field.name for field in dataclasses.fields(cls)] == FIELDS[cls]
+    values = range(len(FIELDS[cls]))
+    assert list(vars(cls(*values)).values()) == list(values)
+    if "extra_media" in FIELDS[cls]:
+        assert [value for value in vars(cls("ids")).values() if value is not None] == ["ids"]
 
 
 def test_modalities_of_the_pages():
     assert (ActorAL.modality, ActorVL.modality) == ("audio", "vision")
+    assert (Actor.modality, ActorOmni.modality) == ("text", "multimodal")
+
+
+def test_the_package_does_not_load_the_reference_interface():
+    code = """
+        import sys
+        import trl_multimodal_rft as package
+        inside = f"{package.__name__}.lightrft"
+        assert not [name for name in sys.modules if name.startswith(inside)]
+        from trl_multimodal_rft import lightrft
+        assert [name for name in sys.modules if name.startswith(inside)] == [inside]
+        names = ["ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"]
+        assert all(getattr(package, name) is getattr(lightrft, name) for name in names)
+        assert {*names, "Actor", "Critic"} <= set(dir(lightrft))
+        assert all(getattr(lightrft, name).__name__ == name for name in ("Actor", "Critic"))
+        assert not hasattr(lightrft, "Acting")
+    """
+    command = python_command(["-c", textwrap.dedent(code)])
+    result = subprocess.run(command, env=python_environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 # Examples of the page about the buffer
@@ -222,8 +314,8 @@ def sampled(family: str) -> list[Experience]:
 
 def filled(family: str) -> ReplayBuffer:
     buffer = ReplayBuffer()
-    for experience in sampled(family):
-        buffer.append(experience)
+    for each in sampled(family):
+        buffer.append(each)
     return buffer
 
 
@@ -253,15 +345,6 @@ def trained(family: str) -> dict[str, torch.Tensor]:
     )
     assert not any(responses.values())
     return result.update
-
-
-def media_of(batch: Experience) -> dict[str, torch.Tensor]:
-    """Media by the names of the actors' forward."""
-    names = {"image_grid_thws": "image_grid_thw", "video_grid_thws": "video_grid_thw"}
-    own = vars(batch)
-    fields = ("pixel_values", "pixel_values_videos", *names, "audio_values", "audio_attention_mask")
-    media = {names.get(name, name): own[name] for name in fields if own.get(name) is not None}
-    return {**media, **(batch.extra_media or {})}
 
 
 def policy_loss(actor, batch: Experience, n_tokens: int) -> torch.Tensor:

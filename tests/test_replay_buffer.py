@@ -5,7 +5,7 @@ import gc
 import io
 import multiprocessing
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import PIL.Image
 import pytest
@@ -90,23 +90,6 @@ def item(ids: list[int], attention: list[int] | None = None, actions: list[int] 
 
 
 # Classes
-
-
-@pytest.mark.parametrize(
-    ("cls", "names"),
-    [
-        (BufferItem, ["sequences", *REST, "kl"]),
-        (BufferItemVL, ["sequences", *VISION, *REST, "kl", "extra_media"]),
-        (BufferItemAL, ["sequences", *AUDIO, *REST, "kl", "extra_media"]),
-        (BufferItemOmni, ["sequences", *VISION, *AUDIO, *REST, "kl", "extra_media"]),
-    ],
-)
-def test_order_of_fields(cls, names):
-    assert [field.name for field in fields(cls)] == names
-    values = range(len(names))
-    assert list(vars(cls(*values)).values()) == list(values)
-    if cls is not BufferItem:
-        assert [value for value in vars(cls("ids")).values() if value is not None] == ["ids"]
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"])

@@ -23,6 +23,7 @@ from helpers.trainer_utils import (
     with_media,
 )
 from test_packing import encode_chats
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
@@ -32,9 +33,11 @@ from trl_multimodal_rft import (
     policy,
 )
 from trl_multimodal_rft.forward import scoring as forward
+from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.policy import Remedies
+from trl_multimodal_rft.trainers import multimodal
 
 
 def trainer(family, rows, output_dir, break_model=None, objects=None, **options):
@@ -143,8 +146,8 @@ def test_own_logits_packed_and_padded_have_the_gradient_of_the_plain_forward(fam
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     forward_model, _ = load(family)
-    multimodal.add_fused_lm_head(forward_model, temperature=1.0, outputs=("log_probs", "entropy"))
-    multimodal.install_prefix_attention(forward_model)
+    add_fused_lm_head(forward_model, temperature=1.0, outputs=("log_probs", "entropy"))
+    install_prefix_attention(forward_model)
     prompts = encode_chats(forward_model, processor, SPECIAL[family].prompts()[:2])
     samples = [prompts[0], prompts[0], prompts[1], prompts[1]]
     for packed in (True, False):

@@ -11,11 +11,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from helpers.families import FAMILIES
+from helpers.reference import drawn_completions
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
@@ -70,17 +70,10 @@ def model_of(family, distance=0.0):
 
 
 def injected(maker):
-    """Replaces sampling by pseudo-random responses that depend on the prompt and how often it was sampled."""
+    """Doesn't sample, see [`drawn_completions`]."""
 
     def generate(prompts, config, pad_id):
-        drawn, rows = Counter(), []
-        for prompt in prompts:
-            generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
-            drawn[prompt] += 1
-            ids = generator.integers(50, 300, generator.integers(2, config.max_new_tokens + 1)).tolist()
-            rows.append([*ids[:-1], maker.tokenizer.eos_token_id] if generator.random() < 0.5 else ids)
-        longest = max(map(len, rows))
-        return torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows])
+        return drawn_completions(prompts, config, pad_id, maker.tokenizer.eos_token_id, Counter())
 
     maker._generate = generate
 

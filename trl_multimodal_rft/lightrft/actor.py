@@ -3,17 +3,15 @@
 
 import inspect
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
-from transformers.utils import ModelOutput, is_peft_available
+from transformers.utils import ModelOutput
 from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entropy
 
 from ..algorithms.completions import mask_completions
@@ -24,9 +22,9 @@ from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores
 from ..models.modes import evaluation_mode
-from ..models.pretrained import trained_part
 from ..models.quantization import keep_differentiable
-from ..models.towers import find_tower, freeze_as_built
+from ..models.towers import find_tower
+from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, bare_prompt
 from .bare_media import modality_of, split_media
 
@@ -119,7 +117,7 @@ class Actor(nn.Module):
             # transformers looks at the object while it lives
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
-            model = _load(pretrain_or_model, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map)
+            model = load_model(pretrain_or_model, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map)
         else:
             loading = {
                 "use_flash_attention_2": use_flash_attention_2,
@@ -137,7 +135,7 @@ class Actor(nn.Module):
             if lora_rank > 0 and model is not self._base(model):
                 raise ValueError("The instance has an adapter already; pass the model without, or `lora_rank=0`.")
             if bf16 and not getattr(self._base(model), "is_quantized", False):
-                _cast(model, torch.bfloat16)
+                cast_parameters(model, self._base(model), torch.bfloat16)
         base = self._base(model)
         keep_differentiable(base)
         base.config.use_cache = False
@@ -155,7 +153,7 @@ class Actor(nn.Module):
             install_prefix_attention(base)
         add_fused_lm_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
         if lora_rank > 0:
-            model = _add_lora(model, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
+            model = add_lora(model, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
             raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
         self.model = model
@@ -523,73 +521,6 @@ class Actor(nn.Module):
 
 def _placeholders(model: PreTrainedModel) -> list[int]:
     return sorted(all_placeholder_ids(model, model))
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions."""
-    kept = tuple(Actor._base(model)._keep_in_fp32_modules or ())
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
-            parameter.data = parameter.data.to(dtype)
-
-
-def _load(path, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map) -> PreTrainedModel:
-    if model_class is None:
-        model_class = trained_part(path)
-    if model_class is None:
-        config = AutoConfig.from_pretrained(path)
-        model_class = getattr(
-            transformers, (config.architectures or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM
-        )
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto"}
-    if use_flash_attention_2:
-        options["attn_implementation"] = "flash_attention_2"
-    if device_map is not None:
-        options["device_map"] = device_map
-    if load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-        )
-    model = model_class.from_pretrained(path, **options)
-    freeze_as_built(model)
-    return model
-
-
-def _add_lora(model, rank, alpha, dropout, target_modules, frozen):
-    if not is_peft_available():
-        raise ImportError("LoRA needs peft: `pip install peft`.")
-    from peft import LoraConfig, get_peft_model
-    from peft.utils.error import NoMatchingPeftModuleError
-
-    if target_modules in (None, "all-linear"):
-        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of Qwen3-Omni
-        head = model.get_output_embeddings()
-        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        target_modules = [name for name, module in layers if module is not head]
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=target_modules,
-        # A pattern of whole names: layers of an encoder often end like those of the language model
-        exclude_modules=rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
-        bias="none",
-    )
-    own = set(model.modules())
-    try:
-        adapted = get_peft_model(model, config)
-    except NoMatchingPeftModuleError as error:
-        raise ValueError(
-            f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
-            "`target_modules=None` takes all."
-        ) from error
-    for module in adapted.modules():
-        if module not in own:
-            module.training = model.training  # else dropout would be at work in a model that was just loaded
-    return adapted
 
 
 def _check_num_actions(num_actions: int, length: int, whose: str = "") -> None:

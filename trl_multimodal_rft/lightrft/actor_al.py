@@ -50,18 +50,8 @@ class ActorAL(Actor):
         Log-probabilities of the actions, the last tokens of each sequence, see [`Actor.forward`].
 
         Args:
-            sequences (`torch.LongTensor`):
-                Prompts and completions, shape `(B, S)`; packed, `(1, sum of S)`.
-            num_actions (`int` or `list[int]`, *optional*):
-                Number of action tokens; packed, that of each sample.
-            attention_mask (`torch.Tensor`, *optional*):
-                1 on tokens, shape `(B, S)`.
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
                 Not used, so that callers may treat all actors alike.
-            return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output too.
-            packed_seq_lens (`list[int]`, *optional*):
-                Length of each packed sample.
             audio_values (`torch.Tensor`, *optional*):
                 Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order.
             audio_attention_mask (`torch.Tensor`, *optional*):
@@ -69,9 +59,6 @@ class ActorAL(Actor):
                 default, which is right only for clips that fill the frames.
             media (`torch.Tensor`):
                 What else the family's forward takes.
-
-        Returns:
-            `torch.Tensor` or output or both: Log-probabilities of shape `(B, A)` or, packed, `(1, sum of A)`.
         """
         audio = self._audio(audio_values, audio_attention_mask)
         return super().forward(
@@ -89,17 +76,10 @@ class ActorAL(Actor):
         Samples completions to prompts with audio, see [`Actor.generate`].
 
         Args:
-            input_ids (`torch.Tensor`):
-                Prompts, padded on the left, shape `(B, P)`.
             audio_values (`torch.Tensor`, *optional*):
                 Features of all clips, shape `(number of clips, mel bands, frames)`.
             audio_attention_mask (`torch.Tensor`, *optional*):
                 1 on the frames of a clip, shape `(number of clips, frames)`.
-            kwargs:
-                `attention_mask`, other media, and options of `generate`.
-
-        Returns:
-            `tuple`: Sequences `(B, P + N)`, attention mask `(B, P + N)` and action mask `(B, N)`.
         """
         return super().generate(input_ids, **self._audio(audio_values, audio_attention_mask), **kwargs)
 

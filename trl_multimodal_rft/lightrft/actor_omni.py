@@ -31,9 +31,7 @@ class ActorOmni(ActorAL):
         audio_attention_mask: torch.Tensor | None = None,
         **media: torch.Tensor | None,
     ):
-        """
-        Log-probabilities of the actions. Arguments are those of [`ActorVL.forward`] and [`ActorAL.forward`], all in use.
-        """
+        """See [`ActorVL.forward`] and [`ActorAL.forward`], whose arguments are all in use."""
         return Actor.forward(
             self,
             sequences,

@@ -39,12 +39,6 @@ class ActorVL(Actor):
         Log-probabilities of the actions, the last tokens of each sequence, see [`Actor.forward`].
 
         Args:
-            sequences (`torch.LongTensor`):
-                Prompts and completions, shape `(B, S)`; packed, `(1, sum of S)`.
-            num_actions (`int` or `list[int]`, *optional*):
-                Number of action tokens; packed, that of each sample.
-            attention_mask (`torch.Tensor`, *optional*):
-                1 on tokens, shape `(B, S)`.
             pixel_values (`torch.Tensor`, *optional*):
                 Images of all sequences, in the shape of the family: for Qwen, patches of shape `(sum of patches, D)`.
             image_grid_thw (`torch.Tensor`, *optional*):
@@ -53,15 +47,8 @@ class ActorVL(Actor):
                 Videos of all sequences.
             video_grid_thw (`torch.Tensor`, *optional*):
                 Patches of each video, shape `(number of videos, 3)`.
-            return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output too.
-            packed_seq_lens (`list[int]`, *optional*):
-                Length of each packed sample.
             media (`torch.Tensor`):
                 What else the family's forward takes, such as `image_sizes` or `pixel_attention_mask`.
-
-        Returns:
-            `torch.Tensor` or output or both: Log-probabilities of shape `(B, A)` or, packed, `(1, sum of A)`.
         """
         return super().forward(
             sequences,
@@ -89,8 +76,6 @@ class ActorVL(Actor):
         Samples completions to prompts with images and videos, see [`Actor.generate`].
 
         Args:
-            input_ids (`torch.Tensor`):
-                Prompts, padded on the left, shape `(B, P)`.
             pixel_values (`torch.Tensor`, *optional*):
                 Images of all prompts.
             image_grid_thw (`torch.Tensor`, *optional*):
@@ -99,11 +84,6 @@ class ActorVL(Actor):
                 Videos of all prompts.
             video_grid_thw (`torch.Tensor`, *optional*):
                 Patches of each video, shape `(number of videos, 3)`.
-            kwargs:
-                `attention_mask`, other media, and options of `generate`.
-
-        Returns:
-            `tuple`: Sequences `(B, P + N)`, attention mask `(B, P + N)` and action mask `(B, N)`.
         """
         return super().generate(
             input_ids,

@@ -2,15 +2,16 @@
 """A critic that is called with sequences and their number of actions, as an actor is."""
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
-from ..models import critic
+from ..models import critic as critic_module
 from .bare_inputs import bare_inputs
 
 
-class Critic(critic.Critic):
+class Critic(critic_module.Critic):
     """
     A [`~models.Critic`] with the call of the reference system.
 
@@ -23,6 +24,25 @@ class Critic(critic.Critic):
         super().__init__(model)
         if not sharing_obstacle(model):
             install_prefix_attention(model)
+
+    @classmethod
+    def of(cls, critic: nn.Module | None) -> nn.Module | None:
+        """
+        Gives a [`~models.Critic`] the call of the reference system.
+
+        Args:
+            critic (`torch.nn.Module`, *optional*):
+                Any critic.
+
+        Returns:
+            `torch.nn.Module`: A critic with the same weights if it is a [`~models.Critic`], else itself.
+        """
+        if not isinstance(critic, critic_module.Critic) or isinstance(critic, cls):
+            return critic
+        own = cls.__new__(cls)
+        nn.Module.__init__(own)
+        own.model, own.head, own.training = critic.model, critic.head, critic.training
+        return own
 
     def forward(
         self,

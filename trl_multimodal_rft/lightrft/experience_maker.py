@@ -24,7 +24,7 @@ from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
 from ..families import family_of
 from ..forward.layout import split_samples
-from ..forward.scoring import completion_scores, completion_values, left_pad
+from ..forward.scoring import left_pad
 from ..generation.transformers import as_generation_config, generate_in_parts
 from ..models.modes import evaluation_mode
 from .actor import Actor
@@ -34,6 +34,7 @@ from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, 
 from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
 from .reward_sources import RewardSources
+from .sample_scores import action_log_probs, state_values
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
@@ -97,7 +98,7 @@ class NaiveExperienceMaker:
         processor: ProcessorMixin | None = None,
     ):
         self.actor = actor
-        self.critic = critic
+        self.critic = Critic.of(critic)
         self.initial_model = initial_model
         self.tokenizer = tokenizer
         self.processor = processor
@@ -344,16 +345,18 @@ class NaiveExperienceMaker:
             metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
         mask = samples.action_mask
-        logps, entropy = self._log_probs(self.actor, samples)
-        base_logps = None
+        with self._autocast():
+            logps, entropy = action_log_probs(self.actor, samples)
+        base_logps = values = bootstrap = None
         if self.initial_model is not None:
             own = self.initial_model is self.actor
-            with self.actor.model.disable_adapter() if own else nullcontext():
-                base_logps = self._log_probs(self.initial_model, samples)[0]
-        values = None if self.critic is None else self._values(samples)
-        bootstrap = None
-        if values is not None and self.strategy.bootstrap_truncated:
-            values, bootstrap = values[:, :-1], values[:, -1]
+            with self.actor.model.disable_adapter() if own else nullcontext(), self._autocast():
+                base_logps, _ = action_log_probs(self.initial_model, samples)
+        if self.critic is not None:
+            with self._autocast():
+                values, bootstrap = state_values(
+                    self.critic, self.actor, samples, self._media(samples), self.strategy.bootstrap_truncated
+                )
         rewards, metrics = self.rewards(samples)
         kl = torch.zeros_like(logps)
         if base_logps is not None:
@@ -390,58 +393,10 @@ class NaiveExperienceMaker:
         cls = ExperienceAL if kinds == {"audio"} else ExperienceOmni if "audio" in kinds else ExperienceVL
         return cls(**fields, **media_fields(samples.encoded_prompts, cls))
 
-    def _values(self, samples: Samples) -> torch.Tensor:
-        """Of the states before the actions, `(B, A)`; to bootstrap, with the one after a completion that was cut off, else 0."""
-        sequences, n_actions = samples.sequences, samples.num_actions
-        mask, attention_mask = samples.action_mask, samples.attention_mask
-        if self.strategy.bootstrap_truncated:
-            # The state before a further token, whatever that is; what was cut off fills all columns
-            sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
-            further = samples.truncated[:, None]
-            mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
-        with evaluation_mode(self.critic), self._autocast():
-            if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
-                return completion_values(
-                    self.critic,
-                    self.critic.model,
-                    samples.encoded_prompts,
-                    sequences[:, -n_actions:],
-                    mask.long(),
-                    packed=self.actor.packing_samples,
-                    apart=family_of(self.actor).apart,
-                )
-            values = self.critic(sequences, n_actions, attention_mask, **self._media(samples))
-        return torch.where(mask, values, 0)
-
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""
         media = join_media(samples.encoded_prompts or [])
         return {name: value.to(self.device) for name, value in media.items()}
-
-    def _log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities and entropies of the actions, `(B, A)`, 0 outside the mask."""
-        mask = samples.action_mask
-        with evaluation_mode(actor), self._autocast():
-            if samples.encoded_prompts is None:
-                inputs = (samples.sequences, samples.num_actions, samples.attention_mask)
-                if actor.high_entropy_token_ratio == 0:
-                    return torch.where(mask, actor(*inputs), 0), None
-                logps, output = actor(*inputs, return_output=True)
-                entropy = output["action_entropy"]
-            else:
-                scores = completion_scores(
-                    actor.model,
-                    actor.base_model,
-                    samples.encoded_prompts,
-                    samples.sequences[:, -samples.num_actions :],
-                    mask.long(),
-                    packed=actor.packing_samples,
-                    apart=family_of(actor).apart,
-                )
-                logps, entropy = scores.logps, scores.entropies
-        # A reference may have a head that gives no entropies
-        entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
-        return torch.where(mask, logps.float(), 0), entropy
 
     # Rewards and advantages
 

@@ -30,20 +30,20 @@ MEDIA_COUNTS = (
 )
 
 
-def media_fields(prompts: list[EncodedPrompt], cls: type[Experience]) -> dict[str, Any]:
+def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]) -> dict[str, Any]:
     """
     Media of prompts as fields of an experience.
 
     Args:
         prompts (`list[EncodedPrompt]`):
             Prompt of each sample.
-        cls (`type`):
+        experience_type (`type`):
             Class of the experience.
 
     Returns:
         `dict[str, Any]`: The fields, `media_rows` among them.
     """
-    own = set(cls.__dataclass_fields__)
+    own = set(experience_type.__dataclass_fields__)
     result: dict[str, Any] = {"extra_media": {}, "media_rows": {}}
     for name, value in join_media(prompts).items():
         field = MEDIA_FIELDS.get(name, name)

@@ -1,0 +1,149 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How actors load models and put adapters into them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_peft_available
+
+from ..models.pretrained import trained_part
+from ..models.towers import freeze_as_built
+
+
+def cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
+    """
+    Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model.
+        base ([`~transformers.PreTrainedModel`]):
+            The same without adapter.
+        dtype (`torch.dtype`):
+            What to.
+    """
+    kept = tuple(base._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
+def load_model(
+    path: str | Path,
+    model_class: type | None,
+    use_flash_attention_2: bool,
+    bf16: bool,
+    load_in_4bit: bool,
+    device_map: dict | str | None,
+) -> PreTrainedModel:
+    """
+    Loads a model with the class that its config names, see [`Actor`].
+
+    Args:
+        path (`str` or `Path`):
+            Name or path.
+        model_class (`type`, *optional*):
+            See there.
+        use_flash_attention_2 (`bool`):
+            See there.
+        bf16 (`bool`):
+            See there.
+        load_in_4bit (`bool`):
+            See there.
+        device_map (`dict`, *optional*):
+            See there.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model.
+    """
+    if model_class is None:
+        model_class = trained_part(path)
+    if model_class is None:
+        config = AutoConfig.from_pretrained(path)
+        model_class = getattr(
+            transformers, (config.architectures or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM
+        )
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto"}
+    if use_flash_attention_2:
+        options["attn_implementation"] = "flash_attention_2"
+    if device_map is not None:
+        options["device_map"] = device_map
+    if load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        )
+    model = model_class.from_pretrained(path, **options)
+    freeze_as_built(model)
+    return model
+
+
+def add_lora(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    target_modules: str | list[str] | None,
+    frozen: list[str],
+) -> nn.Module:
+    """
+    Puts a LoRA adapter into a model, which keeps its mode.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+        rank (`int`):
+            Rank.
+        alpha (`int`):
+            Scale, over the rank.
+        dropout (`float`):
+            Dropout before the adapter.
+        target_modules (`str` or `list[str]`, *optional*):
+            Ends of the names of the layers to adapt; `None` and `"all-linear"` take all linear ones but the LM head.
+        frozen (`list[str]`):
+            Modules in which nothing is adapted.
+
+    Returns:
+        [`~peft.PeftModel`]: The model with its adapter.
+
+    Raises:
+        `ValueError`: If no layer is left.
+    """
+    if not is_peft_available():
+        raise ImportError("LoRA needs peft: `pip install peft`.")
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.error import NoMatchingPeftModuleError
+
+    if target_modules in (None, "all-linear"):
+        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of Qwen3-Omni
+        head = model.get_output_embeddings()
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        target_modules = [name for name, module in layers if module is not head]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        # A pattern of whole names: layers of an encoder often end like those of the language model
+        exclude_modules=rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
+        bias="none",
+    )
+    own = set(model.modules())
+    try:
+        adapted = get_peft_model(model, config)
+    except NoMatchingPeftModuleError as error:
+        raise ValueError(
+            f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
+            "`target_modules=None` takes all."
+        ) from error
+    for module in adapted.modules():
+        if module not in own:
+            module.training = model.training  # else dropout would be at work in a model that was just loaded
+    return adapted

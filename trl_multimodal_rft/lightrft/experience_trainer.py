@@ -1,0 +1,479 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The PPO trainer on experience: one micro-batch at a time, from wherever it comes."""
+
+import inspect
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Subset
+from transformers import TrainerState
+from transformers.trainer_callback import ProgressCallback
+
+from ..algorithms.losses import LOSSES, explained_variance
+from ..data.fetch import EndlessRows
+from ..encoding.prompts import EncodedPrompt
+from ..forward.scoring import left_pad
+from ..models.wrapped import is_whole
+from ..trainers.ppo_config import MultimodalPPOConfig
+from ..trainers.ppo_trainer import MultimodalPPOTrainer
+from .actor import Actor
+from .bare_inputs import bare_inputs, bare_prompt
+from .critic import Critic
+from .experience import Experience
+from .experience_media import MEDIA_FIELDS, media_tensors
+from .replay_buffer import ReplayBuffer
+from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
+from .rollout_metrics import mean
+
+
+# Metrics that are means over the actions of a micro-batch, and over those that have a reward
+_OF_ACTIONS = (
+    "approx_kl",
+    "clip_ratio/high_mean",
+    "clip_ratio/low_mean",
+    "clip_ratio/region_mean",
+    "entropy",
+    "kl",
+    "ratio/mean",
+)
+_OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
+
+
+class ExperienceTrainer(MultimodalPPOTrainer):
+    """
+    [`MultimodalPPOTrainer`] for samples that are there already. Its loop is the caller's, since a step may come from a
+    single micro-batch; its checkpoints hold the buffer too.
+
+    Args:
+        actor ([`Actor`]):
+            Policy.
+        args ([`MultimodalPPOConfig`]):
+            The config.
+        replay_buffer ([`ReplayBuffer`]):
+            Samples that checkpoints hold.
+        kwargs:
+            Other arguments of [`MultimodalPPOTrainer`].
+    """
+
+    def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
+        rows = Dataset.from_list([{"prompt": ""}])  # in the place of those that come later
+        super().__init__(
+            model=actor,
+            reward_funcs=_rewards_of_the_maker,
+            args=args,
+            train_dataset=rows,
+            ptx_dataset=rows if args.ptx_coef > 0 else None,
+            **kwargs,
+        )
+        self.remove_callback(ProgressCallback)
+        self.actor = actor
+        self.replay_buffer = replay_buffer
+        self.is_prepared = False  # whether the engine has models and optimizer
+        self.is_first_epoch = True  # on the samples at hand
+        self.pending_logs: dict[str, list[float]] = {}
+        self.client_states: dict[str, Any] = {}
+        self._half_done: set[str] = set()  # what an update that has begun changes
+        self._n_micro_batches = 0
+        # Actions, and those with a reward, of the micro-batches that metrics are about
+        self._action_counts: list[list[float]] = []
+        accepted = inspect.signature(type(actor.base_model).forward).parameters
+        self._media_names = {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
+
+    # What the trainer asks for
+
+    def _make_critic(self, value_model):
+        return Critic.of(super()._make_critic(value_model))
+
+    def _prepare_inputs(self, inputs):
+        return inputs
+
+    def _counts_for_kl(self):
+        return self._trains("policy") and self.is_first_epoch
+
+    def _rollout_state(self) -> dict[str, Any]:
+        own = {"client_states": self.client_states, "pending_logs": self.pending_logs}
+        return {**super()._rollout_state(), **own, "experience": self.replay_buffer.state_dict()}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        self.client_states, self.pending_logs = state["client_states"], state["pending_logs"]
+        self.replay_buffer.load_state_dict(state["experience"])
+
+    # Before the first step
+
+    def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
+        """
+        Takes the supervised rows, if there is a loss for them.
+
+        Args:
+            dataloader (`DataLoader`, *optional*):
+                Gives the rows and their number in a micro-batch.
+
+        Raises:
+            `ValueError`: If there are none.
+        """
+        args = self.args
+        if args.ptx_coef == 0:
+            return
+        if dataloader is None or dataloader.batch_size is None:
+            raise ValueError(
+                f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
+            )
+        # A subset reads several rows at once of any dataset
+        rows = Subset(dataloader.dataset, range(len(dataloader.dataset)))
+        self._supervised = EndlessRows(rows, args.seed)
+        args.per_device_ptx_batch_size = dataloader.batch_size
+
+    def prepare_without_fit(self) -> None:
+        """
+        Prepares for steps of a loop of one's own, once.
+
+        Raises:
+            `ValueError`: If a schedule needs to know how long the run is, or if there are to be supervised rows.
+        """
+        if self.is_prepared:
+            return
+        args = self.args
+        schedules = [args.lr_scheduler_type, args.value_lr_scheduler_type or args.lr_scheduler_type]
+        endless = self.lr_scheduler is not None or all(schedule == "constant" for schedule in schedules)
+        if args.max_steps <= 0 and not endless:
+            raise ValueError(
+                f"Without `fit` nobody knows how long the schedule {args.lr_scheduler_type!r} is; set `max_steps` in "
+                "`strategy`, or `lr_scheduler_type='constant'`."
+            )
+        if args.ptx_coef > 0:
+            raise ValueError("`ptx_coef` needs supervised rows, which only `fit` takes; set it to 0.")
+        self.prepare_for(args, args.max_steps, None)
+
+    def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
+        """
+        Hands models and optimizer to the engine, once, with what a checkpoint holds.
+
+        Args:
+            args ([`MultimodalPPOConfig`]):
+                Intervals of the run.
+            max_steps (`int`):
+                Its optimizer steps.
+            checkpoint (`str`, *optional*):
+                Folder to resume from.
+        """
+        self.state.compute_steps(args, max_steps)
+        if checkpoint is not None and is_whole(self.accelerator):
+            self._load_from_checkpoint(checkpoint)
+        self._prepare_for_training(max(max_steps, 1), None, checkpoint)
+        self.is_prepared = True
+        self.model_wrapped.zero_grad()
+        if checkpoint is not None:
+            self.state = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+            self.state.compute_steps(args, max_steps)
+        self.state.init_training_references(self, max_steps, math.ceil(args.num_train_epochs), None)
+
+    # Updates
+
+    def train_on_buffer(self) -> dict[str, float]:
+        """
+        Trains on the buffer, see [`PPOTrainerVL.ppo_train`].
+
+        Returns:
+            `dict[str, float]`: As there.
+
+        Raises:
+            `ValueError`: If the buffer doesn't fill whole optimizer steps.
+            `RuntimeError`: If an update is half done.
+        """
+        args, items = self.args, self.replay_buffer[:]
+        n, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if n == 0 or n % (size * window) != 0:
+            raise ValueError(
+                f"The buffer holds {n} samples on this process, which don't fill whole optimizer steps of "
+                f"{window} x {size} (`gradient_accumulation_steps` x `micro_train_batch_size`)."
+            )
+        if self._n_micro_batches % window != 0:
+            raise RuntimeError(
+                f"An update is half done, after {self._n_micro_batches % window} of {window} micro-batches; give it the "
+                "others."
+            )
+        check_samples(items, "action_mask", *self._action_fields)
+        self._clear_metrics()
+        statistics = self._buffer_statistics(items)
+        n_actions = torch.stack([item.action_mask.sum() for item in items]).sum().float().to(self.actor.device)
+        n_tokens = self.accelerator.reduce(n_actions).item() / (n // size)
+        for epoch in range(args.num_ppo_epochs):
+            self.is_first_epoch = epoch == 0
+            order = self._shuffled(items)
+            for start in range(0, n, size * window):
+                part = order[start : start + size * window]
+                weights = self._weights_by_entropy(part)
+                for first in range(0, len(part), size):
+                    micro = slice(first, first + size)
+                    self._train_micro_batch(part[micro], weights and weights[micro], n_tokens)
+        self.is_first_epoch = True
+        return statistics | self._mean_metrics()
+
+    def train_on(
+        self,
+        experience: Experience,
+        global_steps: int,
+        trained: set[str],
+        entropy_mask: torch.Tensor | list[torch.Tensor] | None = None,
+    ) -> dict[str, float]:
+        """
+        Trains on a micro-batch, see [`PPOTrainerVL.training_step`].
+
+        Args:
+            experience ([`Experience`]):
+                As there.
+            global_steps (`int`):
+                As there.
+            trained (`set[str]`):
+                Which of `"policy"` and `"critic"` move.
+            entropy_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+                As there.
+
+        Returns:
+            `dict[str, float]`: Metrics.
+
+        Raises:
+            `RuntimeError`: If the micro-batch before began an update of another part.
+        """
+        self.prepare_without_fit()
+        items = split_experience_batch(experience)
+        if entropy_mask is not None:
+            # In a field that is cut like the others
+            items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
+        if not isinstance(experience.sequences, list):
+            items = remove_padding_in_sequences(items, self._pad_token)
+        weights = None if entropy_mask is None else [item.action_entropy for item in items]
+        check_samples(items, "action_mask", *self._action_fields)
+        window = self.args.gradient_accumulation_steps
+        if self._n_micro_batches % window != 0 and self._half_done != trained:
+            raise RuntimeError(
+                f"An update of {' and '.join(sorted(self._half_done))} is half done, after {self._n_micro_batches % window} "
+                f"of {window} micro-batches; give it the others first."
+            )
+        self._clear_metrics()
+        self.state.global_step = global_steps
+        self._trained = self._half_done = trained
+        try:
+            self._train_micro_batch(items, self._weights_by_entropy(items) if weights is None else weights)
+        finally:
+            self._trained = {"policy", "critic"}
+        return self._mean_metrics()
+
+    def _train_micro_batch(
+        self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None = None
+    ) -> None:
+        """
+        What a step of `Trainer`'s loop does with a micro-batch.
+
+        Actions weigh the same in all micro-batches that are given their mean number `n_tokens` in a micro-batch of all
+        processes.
+        """
+        args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
+        batch = self._inputs_of(items, weights, n_tokens)
+        self._n_micro_batches += 1
+        ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
+        self.accelerator.gradient_state._set_sync_gradients(ends)
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+        rates = self.lr_scheduler.get_last_lr()
+        for is_critic, rate in zip(self._critic_groups or [False], rates, strict=False):
+            metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
+        syncs = ends or self.is_deepspeed_enabled
+        with nullcontext() if syncs else self.accelerator.no_sync(model=model):
+            self.training_step(model, batch, None)
+        if not ends:
+            return
+        norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+        metrics["grad_norm"].append(float(self._get_grad_norm(model, norm)))
+        self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
+        self.optimizer.step()
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()
+        model.zero_grad()
+        self.state.global_step += 1
+        self.callback_handler.on_step_end(args, self.state, self.control)
+
+    def _shuffled(self, items: list[BufferItem]) -> list[BufferItem]:
+        """In an order that depends on the step, groups as a whole."""
+        size = self.args.num_generations if self.args.keep_groups_together else 1
+        groups = [items[start : start + size] for start in range(0, len(items), size)]
+        generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
+        return [item for i in torch.randperm(len(groups), generator=generator).tolist() for item in groups[i]]
+
+    def _weights_by_entropy(self, items: list[BufferItem]) -> list[torch.Tensor] | None:
+        """Weights of the actions of an update, among which those of high entropy are chosen; `None` counts all."""
+        args, device = self.args, self.actor.device
+        if args.top_entropy_quantile == 1:
+            return None
+        check_samples(items, "action_entropy")
+        size = args.per_device_train_batch_size if args.entropy_scope == "micro_batch" else len(items)
+        weights = []
+        for part in (items[start : start + size] for start in range(0, len(items), size)):
+            columns = ([item.action_entropy for item in part], [item.action_mask.long() for item in part])
+            entropies, mask = (pad_sequence(rows, batch_first=True).to(device) for rows in columns)
+            chosen = self._high_entropy_weights(entropies, mask).cpu()
+            weights += [row[: len(item.action_mask)] for row, item in zip(chosen, part, strict=True)]
+        return weights
+
+    # Batches
+
+    @property
+    def _pad_token(self) -> int:
+        return self._tokenizer.pad_token_id
+
+    @property
+    def _action_fields(self) -> dict[str, str]:
+        """What an update needs for each action, and what the trainer calls it."""
+        fields = {"action_log_probs": "old_per_token_logps", "advantages": "advantages"}
+        if self.kl_coef != 0:
+            fields["base_action_log_probs"] = "ref_per_token_logps"
+        if self.critic is not None:
+            fields |= {"returns": "returns", "values": "old_values"}
+        return fields
+
+    def _inputs_of(
+        self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None
+    ) -> dict[str, Any]:
+        """The micro-batch as the trainer takes it: prompts, and completions padded on the right."""
+        device = self.actor.device
+        pins = self.args.dataloader_pin_memory and device.type == "cuda"
+
+        def placed(rows: list[torch.Tensor], padding: float = 0) -> torch.Tensor:
+            values = pad_sequence(rows, batch_first=True, padding_value=padding)
+            return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
+
+        prompts: list[EncodedPrompt] = []
+        for item in items:
+            prompts.append(self._prompt_of(item, prompts))
+        self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
+        actions = [item.sequences[len(item.sequences) - len(item.action_mask) :] for item in items]
+        mask = placed([item.action_mask.long() for item in items])
+        scorable = torch.tensor([_is_scorable(item) for item in items], device=device).long()
+        counts = torch.stack([mask.sum(), (mask * scorable[:, None]).sum()]).float()
+        self._action_counts.append(self.accelerator.reduce(counts).tolist())
+        n_tokens = self._action_counts[-1][0] if n_tokens is None else n_tokens
+        ids = left_pad(prompts, self._pad_token)
+        batch = {
+            "prompt_ids": ids["input_ids"].to(device),
+            "prompt_mask": ids["attention_mask"].to(device),
+            "completion_ids": placed(actions, self._pad_token),
+            "completion_mask": placed([torch.ones_like(each) for each in actions]),
+            "tool_mask": mask,  # an action that doesn't count is seen all the same
+            # Of a generation batch, as the trainer counts them
+            "num_items_in_batch": torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
+            "encoded_prompts": prompts,
+            "packed": [self._policy.remedies.can_pack and self.actor.packing_samples]
+            * len(items),  # as in the rollout
+            "scorable": scorable,
+        }
+        for field, name in self._action_fields.items():
+            batch[name] = placed([getattr(item, field).float() for item in items])
+        ones = torch.ones_like(mask, dtype=torch.float32)
+        batch["high_entropy_weights"] = ones if weights is None else placed([row.float() for row in weights])
+        return batch
+
+    def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
+        """The prompt of a sample; the same object as an equal one, so that a forward shares it."""
+        names, model = self._media_names, self.actor.base_model
+        media = {names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
+        ids = item.sequences[: len(item.sequences) - len(item.action_mask)].cpu()
+        for other in others:
+            same_ids = torch.equal(other.input_ids, ids) and other.media.keys() == media.keys()
+            if same_ids and all(torch.equal(other.media[name], value) for name, value in media.items()):
+                return other
+        bare_inputs(model, ids[None], media, 0)  # which checks them
+        return bare_prompt(model, ids, media)
+
+    # Metrics
+
+    def _mean_metrics(self) -> dict[str, float]:
+        """Means of the metrics since the last time, by the names of the reference system."""
+        status = {}
+        weights = dict.fromkeys(_OF_ACTIONS, 0) | dict.fromkeys(_OF_REWARDED_ACTIONS, 1)
+        for name, values in self._metrics["train"].items():
+            if name in weights:
+                value = mean(values, [count[weights[name]] for count in self._action_counts])
+            else:
+                value = mean(values)
+            status["critic_loss" if name == "value_loss" else name] = value
+        self._clear_metrics()
+        status.pop("value_learning_rate", None)  # which is `critic_lr`
+        if "policy_loss" in status and not LOSSES[self.args.loss_type].is_mean:
+            # Each micro-batch has its part of an update's
+            status["policy_loss"] *= self.args.gradient_accumulation_steps
+        return status
+
+    def _clear_metrics(self) -> None:
+        self._metrics["train"].clear()
+        self._action_counts.clear()
+
+    def _buffer_statistics(self, items: list[BufferItem]) -> dict[str, float]:
+        """Of the buffers of all processes. What has no reward has neither advantage nor return."""
+
+        def everyone(values: list[torch.Tensor]) -> torch.Tensor:
+            own = torch.cat(values).float().to(self.actor.device)
+            gathered = self.accelerator.gather(self.accelerator.pad_across_processes(own, pad_index=math.nan))
+            return gathered[~gathered.isnan()]
+
+        def actions(field: str) -> torch.Tensor:
+            return everyone([getattr(i, field)[i.action_mask.bool() & _is_scorable(i)] for i in items])
+
+        columns = {
+            "step_reward": everyone([torch.tensor([_reward(item)]) for item in items]),
+            "response_length": everyone([item.action_mask.sum().view(1) for item in items]),
+            "advantages": actions("advantages"),
+            "returns": actions("returns"),
+        }
+        statistics = {}
+        for name, values in columns.items():
+            for kind in ("mean", "std", "min", "max") if len(values) else ():
+                value = values.std(correction=0) if kind == "std" else getattr(values, kind)()
+                statistics[f"{name}_{kind}"] = value.item()
+        if items[0].kl is not None:
+            statistics["kl"] = everyone([item.kl[item.action_mask.bool()] for item in items]).mean().item()
+        if self.critic is not None:
+            values, returns = actions("values"), columns["returns"]
+            statistics["values"] = values.mean().item()
+            statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
+        return statistics
+
+
+def _rewards_of_the_maker(**kwargs):
+    """Stands for the reward functions that the trainer doesn't run."""
+    raise RuntimeError("Rewards come from the experience maker; call `fit`.")
+
+
+def check_samples(items: list[BufferItem], *names: str) -> None:
+    """
+    Checks that samples have what an update needs.
+
+    Args:
+        items (`list[BufferItem]`):
+            Samples without padding.
+        names (`str`):
+            Fields that they need.
+
+    Raises:
+        `ValueError`: If a field is missing, or an attention mask has gaps.
+    """
+    for name in names:
+        if any(getattr(item, name) is None for item in items):
+            raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+    for index, item in enumerate(items):
+        if item.attention_mask is not None and not item.attention_mask.all():
+            raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; leave them out.")
+
+
+def _reward(item: BufferItem) -> float:
+    return float((item.info or {}).get("reward", math.nan))
+
+
+def _is_scorable(item: BufferItem) -> bool:
+    """Whether a reward, if one is known, is a number."""
+    return "reward" not in (item.info or {}) or not math.isnan(_reward(item))
