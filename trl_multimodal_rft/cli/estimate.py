@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, those of its media included")
     add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
     add("--images", type=int, help="images of a prompt; 1 by default if the model sees")
-    add("--image_size", type=int, default=896, help="pixels of an image's edges, before the processor resizes it")
+    add("--image_size", type=int, default=448, help="pixels of an image's edges, before the processor resizes it")
     add("--audio_seconds", type=float, help="sound of a prompt; 30 by default if the model hears and doesn't see")
     add("--packing", choices=("prefix", "padded"), default="prefix", help="whether completions share their prompt")
     add("--max_tokens_per_microbatch", type=int, help="tokens that are forwarded at once; all by default")

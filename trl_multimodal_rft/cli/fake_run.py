@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from trl.kernels import chunked_logprob
 
@@ -33,7 +33,7 @@ class FakeFloats(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if func in (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
@@ -57,6 +57,17 @@ class FakeFloats(TorchDispatchMode):
             is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
             known += index.nonzero().unbind(1) if is_mask else [index]
         return known
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    """Those among arguments or results of an operator, which are lists at most."""
+    tensors = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [each for each in value if isinstance(each, torch.Tensor)]
+    return tensors
 
 
 def _is_hidden(result) -> bool:
@@ -90,14 +101,12 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        taken = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        taken = {_key(tensor) for tensor in _tensors((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
         count = self._counters.get(func._overloadpacket)
         if count is not None:
             self.operations += count(*args, **kwargs, out_val=result)
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in _tensors((result,)):
             key = _key(tensor)
             if key not in taken and key not in self._sizes:
                 storage = tensor.untyped_storage()
