@@ -1,0 +1,41 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The command `trl-multimodal-rft`: one module per command, imported when it runs."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+COMMANDS = {
+    "estimate": "does a training run fit into the memory of its GPUs, and what to change if not",
+    "families": "the models that see and hear, and what is particular to them",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """
+    Runs a command.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Name of the command and its arguments, those of the process by default.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    name = argv[0] if argv and argv[0] in COMMANDS else None
+    epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="trl-multimodal-rft" if name is None else f"trl-multimodal-rft {name}",
+        description=None if name is None else COMMANDS[name].capitalize() + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter if name else argparse.RawDescriptionHelpFormatter,
+        epilog=None if name else epilog,
+    )
+    if name is None:
+        parser.add_argument("command", choices=COMMANDS, metavar="command", help="its own `--help` lists its options")
+        parser.parse_args(argv)
+    command = importlib.import_module(f".{name}", __name__)
+    command.add_arguments(parser)
+    try:
+        command.run(parser.parse_args(argv[1:]))
+    except ValueError as error:
+        parser.exit(1, f"{error}\n")

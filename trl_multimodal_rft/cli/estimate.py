@@ -1,0 +1,505 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft estimate`: whether a training run fits into the memory of its GPUs."""
+
+import argparse
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from trl.trainer.utils import add_fused_lm_head
+
+from ..forward.attention import install_prefix_attention
+from ..forward.layout import group_by_prompt, split_by_tokens
+from ..forward.masks import sharing_obstacle
+from ..forward.scoring import completion_scores, completion_values
+from ..models.critic import Critic, ValueHead
+from ..models.pretrained import trained_part
+from ..models.towers import linear_layers
+from .fake_run import FakeFloats, Watch, kernels_of_gpus
+from .synthetic import EncoderInputs, synthetic_prompt
+
+
+GIB = 2**30
+# Of the memory of a GPU, what a run may take: CUDA, NCCL and fragmentation need the rest
+USABLE = 0.9
+# Whether a strategy divides weights, gradients and the optimizer's state over the GPUs
+DIVIDES = {
+    "single": (False, False, False),
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+    "fsdp2": (True, True, True),
+}
+# Bytes of an optimizer's state for each byte of a weight (True) or for each weight (False)
+OPTIMIZERS = {
+    "adamw_torch_fused": (2, True),
+    "adamw_torch": (2, True),
+    "adamw_8bit": (2 + 2 * 4 / 256, False),
+    "paged_adamw_8bit": (0, False),
+    "sgd": (0, False),
+}
+# bitsandbytes: half a byte, for 64 weights a byte, and for 256 * 64 of them a float
+BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Options of the command, by the names that they have in configs of TRL and of this package.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
+    yes_no = argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("--model", required=True, help="name on the Hub, folder or config.json")
+    add("--strategy", choices=DIVIDES, default="single", help="how weights, gradients and optimizer are divided")
+    add("--gpus", type=int, default=1, help="number of GPUs")
+    add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
+    add("--trainer", choices=("grpo", "ppo"), default="grpo", help="PPO has a critic; RLOO takes what GRPO takes")
+    add("--shared_trunk", action="store_true", help="PPO's critic is a head on the policy")
+    add("--beta", type=float, default=0.0, help="above 0 a reference model scores, too")
+    add("--per_device_train_batch_size", type=int, default=8, help="completions of a micro-batch on each GPU")
+    add("--steps_per_generation", type=int, default=1, help="micro-batches that are sampled at once")
+    add("--num_generations", type=int, default=8, help="completions of a prompt")
+    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, those of its media included")
+    add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
+    add("--images", type=int, help="images of a prompt; 1 by default if the model sees")
+    add("--image_size", type=int, default=448, help="pixels of an image's edges, before the processor resizes it")
+    add("--audio_seconds", type=float, help="sound of a prompt; 30 by default if the model hears and doesn't see")
+    add("--packing", choices=("prefix", "padded"), default="prefix", help="whether completions share their prompt")
+    add("--max_tokens_per_microbatch", type=int, help="tokens that are forwarded at once; all by default")
+    add("--gradient_checkpointing", action=yes_no, default=True, help="layers are computed again in the backward pass")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype that weights are loaded in")
+    add("--bf16", action=yes_no, default=True, help="whether products are computed in bfloat16")
+    add("--optim", choices=OPTIMIZERS, default="adamw_torch_fused", help="optimizer")
+    add("--use_peft", action="store_true", help="train LoRA adapters on all linear layers")
+    add("--lora_r", type=int, default=16, help="rank of the adapters")
+    add("--load_in_4bit", action="store_true", help="hold frozen linear layers in 4 bits (QLoRA)")
+    add("--use_vllm", action="store_true", help="sample with vLLM")
+    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on these GPUs or on others")
+    add("--vllm_gpu_memory_utilization", type=float, default=0.3, help="share of each GPU that vLLM takes")
+    add("--vllm_tensor_parallel_size", type=int, default=1, help="GPUs that hold vLLM's weights together")
+    add("--vllm_enable_sleep_mode", action="store_true", help="vLLM gives its share back during updates")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels to count with")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+@dataclass
+class Measured:
+    """
+    What a run of the model without numbers says.
+
+    Args:
+        trained (`int`):
+            Weights that are trained.
+        frozen (`int`):
+            Weights that are not.
+        in_4_bits (`int`):
+            Frozen weights of linear layers.
+        tensors (`int`):
+            Tensors that are trained.
+        critic (`int`):
+            Weights of a critic of its own.
+        layer (`int`):
+            Weights of the largest layer.
+        ends (`int`):
+            Weights of embeddings and LM head.
+        held (`int`):
+            Bytes that are alive where the backward pass starts, beside weights and gradients.
+        peak (`int`):
+            The most bytes that are.
+        cache_per_token (`float`):
+            Bytes of keys and values, averaged over a completion's length.
+        prompt_tokens (`int`):
+            Tokens of a prompt.
+        tokens (`int`):
+            Tokens of the largest forward.
+        parts (`int`):
+            Forwards of a micro-batch.
+        operations (`float`):
+            Floating-point operations of an update, those of a reference included.
+    """
+
+    trained: int
+    frozen: int
+    in_4_bits: int
+    tensors: int
+    critic: int
+    layer: int
+    ends: int
+    held: int
+    peak: int
+    cache_per_token: float
+    prompt_tokens: int
+    tokens: int
+    parts: int
+    operations: float
+
+
+def read_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """
+    Config of a model, and the class that is trained.
+
+    Args:
+        name (`str`):
+            Name on the Hub, folder, or file with a config.
+
+    Returns:
+        `tuple`: Both.
+
+    Raises:
+        `ValueError`: If there is no such config, or none of a model that can be trained.
+    """
+    try:
+        part = trained_part(name)
+        config = (transformers.AutoConfig if part is None else part.config_class).from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is no folder or file with a config of transformers, and no model of that name can be read from "
+            "the Hub or, offline, from its cache."
+        ) from error
+    names = [
+        *(config.architectures or []),
+        *(
+            mapping[config.model_type]
+            for mapping in (
+                modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+                modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            )
+            if config.model_type in mapping
+        ),
+    ]
+    model_class = part or next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
+    if model_class is None:
+        raise ValueError(f"transformers has no class that generates text with a {config.model_type!r} config.")
+    return config, model_class
+
+
+def _is_sharded(args) -> bool:
+    """Whether an engine holds weights, which computes in bfloat16 whatever was loaded."""
+    return args.strategy.startswith(("zero", "fsdp"))
+
+
+def _build(args, config, model_class) -> PreTrainedModel:
+    dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
+    model = model_class._from_config(config, dtype=dtype)
+    model.tie_weights()
+    model.train()
+    if args.gradient_checkpointing:
+        # Numbers for dropout are no matter
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    return model
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """
+    Runs score, loss and backward pass of a micro-batch on a model without numbers.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Returns:
+        [`Measured`]: What they take.
+    """
+    config, model_class = read_config(args.model)
+    mode = FakeFloats()
+    with mode:
+        base = _build(args, config, model_class)
+        critic = Critic(_build(args, config, model_class)) if args.trainer == "ppo" and not args.shared_trunk else None
+        head = ValueHead(config.get_text_config().hidden_size) if args.trainer == "ppo" and args.shared_trunk else None
+    packed = args.packing == "prefix" and not sharing_obstacle(base)
+    if packed:
+        install_prefix_attention(base)
+    add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    names = linear_layers(base) if args.use_peft else []
+    in_4_bits = sum(base.get_submodule(name).weight.numel() for name in names)
+    layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
+    ends = {id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())}
+    layer = max((sum(p.numel() for p in each.parameters()) for each in layers), default=0)
+    model = base
+    if args.use_peft:
+        from peft import LoraConfig, get_peft_model
+
+        with mode:
+            model = get_peft_model(base, LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules=names))
+            for parameter in model.parameters():
+                if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
+                    parameter.data = parameter.data.to(base.dtype)
+    prompt, encoders = synthetic_prompt(base, args)
+    group = min(args.num_generations, args.per_device_train_batch_size)
+    prompts = [replace(prompt) for _ in range(-(-args.per_device_train_batch_size // group))]
+    prompts = [each for each in prompts for _ in range(group)][: args.per_device_train_batch_size]
+    lengths = [args.completion_tokens] * len(prompts)
+    budget = args.max_tokens_per_microbatch
+    parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
+    largest = [prompts[i] for i in max(parts, key=len)]
+    modules = [each for each in (model, critic, head) if each is not None]
+    held, peak, forward, update = _watch(args, mode, modules, base, largest, packed, encoders)
+    scale = len(prompts) / len(largest)
+    again = (len(parts) > 1) + (args.beta > 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Measured(
+        trained=sum(p.numel() for p in trained),
+        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        in_4_bits=in_4_bits if args.load_in_4bit else 0,
+        tensors=len(trained),
+        critic=0 if critic is None else sum(p.numel() for p in critic.model.parameters()),
+        layer=layer,
+        ends=sum(ends.values()),
+        held=held,
+        peak=peak,
+        cache_per_token=_cache_bytes(args, mode, base, len(prompt) + args.completion_tokens),
+        prompt_tokens=len(prompt),
+        tokens=_tokens(largest, args.completion_tokens, packed),
+        parts=len(parts),
+        operations=scale * (update + again * forward),
+    )
+
+
+def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
+    unique = group_by_prompt(prompts) if packed else prompts
+    return sum(map(len, unique)) + len(prompts) * completion_tokens
+
+
+def _watch(args, mode, modules, base, prompts, packed, encoders: EncoderInputs) -> tuple[int, int, int, int]:
+    """Bytes held and at the peak, operations of the forward and of forward and backward."""
+    ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    model, rest = modules[0], modules[1:]
+    critic = next((each for each in rest if isinstance(each, Critic)), None)
+    head = next((each for each in rest if isinstance(each, ValueHead)), None)
+    casts = args.bf16 and not _is_sharded(args)
+    kernels = kernels_of_gpus() if args.device == "cuda" else nullcontext()
+    with mode, kernels:
+        known = []
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:  # from the second micro-batch on it is there all the time
+                    parameter.grad = torch.empty_like(parameter)
+                    known.append(parameter.grad)
+            known += [*module.parameters(), *module.buffers()]
+        with Watch(known) as watch:
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                scores = completion_scores(model, base, prompts, ids, mask, packed=packed, value_head=head)
+                loss = scores.logps.mean() + sum(out.float().mean() for out in encoders.run(base, len(prompts)))
+                if critic is not None:
+                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, packed=packed).mean()
+                if head is not None:
+                    loss = loss + scores.values.mean()
+            held, forward = watch.now, watch.operations
+            loss.backward()
+        return held, watch.peak, forward, watch.operations
+
+
+def _cache_bytes(args, mode, model, length: int, probe: int = 16) -> float:
+    """Bytes per token of what layers keep of a completion and its prompt."""
+    model.eval()
+    with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
+        ids = torch.zeros(1, probe, dtype=torch.long)
+        layers = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values.layers
+    total = 0.0
+    for layer in layers:
+        if getattr(layer, "keys", None) is None:
+            continue
+        window = getattr(layer, "sliding_window", None) or length
+        kept = layer.keys.shape[-2]
+        total += (layer.keys.nbytes + layer.values.nbytes) / kept * min(length, window)
+    return total / length
+
+
+def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
+    """
+    Bytes on each GPU.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+        measured ([`Measured`]):
+            What the model's run took.
+
+    Returns:
+        `dict[str, float]`: The parts, `update` and `generation` with all that is there meanwhile, and their larger, `peak`.
+    """
+    loaded = 4 if args.dtype == "float32" else 2
+    adapter = 2 if args.load_in_4bit else 4
+    trained, frozen = measured.trained, measured.frozen
+    weights, gradients, optimizer = _states(args, trained, frozen, adapter if args.use_peft else loaded, loaded)
+    weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
+    if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
+        optimizer += 4 * measured.tensors  # counts of steps
+    critic = sum(_states(args, measured.critic, 0, loaded, loaded))
+    divides_weights = DIVIDES[args.strategy][0]
+    reference = 0.0
+    if args.beta > 0 and not args.use_peft:  # else it is the policy without its adapters
+        number = 2 if args.strategy.startswith("zero") else loaded
+        reference = (trained + frozen) * number / (args.gpus if divides_weights else 1)
+    buffers = gathered = gathered_to_sample = 0.0
+    if args.strategy == "ddp":
+        buffers = gradients
+    elif args.strategy.startswith("zero"):
+        buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
+    if args.strategy == "fsdp2":  # a layer and the next, and the gradient of one; the embeddings and the head
+        gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
+    elif args.strategy == "zero3":
+        gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
+        gathered_to_sample = 2 * (trained + frozen + measured.critic)  # `ds3_gather_for_generation`
+    completions = args.per_device_train_batch_size * args.steps_per_generation
+    cache = completions * (measured.prompt_tokens + args.completion_tokens) * measured.cache_per_token
+    vllm = 0.0
+    if args.use_vllm:
+        cache = gathered_to_sample = 0.0
+        vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
+    states = weights + gradients + optimizer + critic + reference + buffers
+    update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
+    if reference and args.strategy == "fsdp2":  # TRL shards it as one piece, which is there whole while it scores
+        update = max(update, states + 2 * (trained + frozen))
+    generation = states + gathered_to_sample + cache + vllm
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "reference": reference,
+        "critic": critic,
+        "buckets": buffers,
+        "gathered weights": gathered,
+        "activations": measured.held,
+        "logits and backward": measured.peak - measured.held,
+        "KV cache": cache,
+        "gathered to sample": gathered_to_sample,
+        "vLLM": vllm,
+        "update": update,
+        "generation": generation,
+        "peak": max(update, generation),
+    }
+
+
+def _states(args, trained: int, frozen: int, own: int, loaded: int) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and the optimizer's state."""
+    factor, in_bytes = OPTIMIZERS[args.optim]
+
+    def state(number: int) -> float:
+        return factor * (number if in_bytes else 1)
+
+    if args.strategy.startswith("zero"):  # DeepSpeed: a copy of what is trained in float32 belongs to the optimizer
+        sizes = 2 * (trained + frozen), 2 * trained, (4 + state(4)) * trained
+    elif args.strategy == "fsdp2":  # accelerate makes what is trained float32
+        sizes = 4 * trained + loaded * frozen, 4 * trained, state(4) * trained
+    else:
+        sizes = own * trained + loaded * frozen, own * trained, state(own) * trained
+    divides = DIVIDES[args.strategy]
+    return tuple(size / (args.gpus if divided else 1) for size, divided in zip(sizes, divides, strict=True))
+
+
+def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
+    """
+    What to change first in a run that doesn't fit.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+        measured ([`Measured`]):
+            What the model's run took.
+        parts (`dict[str, float]`):
+            What [`memory`] returned.
+
+    Returns:
+        `str`: An option.
+    """
+    names = ("weights", "gradients", "optimizer", "reference", "critic", "buckets")
+    states = sum(parts[name] for name in names)
+    run = measured.peak
+    if parts["generation"] > parts["update"]:
+        sampling = parts["generation"] - states
+        if parts["vLLM"]:
+            return "give vLLM less with `--vllm_gpu_memory_utilization`, or its own GPUs with `--vllm_mode server`"
+        if sampling > states and parts["KV cache"] > parts["gathered to sample"]:
+            return "sample fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
+        if parts["gathered to sample"] > states:
+            return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
+    elif run > states:
+        if not args.gradient_checkpointing:
+            return "`--gradient_checkpointing`"
+        if args.packing == "padded":
+            return "`--packing prefix`, which forwards each prompt once"
+        if args.per_device_train_batch_size > args.num_generations and measured.parts == 1:
+            return f"`--max_tokens_per_microbatch {measured.prompt_tokens + args.num_generations * args.completion_tokens}`"
+        return "a smaller `--per_device_train_batch_size`, or shorter completions"
+    elif parts["vLLM"] and not args.vllm_enable_sleep_mode:
+        return "`--vllm_enable_sleep_mode`"
+    if parts["critic"] > parts["weights"]:
+        return "`--shared_trunk`, which makes the critic a head on the policy"
+    if args.gpus > 1 and args.strategy in ("single", "ddp", "zero1"):
+        return "`--strategy fsdp2`, which divides weights, gradients and optimizer over the GPUs"
+    if not args.use_peft:
+        return "`--use_peft` (LoRA), or more GPUs with `--strategy fsdp2`"
+    return "`--load_in_4bit` (QLoRA)" if not args.load_in_4bit else "a smaller model, or GPUs with more memory"
+
+
+def estimate(args: argparse.Namespace) -> dict:
+    """
+    Whether a run fits.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Returns:
+        `dict`: `fits`, `advice` if it doesn't, the `memory` in bytes by part, and what was `measured`.
+
+    Raises:
+        `ValueError`: If options contradict each other or the model can't be read or run.
+    """
+    if args.load_in_4bit and not args.use_peft:
+        raise ValueError("`--load_in_4bit` freezes the model; what is trained are adapters: add `--use_peft`.")
+    if args.strategy == "single" and args.gpus > 1:
+        raise ValueError(f"`--strategy single` is one GPU; for {args.gpus} name another, such as `ddp` or `fsdp2`.")
+    measured = measure(args)
+    parts = memory(args, measured)
+    result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
+    if not result["fits"]:
+        result["advice"] = advice(args, measured, parts)
+    if parts["vLLM"]:
+        weights = 2 * (measured.trained + measured.frozen) / args.vllm_tensor_parallel_size
+        each = (measured.prompt_tokens + args.completion_tokens) * measured.cache_per_token
+        result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / each)
+        if result["vllm_completions"] < 1:
+            result["fits"] = False
+            result["advice"] = "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
+    return result
+
+
+def run(args: argparse.Namespace) -> None:
+    """
+    Prints the estimate.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+    """
+    result = estimate(args)
+    if args.json:
+        print(json.dumps(result))
+        return
+    measured, parts = result["measured"], result["memory"]
+    print(f"{args.model}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
+    for name, size in parts.items():
+        if size > 0 or name in ("update", "generation"):
+            print(f"  {name:20} {size / GIB:8.1f}")
+    print(
+        f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which {measured['trained'] / 1e9:.2f} B are "
+        f"trained. {args.per_device_train_batch_size} completions of {args.completion_tokens:,} tokens to prompts of "
+        f"{measured['prompt_tokens']:,}; {measured['parts']} forward(s) of up to {measured['tokens']:,} tokens; "
+        f"{measured['operations'] / 1e15:.2f} PFLOP an update."
+    )
+    if "vllm_completions" in result:
+        print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
+    usable = f"{USABLE:.0%} of {args.gpu_memory:g} GiB"
+    print(f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}.")

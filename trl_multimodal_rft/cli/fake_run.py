@@ -1,0 +1,156 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A model without numbers, run to see what its tensors take."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from trl.kernels import chunked_logprob
+
+from ..forward import attention
+
+
+_ATEN = torch.ops.aten
+
+
+class FakeFloats(TorchDispatchMode):
+    """
+    Within the context, floating-point tensors have shapes but no numbers, and integers are what they are.
+
+    Models look at ids, grids and masks to know how many features an image has. `FakeTensorMode` alone would hide these,
+    too, and only models without a look at their inputs would run.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = _tensors((*args, *kwargs.values()))
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if func in (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default):
+                args = (args[0], self._without_masks(args[1]), *args[2:])
+            with self.fake:
+                return func(*args, **kwargs)
+        if not tensors:
+            with self.fake:  # what is made is large only if it is floating-point
+                made = func(*args, **kwargs)
+            if _is_hidden(made):
+                return made
+        return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
+
+    def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.fake.from_tensor(tensor) if _is_hidden(tensor) else tensor
+
+    @staticmethod
+    def _without_masks(indices):
+        """Where a mask is known, so is how many it picks."""
+        known = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+            known += index.nonzero().unbind(1) if is_mask else [index]
+        return known
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    """Those among arguments or results of an operator, which are lists at most."""
+    tensors = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [each for each in value if isinstance(each, torch.Tensor)]
+    return tensors
+
+
+def _is_hidden(result) -> bool:
+    return isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 1
+
+
+class Watch(TorchDispatchMode):
+    """
+    Bytes of what was made within the context and is still alive, each storage once: `now`, and the `peak`; and the
+    floating-point `operations`.
+
+    On a GPU these bytes are what `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` add. Torch's
+    `MemTracker` and `FlopCounterMode` say the same; the first takes a time that is quadratic in the number of layers.
+
+    Args:
+        known (`Iterable[torch.Tensor]`, *optional*):
+            What was there before and doesn't count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self.now = self.peak = self.operations = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        # Torch counts only what GPUs run
+        self._counters = {
+            **flop_registry,
+            _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
+            _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_operations,
+            _ATEN.addmm_: flop_registry[_ATEN.addmm],
+        }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        taken = {_key(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        result = func(*args, **kwargs)
+        count = self._counters.get(func._overloadpacket)
+        if count is not None:
+            self.operations += count(*args, **kwargs, out_val=result)
+        for tensor in _tensors((result,)):
+            key = _key(tensor)
+            if key not in taken and key not in self._sizes:
+                storage = tensor.untyped_storage()
+                self._sizes[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, key)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _attention_operations(query, key, value, *args, out_val=None, **kwargs) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward_operations(gradient, query, key, value, *args, out_val=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+@contextmanager
+def kernels_of_gpus() -> Iterator[None]:
+    """
+    Within the context, fake tensors on the CPU go the ways of those on a GPU: attention over packed rows takes sequences
+    of unequal length, and TRL's LM head folds its tiles of logits in place.
+    """
+
+    def takes_varlen(base, query, kind, layout, dropout=0.0, **kwargs):
+        return base != "eager" and dropout == 0.0 and kind in layout.causal_layers
+
+    def fold(*args, **kwargs):
+        pass
+
+    def add_product(into, a, b):
+        # As on a GPU without a temporary: the product is written somewhere into what it is added to
+        torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(attention, "_takes_varlen", takes_varlen))
+        for name, stand_in in (("_forward_tile", fold), ("_backward_tile", fold), ("_addmm_fp32", add_product)):
+            patches.enter_context(patch.object(chunked_logprob, name, stand_in))
+        yield

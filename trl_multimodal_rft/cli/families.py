@@ -1,0 +1,70 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft families`: which models of transformers see and hear, and what is particular to them."""
+
+import argparse
+
+from ..families import FAMILIES, MODALITIES, family_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Options of the command.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
+    parser.add_argument(
+        "--only_known", action="store_true", help="leave out models of which nothing particular is known"
+    )
+
+
+def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
+    """
+    What is known of each model without loading one.
+
+    Args:
+        only_known (`bool`, *optional*, defaults to `False`):
+            Whether to leave out models that have no row in [`~families.FAMILIES`].
+
+    Returns:
+        `list[tuple[str, str, str, str]]`: `model_type`, media that the class takes, whether prompts go apart, and the class
+        that is trained where that is a part of the model.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    classes = {
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
+    known = {model_type for family in FAMILIES for model_type in family.model_types}
+    found = []
+    for model_type in sorted(known if only_known else known | classes.keys()):
+        family = family_of(model_type)
+        part = family.trained_part.get(model_type)
+        modalities = getattr(getattr(transformers, part or classes[model_type]), "input_modalities", ())
+        kinds = [kind for kind in MODALITIES if kind in modalities]
+        if kinds:
+            found.append((model_type, ", ".join(kinds), family.apart or "", part or ""))
+    return found
+
+
+def run(args: argparse.Namespace) -> None:
+    """
+    Prints the table.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+    """
+    header = ("model_type", "takes", "apart", "trained part")
+    table = [header, *rows(args.only_known)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    table.insert(1, tuple("-" * width for width in widths))
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(
+        "\ntakes: media that the class in transformers takes. apart: `media` if prompts share a forward only where no medium "
+        "is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also speaks."
+    )

@@ -1,0 +1,163 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A prompt of a given size for any model: by its processor, or by its config alone."""
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from ..data.columns import MediaRef
+from ..encoding.processors import load_processor
+from ..encoding.prompts import EncodedPrompt, encode_prompt
+from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
+
+
+@dataclass
+class EncoderInputs:
+    """
+    Media of a prompt for a model without a processor. Its encoders run beside the text, which counts their features among
+    its tokens.
+
+    Args:
+        inputs (`dict[str, dict[str, torch.Tensor]]`, *optional*):
+            By modality what the encoder takes.
+    """
+
+    inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def run(self, model: PreTrainedModel, prompts: int) -> Iterator[torch.Tensor]:
+        """
+        Features of all prompts.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                Model without wrappers.
+            prompts (`int`):
+                How many prompts hold the media.
+
+        Yields:
+            `torch.Tensor`: Features, one tensor for each modality.
+        """
+        for modality, inputs in self.inputs.items():
+            encode = getattr(model, f"get_{modality}_features", None) or model.get_encoder(modality=modality)
+            inputs = {
+                name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
+                for name, value in inputs.items()
+            }
+            yield from _tensors(encode(**inputs))
+
+
+def _tensors(output) -> list[torch.Tensor]:
+    if isinstance(output, ModelOutput):
+        pooled = getattr(output, "pooler_output", None)
+        output = output.last_hidden_state if pooled is None else pooled
+    return [output] if isinstance(output, torch.Tensor) else [each for part in output for each in _tensors(part)]
+
+
+def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
+    """
+    A prompt with the media and of the length that are asked for.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+        args (`argparse.Namespace`):
+            `model`, `prompt_tokens`, `images`, `image_size` and `audio_seconds`.
+
+    Returns:
+        `tuple`: The prompt, and what encoders take beside it, which is nothing where a processor made the prompt.
+
+    Raises:
+        `ValueError`: If the model can't take such media.
+    """
+    sees, hears = ("image" in model.input_modalities, "audio" in model.input_modalities)
+    images = int(sees) if args.images is None else args.images
+    seconds = (30.0 if hears and not sees else 0.0) if args.audio_seconds is None else args.audio_seconds
+    if images and not sees or seconds and not hears:
+        raise ValueError(f"{type(model).__name__} takes {' and '.join(model.input_modalities)} alone.")
+    empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
+    prompt, encoders = empty, EncoderInputs()
+    if images or seconds:
+        processor = _processor(args.model)
+        if processor is None:
+            encoders = _from_config(model, images, args.image_size, seconds)
+        else:
+            prompt = _encoded(model, processor, images, args.image_size, seconds)
+    return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
+
+
+def _processor(name: str):
+    if Path(name).is_file():
+        return None
+    try:
+        return load_processor(name)
+    except (OSError, ValueError):
+        return None
+
+
+def _encoded(model, processor, images: int, size: int, seconds: float) -> EncodedPrompt:
+    blocks = []
+    for i in range(images):
+        # Flat images would do for models whose number of tokens depends on the size alone
+        pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
+        blocks.append({"type": "image", "image": MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0)})
+    if seconds:
+        extractors = [getattr(processor, name, None) for name in AUDIO_EXTRACTORS]
+        rate = next(extractor.sampling_rate for extractor in extractors if extractor is not None)
+        sound = {"array": np.zeros(int(seconds * rate), dtype=np.float32), "sampling_rate": rate}
+        blocks.append({"type": "audio", "audio": MediaRef("audio", sound, {}, "audio", 0)})
+    return encode_prompt([{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}], processor, model)
+
+
+def _lengthened(prompt: EncodedPrompt, length: int, fill: dict[str, int]) -> EncodedPrompt:
+    """With text after it, up to a length that it may already have."""
+    more = max(length - len(prompt), 0)
+    last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
+    return replace(
+        prompt,
+        input_ids=F.pad(prompt.input_ids, (0, more)),
+        token_fields={
+            name: F.pad(value, (0, more), value=fill.get(name, 0)) for name, value in prompt.token_fields.items()
+        },
+        position_ids=torch.cat([prompt.position_ids, last + 1 + torch.arange(more)], dim=-1),
+        mask_cache={},
+    )
+
+
+def _from_config(model: PreTrainedModel, images: int, size: int, seconds: float) -> EncoderInputs:
+    """What encoders take of the shapes that their configs name, as far as these are the usual ones."""
+    inputs = {}
+    if images:
+        vision = model.config.vision_config
+        names = inspect.signature(model.get_image_features).parameters
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+        if "image_grid_thw" in names:  # patches in a row
+            cell = vision.patch_size * vision.spatial_merge_size
+            side = max(round(size / cell), 1) * vision.spatial_merge_size
+            width = channels * vision.temporal_patch_size * vision.patch_size**2
+            inputs["image"] = {
+                "pixel_values": torch.zeros(images * side * side, width),
+                "image_grid_thw": torch.tensor([[1, side, side]] * images),
+            }
+        else:
+            edges = vision.image_size
+            height, width = (edges, edges) if isinstance(edges, int) else edges
+            inputs["image"] = {"pixel_values": torch.zeros(images, channels, height, width)}
+    if seconds:
+        config = model.config.audio_config
+        frames = 2 * config.max_source_positions  # of 10 ms, as Whisper has them
+        windows = max(round(seconds * 100 / frames + 0.5), 1)
+        inputs["audio"] = {"input_features": torch.zeros(windows, config.num_mel_bins, frames)}
+        encode = getattr(model, "get_audio_features", None)
+        names = inspect.signature(encode).parameters if encode else {}
+        for name in set(AUDIO_MASKS) & set(names):
+            inputs["audio"][name] = torch.ones(windows, frames, dtype=torch.long)
+    return EncoderInputs(inputs)
