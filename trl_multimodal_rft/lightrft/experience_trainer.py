@@ -71,6 +71,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             ptx_dataset=rows if args.ptx_coef > 0 else None,
             **kwargs,
         )
+        self.top_entropy_quantile = 0.0  # samples come with weights of their tokens, for which TRL asks below 1
         self.remove_callback(ProgressCallback)
         self.actor = actor
         self.replay_buffer = replay_buffer
