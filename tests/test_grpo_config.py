@@ -20,8 +20,9 @@ from trl_multimodal_rft import (
     MultimodalPPOConfig,
     MultimodalRLOOConfig,
 )
-from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
-from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, described
+from trl_multimodal_rft.algorithms.advantages import estimator as listed
+from trl_multimodal_rft.algorithms.losses import LOSSES, log_ratios, policy_loss
 
 
 def config(**options):
@@ -392,3 +393,29 @@ def test_help_names_what_is_listed():
         assert all(f'`"{each}"`' in config_class.__doc__ for each in (name, own.alias) if each)
     for name, loss in LOSSES.items():
         assert not loss.is_own or f'`"{name}"`' in MultimodalGRPOConfig.__doc__
+
+
+def test_estimator_and_loss_are_added_in_one_place(monkeypatch):
+    """Listed where they are written, they can be chosen and are trained with."""
+    for known in (ESTIMATORS, LOSSES):
+        monkeypatch.setitem(known, "mine", None)
+    monkeypatch.setitem(ALIASES, "my own", None)
+
+    @listed("mine", alias="my own", needs="group", kl_in_loss="k2")
+    def twice(rewards, group_ids):
+        return 2 * ESTIMATORS["dr_grpo"].function(rewards, group_ids)
+
+    @policy_loss("mine", over="completions", mode="seq-mean-token-sum")
+    def unclipped(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0):
+        return -log_ratios(logps, old_logps, mask).exp() * advantages[:, None] * weights * correction
+
+    args = config(advantage_estimator="my own", loss_type="mine", beta=0.1)
+    assert (args.advantage_estimator, args.kl_in_reward, args.kl_estimator) == ("mine", False, "k2")
+    assert "'mine' or 'my own'" in described("group")
+    with pytest.raises(ValueError, match="`advantage_estimator='mine'` compares the completions"):
+        config(advantage_estimator="mine", num_generations=1)
+    options = {**TWO, "beta": 0.0, "scale_rewards": "group"}
+    # `rloo` of two completions is twice `dr_grpo`, and TRL's `luspo` doesn't clip before the first update
+    one = ours(advantage_estimator="mine", loss_type="mine", num_generations=2, max_steps=1, **options)
+    same = ours(advantage_estimator="rloo", loss_type="luspo", num_generations=2, max_steps=1, **options)
+    assert norm(one.update) > 1e-3 and relative_difference(one.update, same.update) <= 1e-5

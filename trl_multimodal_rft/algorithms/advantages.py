@@ -107,16 +107,16 @@ class GroupStatistics:
 
     Args:
         index (`torch.Tensor`):
-            For each sample the position of its group, shape `(N,)`.
+            For each completion the position of its group, shape `(N,)`.
         centred (`torch.Tensor`):
             Reward minus the mean of its group; exactly 0 in a group without signal, and where unscorable; shape
             `(N,)`, float64.
         squares (`torch.Tensor`):
             Sum of the squared centred rewards of each group, shape `(number of groups,)`, float64.
         count (`torch.Tensor`):
-            Scorable samples of each group, shape `(number of groups,)`.
+            Scorable completions of each group, shape `(number of groups,)`.
         live (`torch.Tensor`):
-            Groups with at least two scorable samples whose rewards differ, shape `(number of groups,)`.
+            Groups with at least two scorable completions whose rewards differ, shape `(number of groups,)`.
     """
 
     index: torch.Tensor
@@ -149,7 +149,7 @@ def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupSta
         rewards (`torch.Tensor`):
             Rewards, `NaN` where unscorable, shape `(N,)`.
         group_ids (`torch.Tensor`):
-            Group of each sample, any integers in any order, shape `(N,)`.
+            Group of each completion, any integers in any order, shape `(N,)`.
 
     Returns:
         [`GroupStatistics`]: The statistics, on the CPU.
@@ -192,7 +192,7 @@ def group_norm(
         rewards (`torch.Tensor`):
             Rewards, shape `(N,)`.
         group_ids (`torch.Tensor`):
-            Group of each sample, shape `(N,)`.
+            Group of each completion, shape `(N,)`.
         scale (`str`, *optional*, defaults to `"group"`):
             Divide by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by nothing
             (`"none"`).
@@ -216,7 +216,7 @@ def group_norm(
 @estimator("rloo", needs="group", kl_in_reward=True)
 def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     r"""
-    Reward minus the mean of the *other* samples of the group, see
+    Reward minus the mean of the *other* completions of the group, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
     The paper's reward contains the KL penalty of the whole completion.
@@ -421,7 +421,7 @@ def estimate_advantages(
         rewards_per_func (`torch.Tensor`):
             What each reward function returned, shape `(N, F)`.
         group_ids (`torch.Tensor`):
-            Group of each sample, shape `(N,)`.
+            Group of each completion, shape `(N,)`.
         mask (`torch.Tensor`):
             1 on the tokens that are trained on, shape `(N, T)`.
         old_logps (`torch.Tensor`, *optional*):
@@ -439,7 +439,7 @@ def estimate_advantages(
             See [`cpgd`].
 
     Returns:
-        `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable samples and outside the mask.
+        `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable completions and outside the mask.
 
     Raises:
         `ValueError`: If the function returns another shape or a value that isn't finite, or the name isn't known here.
