@@ -3,14 +3,11 @@
 
 import base64
 import io
-import json
 import math
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import PIL.Image
@@ -19,6 +16,7 @@ import soundfile
 import soxr
 import torch
 from helpers.families import RATE, audio, image, video
+from helpers.reward_server import png
 from helpers.trainer_utils import audio_rows, load, make_trainer, sound
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -29,83 +27,6 @@ from trl_multimodal_rft.rewards import RemoteReward
 
 
 SECRET = "a prompt that is nobody's business"
-
-
-class Server(ThreadingHTTPServer):
-    """
-    A reward server that keeps its requests.
-
-    Args:
-        answer (`Callable`):
-            Takes the request as a dictionary and returns what is sent as JSON, or a status and that.
-    """
-
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, answer: Callable):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.requests, self.images_sent = answer, [], 0
-        self.busy = self.most_busy = 0
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/reward"
-
-    def handle_error(self, request, client_address):
-        """A client that gave up is no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        server = self.server
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.requests.append(request)
-            server.busy += 1
-            server.most_busy = max(server.most_busy, server.busy)
-        answer = server.answer(request)
-        with server.lock:
-            server.busy -= 1
-        status, body = answer if isinstance(answer, tuple) else (200, answer)
-        self.reply(status, body if isinstance(body, bytes) else json.dumps(body).encode())
-
-    def do_GET(self):
-        self.server.images_sent += 1
-        self.reply(200, png(image(56, 28)["image"]))
-
-    def reply(self, status: int, body: bytes):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def serve(monkeypatch):
-    """Starts servers that give an answer, by default the length of each completion."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    servers = []
-
-    def start(answer=lambda request: {"rewards": [len(each) for each in request["completions"]]}) -> Server:
-        servers.append(Server(answer))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def png(picture: PIL.Image.Image) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, format="PNG")
-    return file.getvalue()
 
 
 def pixels(encoded: str) -> np.ndarray:
