@@ -27,9 +27,8 @@ accelerate launch examples/grpo_video.py \
 ```
 """
 
-from arguments import DemoParser
 from datasets import load_dataset
-from results import HeldOutAccuracy, greedy_accuracy, write_results
+from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, model_init_kwargs
 from small_models import motion_model
 from tasks import leading_answer_reward, moving_digits
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
@@ -38,19 +37,10 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, Trai
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
-DEMO_ARGUMENTS = {
+DEMO = {
+    **DEMO_ARGUMENTS,
     "output_dir": "outputs/grpo_video",
     "max_steps": 250,
-    "per_device_train_batch_size": 768,
-    "num_generations": 16,
-    "max_completion_length": 3,
-    "learning_rate": 1e-3,
-    "entropy_coef": 0.1,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
 }
 
 
@@ -62,11 +52,7 @@ def main(script_args, training_args, model_args):
         reward_funcs = [accuracy_reward, leading_answer_reward]
     else:
         model, processor = model_args.model_name_or_path, None
-        training_args.model_init_kwargs = {
-            "revision": model_args.model_revision,
-            "attn_implementation": model_args.attn_implementation,
-            "dtype": model_args.dtype,
-        }
+        training_args.model_init_kwargs = model_init_kwargs(model_args)
         dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
         reward_funcs = [accuracy_reward, format_reward]
 
@@ -82,9 +68,7 @@ def main(script_args, training_args, model_args):
         peft_config=get_peft_config(model_args),
     )
     if demo:
-        before = greedy_accuracy(trainer, dataset["test"])
-        trainer.accelerator.print(f"Accuracy on held-out videos before training: {before:.1%}")
-        held_out = HeldOutAccuracy(trainer, dataset["test"], before)
+        held_out = HeldOutAccuracy(trainer, dataset["test"], "videos")
         trainer.add_callback(held_out)
 
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
@@ -92,14 +76,11 @@ def main(script_args, training_args, model_args):
     trainer.save_model(training_args.output_dir)
     trainer.create_model_card(dataset_name=script_args.dataset_name)
     if demo:
-        after = held_out.accuracy
-        trainer.accelerator.print(f"Accuracy on held-out videos after training: {after:.1%}")
-        if trainer.accelerator.is_main_process:
-            write_results(trainer, before, after)
+        held_out.write()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
 if __name__ == "__main__":
-    parser = DemoParser((ScriptArguments, MultimodalGRPOConfig, ModelConfig), DEMO_ARGUMENTS)
+    parser = DemoParser((ScriptArguments, MultimodalGRPOConfig, ModelConfig), DEMO)
     main(*parser.parse_args_and_config())

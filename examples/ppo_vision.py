@@ -37,10 +37,8 @@ accelerate launch examples/ppo_vision.py \
 `--ptx_dataset_name path/to/answers --ptx_coef 0.05` adds the supervised loss on a dataset with `completion`.
 """
 
-from arguments import DemoParser, PPOScriptArguments
 from datasets import load_dataset
-from noise import with_noise
-from results import HeldOutAccuracy, greedy_accuracy, write_results
+from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, PPOScriptArguments, model_init_kwargs, with_noise
 from small_models import digit_model
 from tasks import handwritten_digits, leading_answer_reward
 from trl import ModelConfig, get_peft_config, get_quantization_config
@@ -49,21 +47,14 @@ from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer, Traini
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
-DEMO_ARGUMENTS = {
+DEMO = {
+    **DEMO_ARGUMENTS,
     "output_dir": "outputs/ppo_vision",
     "max_steps": 300,
-    "per_device_train_batch_size": 768,
     "num_generations": 8,
-    "max_completion_length": 3,
-    "learning_rate": 1e-3,
     "entropy_coef": 0.05,
     "vf_coef": 0.5,
     "num_ppo_epochs": 2,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
 }
 
 
@@ -77,11 +68,7 @@ def main(script_args, training_args, model_args):
         reward_funcs = [accuracy_reward, leading_answer_reward]
     else:
         model, processor = model_args.model_name_or_path, None
-        training_args.model_init_kwargs = {
-            "revision": model_args.model_revision,
-            "attn_implementation": model_args.attn_implementation,
-            "dtype": model_args.dtype,
-        }
+        training_args.model_init_kwargs = model_init_kwargs(model_args)
         dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
         reward_funcs = [accuracy_reward, format_reward]
     if script_args.ptx_dataset_name is not None:
@@ -103,9 +90,7 @@ def main(script_args, training_args, model_args):
         ptx_dataset=ptx_dataset,
     )
     if demo:
-        before = greedy_accuracy(trainer, dataset["test"])
-        trainer.accelerator.print(f"Accuracy on held-out digits before training: {before:.1%}")
-        held_out = HeldOutAccuracy(trainer, dataset["test"], before)
+        held_out = HeldOutAccuracy(trainer, dataset["test"], "digits")
         trainer.add_callback(held_out)
 
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
@@ -113,14 +98,11 @@ def main(script_args, training_args, model_args):
     trainer.save_model(training_args.output_dir)
     trainer.create_model_card(dataset_name=script_args.dataset_name)
     if demo:
-        after = held_out.accuracy
-        trainer.accelerator.print(f"Accuracy on held-out digits after training: {after:.1%}")
-        if trainer.accelerator.is_main_process:
-            write_results(trainer, before, after)
+        held_out.write()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
 if __name__ == "__main__":
-    parser = DemoParser((PPOScriptArguments, MultimodalPPOConfig, ModelConfig), DEMO_ARGUMENTS)
+    parser = DemoParser((PPOScriptArguments, MultimodalPPOConfig, ModelConfig), DEMO)
     main(*parser.parse_args_and_config())

@@ -20,6 +20,7 @@ import torch
 import transformers as hf
 from accelerate import Accelerator
 from datasets import Dataset
+from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES, RATE, MelExtractor
 from helpers.trainer_utils import (
     InjectedOurs,
@@ -35,7 +36,6 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
-from test_encoding import assert_same_features
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 from trl import ModelConfig

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.completions import G, random_completions
+from helpers.encoding import encode_chats
 from helpers.families import FAMILIES
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
-from test_packing import G, encode_chats, random_completions
 
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.families import family_of

@@ -57,6 +57,13 @@ def documented(text):
     return {name.strip(" `*") for line in lines for name in line.split(",")}
 
 
+def seen(text):
+    """Docstrings of the package's functions and classes that a docstring sends its reader to, by "see [`name`]"."""
+    named = re.findall(r"\b[Ss]ee\s+\[`~?([\w.]+)`\]", text or "")
+    found = [each for name in named for own in NAMES if own.endswith(f".{name}") for each in definitions(own)]
+    return [each.__doc__ for each in found]
+
+
 def parameters(value):
     """Names that can be passed."""
     if inspect.isclass(value) and dataclasses.is_dataclass(value):
@@ -110,18 +117,28 @@ def test_docstring(name):
     assert own <= parameters(value) | {"kwargs"}, "parameters that it doesn't have"
     if all(is_ours(each) for each in known) or inspect.isclass(value):
         known += referred(value)
-        described = set().union(*(documented(each.__doc__) for each in known))
+        texts = [each.__doc__ for each in known]
+        texts += [text for each in texts for text in seen(each)]
+        described = set().union(*map(documented, texts))
         inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
         # What a mixin's constructor takes is described by the classes that it is mixed into
         if name not in MIXINS:
             assert parameters(value) - inherited - {"kwargs"} <= described, "parameters without description"
-        titles = {title for each in known if is_ours(each) for title, _ in sections(each.__doc__)}
+        ours = [each.__doc__ for each in known if is_ours(each)]
+        ours += [text for each in ours for text in seen(each)]
+        titles = {title for each in ours for title, _ in sections(each)}
         if raises(value) and name not in MIXINS:
             assert "Raises" in titles
         if inspect.isfunction(value) and parameters(value):
             result = inspect.signature(value).return_annotation
             nothing = (None, inspect.Signature.empty, Iterator[None])  # the last, of contexts
             assert result in nothing or titles & {"Returns", "Yields"}
+
+
+def test_a_docstring_may_send_its_reader_on():
+    name = "trl_multimodal_rft.data.encode.wav"
+    assert documented(seen("Encodes a sound, see [`~data.encode.wav`].")[0]) == parameters(NAMES[name])
+    assert not seen("Encodes a sound, see [`no_such_function`].")
 
 
 def test_all_of_the_package_is_looked_at():

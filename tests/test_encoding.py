@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES, RATE, audio, encode, image, text, tokenizer, video
 from PIL import Image
 
@@ -40,16 +41,6 @@ def files(tmp_path_factory):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
         container.mux(stream.encode())
     return folder
-
-
-def assert_same_features(prompt, expected):
-    """A prompt holds what its processor returned."""
-    assert torch.equal(prompt.input_ids, expected["input_ids"][0])
-    for key in expected.keys() - {"input_ids", "attention_mask", "labels"}:
-        got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
-        if "second_per_grid" in key:  # a rate is unknown for frames given as an array
-            continue
-        assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "idefics3"])

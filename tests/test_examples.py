@@ -14,8 +14,7 @@ import pytest
 import soundfile
 import torch
 import yaml
-from arguments import DemoParser, PPOScriptArguments
-from noise import with_noise
+from demo import DemoParser, PPOScriptArguments, with_noise
 from small_models import spoken_digit_model
 from tasks import handwritten_digits, spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration

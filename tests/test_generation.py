@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
+from helpers.encoding import encode_chats
 from helpers.families import FAMILIES
-from test_packing import encode_chats
 from transformers import GenerationConfig
 
 from trl_multimodal_rft.forward.attention import install_prefix_attention

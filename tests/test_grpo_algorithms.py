@@ -1,22 +1,20 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What the config adds to TRL's, through the trainer: against TRL where it has the same, else by hand."""
 
-import functools
 import itertools
 import math
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 
 import pytest
 import torch
+from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, loss_by_hand, ours, rough
 from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
     InjectedTRL,
     Recorded,
     audio_rows,
-    by_key,
     image_rows,
-    keys,
     largest_difference,
     length_and_sum,
     load,
@@ -34,10 +32,6 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
-FAMILY = "qwen2_5_vl"
-
-# Two micro-batches make an update
-TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.03}
 # Two updates on one generation batch, each from two of its four micro-batches, and the same again
 REUSED = {**TWO, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 4}
 
@@ -46,24 +40,8 @@ class InjectedGMPO(Injected, GMPOTrainer):
     pass
 
 
-@functools.cache
-def dataset():
-    """Every fourth prompt is too hard: all its completions get the same reward."""
-    return image_rows().add_column("hard", [i % 4 == 1 for i in range(8)])
-
-
-def rough(completion_ids, hard, **kwargs):
-    """Equal rewards for a hard prompt, and none for some completions of others."""
-    rewards = zip(completion_ids, length_and_sum(completion_ids), hard, strict=True)
-    return [0.1 if h else None if sum(ids) % 6 == 0 else reward for ids, reward, h in rewards]
-
-
 def constant(completion_ids, **kwargs):
     return [0.1] * len(completion_ids)
-
-
-def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
-    return run(trainer_class, family, rows or dataset(), **{"self_check": False, **options})
 
 
 def trl(trainer_class=InjectedTRL, **options):
@@ -83,66 +61,6 @@ def assert_equal(theirs, ours):
 
 
 # Advantages
-
-
-def advantages_by_hand(
-    estimator, rewards, prompts, penalty, *, weight="clip_filter_like", level="token", scale="group"
-):
-    """Advantages of each completion's tokens from its reward, its prompt and the KL penalty of its tokens."""
-    lengths = [len(row) for row in penalty]
-    scorable = [i for i, reward in enumerate(rewards) if reward is not None]
-    if estimator == "reinforce":
-        returns = {i: [rewards[i] - sum(penalty[i][t:]) for t in range(lengths[i])] for i in scorable}
-        every = [value for row in returns.values() for value in row]
-        mean, std = fmean(every), pstdev(every)
-        return [
-            [(value - mean) / std for value in returns[i]] if i in returns else [0.0] * n
-            for i, n in enumerate(lengths)
-        ]
-
-    rewards = {i: rewards[i] - sum(penalty[i]) for i in scorable}
-    groups = {i: [rewards[j] for j in scorable if prompts[j] == prompts[i]] for i in scorable}
-    live = {prompts[i] for i, group in groups.items() if max(group) - min(group) > 1e-6}
-    values = dict.fromkeys(range(len(lengths)), 0.0)
-    values |= {i: rewards[i] - fmean(groups[i]) if prompts[i] in live else 0.0 for i in scorable}
-    if estimator == "reinforce_baseline":
-        tokens = [values[i] for i in scorable for _ in range(lengths[i] if level == "token" else 1)]
-        values |= {i: (values[i] - fmean(tokens)) / pstdev(tokens) for i in scorable if prompts[i] in live}
-    for i in scorable:
-        if prompts[i] not in live:
-            continue
-        if estimator == "group_norm" and scale == "group":
-            values[i] /= stdev(groups[i]) + 1e-4
-        if estimator == "rloo":
-            values[i] = rewards[i] - (sum(groups[i]) - rewards[i]) / (len(groups[i]) - 1)
-        if estimator == "cpgd" and weight == "clip_filter_like":
-            values[i] *= min(len(set(prompts)) / len(live), 3)
-        if estimator == "cpgd" and weight == "std":
-            values[i] /= pstdev(groups[i]) + 1e-6
-    return [[values[i]] * n for i, n in enumerate(lengths)]
-
-
-def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
-    """Compares what reached the loss with what follows from one draw of completions."""
-    names = keys(drawn.batch)
-    total = drawn.rewards.nansum(1).tolist()
-    unscorable = drawn.rewards.isnan().all(1).tolist()
-    rewards = [None if missing else shape(reward) for reward, missing in zip(total, unscorable, strict=True)]
-    prompts = [prompt for prompt, _ in names]
-    penalty = [[0.0] * len(tokens) for _, tokens in names]
-    if beta:
-        old, ref = by_key(moments, "old_per_token_logps"), by_key(moments, "ref_per_token_logps")
-        penalty = [(beta * (old[name] - ref[name])).tolist() for name in names]
-    expected = advantages_by_hand(estimator, rewards, prompts, penalty, **options)
-    reached = by_key(moments, "advantages")
-    assert len(reached) == len(names)
-    for name, values in zip(names, expected, strict=True):
-        assert_close(reached[name], torch.tensor(values), rtol=1e-4, atol=1e-5)
-    assert any(value for row in expected for value in row)
-    return rewards
-
-
-CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_baseline": "reinforce_baseline"}
 
 
 @pytest.mark.parametrize(
@@ -296,55 +214,6 @@ def test_scaling_equals_trl(options):
 
 
 # Losses
-
-
-def loss_by_hand(trainer, moment, logps, weights=None):
-    """The loss of a micro-batch, token by token."""
-    args, batch = trainer.args, moment.batch
-    kind, steps = args.loss_type, args.gradient_accumulation_steps if moment.training else 1
-    mask = batch["completion_mask"].bool()
-    old = batch.get("old_per_token_logps", logps.detach())
-    items = batch["num_items_in_batch"].item() * (steps / args.steps_per_generation if moment.training else 1)
-    low, high = trainer.epsilon_low, trainer.epsilon_high
-    total = torch.zeros(())
-    for i in range(len(mask)):
-        tokens = mask[i].nonzero().flatten().tolist()
-        share = {
-            **dict.fromkeys(("grpo", "sapo", "gmpo"), 1 / (max(len(tokens), 1) * len(mask) * steps)),
-            **dict.fromkeys(("dapo", "cispo", "vespo", "cpgd", "dual_clip"), 1 / items),
-            "luspo": 1 / (len(mask) * steps),
-            "bnpo": 1 / (int(mask.sum()) * steps),
-            "dr_grpo": 1 / (len(mask) * trainer.max_completion_length * steps),
-        }[kind]
-        weight = {t: 1.0 if weights is None else float(weights[i, t]) for t in tokens}
-        mean = torch.zeros(())  # of clipped log-ratios, for GMPO
-        for t in tokens:
-            advantage = batch["advantages"][i] if batch["advantages"].dim() == 1 else batch["advantages"][i, t]
-            ratio = (logps[i, t] - old[i, t]).exp()
-            if kind == "cpgd":
-                bounded = ratio.clamp(1 - low, 1 + high).log()
-                policy = -torch.min(ratio.log() * advantage, bounded * advantage)
-                drift = min(ratio.item() - 1, args.cpgd_drift_clamp)
-                total += share * args.cpgd_drift_coef * drift * logps[i, t]
-            elif kind == "gmpo":
-                bounded = ratio.log().clamp(max=high) if advantage > 0 else ratio.log().clamp(min=-low)
-                mean = mean + weight[t] * bounded / max(sum(weight.values()), 1)
-                policy = 0.0
-            else:
-                policy = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-                if args.delta is not None and advantage < 0:
-                    policy = torch.min(policy, -args.delta * advantage)
-                assert kind in ("dapo", "dual_clip", "grpo", "bnpo", "dr_grpo") or advantage == 0
-            total += share * weight[t] * policy
-            if moment.kl_coef and not args.kl_in_reward:
-                d = logps[i, t] - batch["ref_per_token_logps"][i, t]
-                kl = d**2 / 2 if args.kl_estimator == "k2" else (-d).exp() - 1 + d
-                if args.kl_estimator == "k3" and args.use_bias_correction_kl and kind != "gmpo":
-                    kl = kl * ratio
-                total += share * moment.kl_coef * kl
-        if kind == "gmpo":
-            total += -mean.exp() * batch["advantages"][i] / (len(mask) * steps)
-    return total
 
 
 def check_losses(result, weights=None, moments=None):

@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 from datasets import IterableDataset
+from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough
 from helpers.trainer_utils import InjectedOurs, keys, length_and_sum, load, make_trainer, norm, relative_difference
-from test_grpo_algorithms import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough
 from trl import GRPOConfig, TrlParser
 
 from trl_multimodal_rft import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.trainer_utils import InjectedOurs as InjectedGRPO
 from helpers.trainer_utils import image_rows, logged, make_trainer, run
-from test_rloo import InjectedOurs as InjectedRLOO
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalRLOOConfig

@@ -5,9 +5,11 @@ import copy
 
 import pytest
 import torch
+from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES
 from helpers.trainer_utils import image_rows
+from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
@@ -23,7 +25,6 @@ from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.forward.scoring import completion_scores, packed_scores, padded_scores
 
 
-G = 3
 SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
 
 
@@ -36,13 +37,6 @@ def build(name, attention="sdpa"):
         install_prefix_attention(model)
     prompts = encode_chats(model, processor, FAMILIES[name].prompts())
     return model, [prompt for prompt in prompts for _ in range(G)]
-
-
-def random_completions(n, longest=7, vocab=(50, 200), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest + 1, (n,), generator=generator)
-    mask = (torch.arange(longest) < lengths[:, None]).long()
-    return torch.randint(*vocab, (n, longest), generator=generator) * mask, mask
 
 
 def backward(model, logps, entropies, mask):
@@ -363,7 +357,7 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
         attention, "_takes_varlen", lambda base, query, kind, layout, **_: kind in layout.causal_layers
     )
     monkeypatch.setattr(
-        attention, "varlen_attn", lambda q, k, v, starts, ends, *_, **__: slow_varlen(q, k, v, starts, ends)
+        varlen, "varlen_attn", lambda q, k, v, starts, ends, *_, **__: slow_varlen(q, k, v, starts, ends)
     )
     logps = packed_scores(model, model, prompts, ids, mask).logps
     assert (logps - expected).abs().max() <= 1e-5

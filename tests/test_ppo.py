@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 from helpers.families import encode
+from helpers.grpo_runs import loss_by_hand
+from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, head_weights, rough, weights_of
 from helpers.trainer_utils import (
-    Injected,
     InjectedOurs,
-    Recording,
-    RemembersPacking,
     assert_equal,
     audio_rows,
     by_key,
@@ -35,15 +34,12 @@ from helpers.trainer_utils import (
 )
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from test_grpo_algorithms import loss_by_hand
 from torch.testing import assert_close
 from transformers import Trainer
 
-from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.models import Critic
 
 
-FAMILY = "qwen2_5_vl"
 SLOW = pytest.mark.slow
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
@@ -53,39 +49,8 @@ TWICE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "nu
 ONCE = {"num_ppo_epochs": 1}
 
 
-class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
-    """Remembers what [`Recording`] does, the values of each micro-batch, and the weights before each update."""
-
-    def __init__(self, *args, **kwargs):
-        self.values, self.weights = [], []
-        super().__init__(*args, **kwargs)
-
-    def _value_loss(self, values, inputs):
-        self.values.append(values.detach())
-        return super()._value_loss(values, inputs)
-
-    def training_step(self, *args, **kwargs):
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            self.weights.append(weights_of(self.model))
-        return super().training_step(*args, **kwargs)
-
-
-class Ours(Injected, Sampled):
-    pass
-
-
-@functools.cache
-def dataset():
-    """Every other prompt is too hard: all its completions get the same reward."""
-    return image_rows().add_column("hard", [i % 2 == 1 for i in range(8)])
-
-
 def ppo(family=FAMILY, rows=None, trainer_class=Ours, **options):
     return run(trainer_class, family, rows or dataset(), **{"self_check": False, **options})
-
-
-def weights_of(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def halves(weights):
@@ -99,27 +64,7 @@ def identical(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def rough(completion_ids, **kwargs):
-    """No reward for some completions."""
-    rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
-    return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
-
-
 # The slow version
-
-
-def head_weights():
-    generator = torch.Generator().manual_seed(3)
-    return 0.2 * torch.randn(1, 64, generator=generator), torch.tensor([0.3])
-
-
-def critic_of(family, distance=0.03):
-    """A critic that has neither the weights of the policy nor values of 0."""
-    critic = Critic(moved(family, distance)["model"])
-    with torch.no_grad():
-        for own, value in zip(critic.head.parameters(), head_weights(), strict=True):
-            own.copy_(value)
-    return critic
 
 
 def encoded(processor, row, completion):

@@ -8,8 +8,8 @@ import re
 
 import pytest
 import torch
+from helpers.ppo_runs import FAMILY, Ours, critic_of, dataset, rough
 from helpers.trainer_utils import make_trainer, moved, relative_difference, run, text_rows
-from test_ppo import FAMILY, Ours, critic_of, dataset, rough
 from trl import TrlParser
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOConfig

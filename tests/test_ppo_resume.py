@@ -10,10 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.trainer_utils import audio_rows, image_rows, make_trainer, sound, text_rows, with_media
+from helpers.resumed_runs import (
+    EVERYTHING,
+    REPLAY,
+    Recording,
+    answered,
+    answered_audio,
+    checkpoint,
+    few_live,
+    logged,
+    same_weights,
+)
+from helpers.trainer_utils import audio_rows, image_rows, make_trainer
 from peft import LoraConfig
 from safetensors.torch import load_file
-from test_resume import REPLAY, Recording, checkpoint, few_live, logged, same_weights
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
@@ -38,43 +48,7 @@ class WithoutFiniteGradient(RecordingPPO):
         return loss * torch.inf if self.state.global_step in (3, 4, 5) else loss
 
 
-# A generation batch is four prompts, trained on in two epochs of two optimizer steps each; five prompts are a dataset,
-# so that the one that is left out depends on the order. Three supervised rows take two steps, so that they straddle.
-EVERYTHING = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "num_ppo_epochs": 2,
-    "max_steps": 7,
-    "optim": "adamw_torch",
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 2,
-    "value_learning_rate": 2e-2,
-    "value_lr_scheduler_type": "cosine",
-    "value_warmup_steps": 0.3,
-    "freezing_actor_steps": 1,
-    "max_grad_norm": 1.0,
-    "beta": 0.1,
-    "kl_target": 0.05,
-    "kl_horizon": 50,
-    "reward_running_scale": True,
-    "bootstrap_truncated": True,
-    "ema_decay": 0.9,
-    "ptx_coef": 0.5,
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
-
-
-def answered(rows):
-    """Three supervised rows that hold the media of others."""
-    return rows.select(range(3)).add_column("completion", ["It is a cat.", "There are two of them, I think.", "No"])
-
-
-def answered_audio():
-    return with_media(answered(text_rows()), "audio", [sound(0.5 + 0.1 * i, seed=20 + i) for i in range(3)])
 
 
 @dataclass

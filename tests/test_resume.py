@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.resumed_runs import REPLAY, REUSED, STEPS_PER_EPOCH, Recording, checkpoint, few_live, logged, same_weights
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
 from transformers import Trainer
@@ -19,20 +20,6 @@ from transformers import Trainer
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
-
-
-class Recording:
-    """Keeps what each micro-batch was trained on."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.trained_on = []
-
-    def _compute_loss(self, model, inputs):
-        if self.model.training:
-            prompts = [prompt.input_ids.tolist() for prompt in inputs["encoded_prompts"]]
-            self.trained_on.append((prompts, inputs["completion_ids"].tolist()))
-        return super()._compute_loss(model, inputs)
 
 
 class RecordingGRPO(Recording, MultimodalGRPOTrainer):
@@ -51,32 +38,7 @@ class RecordingRLOO(Recording, MultimodalRLOOTrainer):
     pass
 
 
-# A generation batch is four prompts, trained on twice in two optimizer steps each. With five prompts in the dataset an
-# epoch is one generation batch, and the prompt it leaves out depends on the order.
-REUSED = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "num_iterations": 2,
-    "max_steps": 6,
-    "optim": "adamw_torch",
-    "lr_scheduler_type": "linear",
-    "learning_rate": 1e-2,
-    "max_grad_norm": 1.0,
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
-STEPS_PER_EPOCH = 4
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
-REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": True, "dynamic_sampling_max_rounds": 2}
-
-
-def few_live(prompts, trainer_state, **kwargs) -> list[float]:
-    """The same reward for all completions of one of five prompts in the first epoch, of four of five from then on."""
-    step = trainer_state.global_step
-    dead = 1 if step < STEPS_PER_EPOCH else 4
-    numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
-    return [float(i % 2) if (number + step) % 5 >= dead else 1.0 for i, number in enumerate(numbers)]
 
 
 @dataclass
@@ -181,30 +143,12 @@ def straight(tmp_path_factory):
     return run
 
 
-def checkpoint(trainer, step: int) -> str:
-    return f"{trainer.args.output_dir}/checkpoint-{step}"
-
-
 def resume(name: str, straight, step: int, folder: Path):
     """A new trainer that goes on from a step of another."""
     trainer = CASES[name].make(folder, save_strategy="no")
     trainer.train(resume_from_checkpoint=checkpoint(straight, step))
     assert trainer.state.global_step == trainer.args.max_steps
     return trainer
-
-
-def logged(trainer, but: set[str]) -> list[dict]:
-    """The log history without durations, and without the mean over the steps since the trainer started."""
-    durations = ("time", "runtime", "per_second", "train_loss")
-    return [
-        {key: value for key, value in entry.items() if key not in but and not any(d in key for d in durations)}
-        for entry in trainer.state.log_history
-    ]
-
-
-def same_weights(a, b) -> bool:
-    a, b = a.model.state_dict(), b.model.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def rest(trainer, step: int) -> list:

@@ -5,9 +5,8 @@ import functools
 import itertools
 
 import pytest
+from helpers.rloo_runs import InjectedOurs, InjectedTRL
 from helpers.trainer_utils import (
-    Injected,
-    RemembersPacking,
     assert_equal,
     audio_rows,
     image_rows,
@@ -31,21 +30,6 @@ from trl_multimodal_rft import MultimodalRLOOConfig, MultimodalRLOOTrainer
 
 FAMILY = "qwen2_5_vl"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
-
-
-class InjectedIds(Injected):
-    """RLOO takes no log-probabilities beside sampled completions."""
-
-    def _generate_single_turn(self, *args, **kwargs):
-        return super()._generate_single_turn(*args, **kwargs)[0]
-
-
-class InjectedTRL(InjectedIds, RLOOTrainer):
-    pass
-
-
-class InjectedOurs(RemembersPacking, InjectedIds, MultimodalRLOOTrainer):
-    pass
 
 
 # Two updates on one generation batch, each from two of its four micro-batches, and the first of them again

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
+from helpers.encoding import encode_chats
 from helpers.families import SPECIAL, encode
 from helpers.trainer_utils import (
     audio_rows,
@@ -22,7 +23,6 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
-from test_packing import encode_chats
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import (

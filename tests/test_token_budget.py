@@ -2,6 +2,8 @@
 """A micro-batch that is differentiated in parts has the loss and the gradient of the whole."""
 
 import pytest
+from helpers.rloo_runs import InjectedOurs as InjectedRLOO
+from helpers.rloo_runs import InjectedTRL as InjectedTRLRLOO
 from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
@@ -13,8 +15,6 @@ from helpers.trainer_utils import (
     run,
     text_rows,
 )
-from test_rloo import InjectedOurs as InjectedRLOO
-from test_rloo import InjectedTRL as InjectedTRLRLOO
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 

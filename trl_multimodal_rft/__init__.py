@@ -1,40 +1,40 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Reinforcement fine-tuning for models that see and hear, on TRL."""
 
-import importlib
 from typing import TYPE_CHECKING
 
-from .trainers import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
+from .lazy import lazy_names
 
 
 if TYPE_CHECKING:
     from .evaluation import GenerationEvalCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.curves import TrainingCurvesCallback
-
+    from .trainers.grpo_config import MultimodalGRPOConfig
+    from .trainers.grpo_trainer import MultimodalGRPOTrainer
+    from .trainers.ppo_config import MultimodalPPOConfig
+    from .trainers.ppo_trainer import MultimodalPPOTrainer
+    from .trainers.rloo_config import MultimodalRLOOConfig
+    from .trainers.rloo_trainer import MultimodalRLOOTrainer
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for
-_LAZY = {
-    "GenerationEvalCallback": "evaluation",
-    "TrainingCurvesCallback": "reporting.curves",
-    **dict.fromkeys(("ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"), "lightrft"),
-}
-
-
-def __getattr__(name: str):
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "GenerationEvalCallback": "evaluation",
+        "ActorAL": "lightrft",
+        "ActorOmni": "lightrft",
+        "ActorVL": "lightrft",
+        "PPOTrainerAL": "lightrft",
+        "PPOTrainerVL": "lightrft",
+        "ReplayBuffer": "lightrft",
+        "TrainingCurvesCallback": "reporting.curves",
+        "MultimodalGRPOConfig": "trainers.grpo_config",
+        "MultimodalGRPOTrainer": "trainers.grpo_trainer",
+        "MultimodalPPOConfig": "trainers.ppo_config",
+        "MultimodalPPOTrainer": "trainers.ppo_trainer",
+        "MultimodalRLOOConfig": "trainers.rloo_config",
+        "MultimodalRLOOTrainer": "trainers.rloo_trainer",
+    },
+)

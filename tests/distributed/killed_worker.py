@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from helpers.processes import free_port
+from helpers.resumed_runs import EVERYTHING, REPLAY, REUSED, answered_audio, few_live
 from helpers.trainer_utils import audio_rows, make_trainer, saved
 from safetensors.torch import load_file
-from test_ppo_resume import EVERYTHING, answered_audio
-from test_resume import REPLAY, REUSED, few_live
 from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Chats as the package encodes them."""
 
+import torch
 import transformers as hf
 
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -19,3 +20,13 @@ def encode_chats(
                 block["sampling_rate"] = RATE
     rows = rows_to_messages([{"prompt": chat} for chat in chats])
     return [encode_prompt(row["prompt"], processor, model) for row in rows]
+
+
+def assert_same_features(prompt, expected):
+    """A prompt holds what its processor returned."""
+    assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+    for key in expected.keys() - {"input_ids", "attention_mask", "labels"}:
+        got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
+        if "second_per_grid" in key:  # a rate is unknown for frames given as an array
+            continue
+        assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key

@@ -472,7 +472,9 @@ def estimate(args: argparse.Namespace) -> dict:
         result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / each)
         if result["vllm_completions"] < 1:
             result["fits"] = False
-            result["advice"] = "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
+            result["advice"] = (
+                "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
+            )
     return result
 
 
@@ -502,4 +504,6 @@ def run(args: argparse.Namespace) -> None:
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
     usable = f"{USABLE:.0%} of {args.gpu_memory:g} GiB"
-    print(f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}.")
+    print(
+        f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}."
+    )

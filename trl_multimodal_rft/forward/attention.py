@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -130,4 +129,6 @@ def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=Non
         return flash_attn_varlen_func(
             query, key, value, *sequences, softmax_scale=scaling, causal=True, softcap=softcap or 0.0
         )
+    from torch.nn.attention.varlen import varlen_attn  # which takes longer to import than all of this folder
+
     return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), enable_gqa=True)

@@ -1,9 +1,27 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The trainers and their configs."""
 
-from .grpo_config import MultimodalGRPOConfig
-from .grpo_trainer import MultimodalGRPOTrainer
-from .ppo_config import MultimodalPPOConfig
-from .ppo_trainer import MultimodalPPOTrainer
-from .rloo_config import MultimodalRLOOConfig
-from .rloo_trainer import MultimodalRLOOTrainer
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+
+if TYPE_CHECKING:
+    from .grpo_config import MultimodalGRPOConfig
+    from .grpo_trainer import MultimodalGRPOTrainer
+    from .ppo_config import MultimodalPPOConfig
+    from .ppo_trainer import MultimodalPPOTrainer
+    from .rloo_config import MultimodalRLOOConfig
+    from .rloo_trainer import MultimodalRLOOTrainer
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "MultimodalGRPOConfig": "grpo_config",
+        "MultimodalGRPOTrainer": "grpo_trainer",
+        "MultimodalPPOConfig": "ppo_config",
+        "MultimodalPPOTrainer": "ppo_trainer",
+        "MultimodalRLOOConfig": "rloo_config",
+        "MultimodalRLOOTrainer": "rloo_trainer",
+    },
+)

@@ -1,0 +1,218 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What the example scripts share: how they read their arguments, and for their demos, what stands in for the arguments,
+what is measured on held-out rows, and questions that nobody can answer.
+"""
+
+import io
+import json
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Value
+from PIL import Image as PILImage
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
+from trl_multimodal_rft.rewards import accuracy_reward
+
+
+# What the demos have in common
+DEMO_ARGUMENTS = {
+    "per_device_train_batch_size": 768,
+    "num_generations": 16,
+    "max_completion_length": 3,
+    "learning_rate": 1e-3,
+    "entropy_coef": 0.1,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+
+
+# Arguments
+
+
+@dataclass
+class PPOScriptArguments(ScriptArguments):
+    """
+    Script arguments of the PPO examples.
+
+    Args:
+        value_model_name_or_path (`str`, *optional*):
+            Critic: a saved critic, a reward model or a backbone, of the policy's family, on the Hub or in a folder. If
+            `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
+        ptx_dataset_name (`str`, *optional*):
+            Path or name of the dataset for the supervised loss, with `ptx_coef`: columns `prompt` and `completion`, or
+            `messages`, and media columns.
+        ptx_dataset_config (`str`, *optional*):
+            Configuration of that dataset.
+        ptx_dataset_split (`str`, *optional*, defaults to `"train"`):
+            Split of that dataset.
+    """
+
+    value_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Critic: a saved critic, a reward model or a backbone, of the policy's family. By default a copy "
+            "of the policy, or a head on it with `shared_trunk`."
+        },
+    )
+    ptx_dataset_name: str | None = field(
+        default=None, metadata={"help": "Path or name of the dataset for the supervised loss, with `ptx_coef`."}
+    )
+    ptx_dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
+
+
+class DemoParser(TrlParser):
+    """
+    [`~trl.TrlParser`] of a script with a demo, which runs as long as nobody names a model.
+
+    The demo's arguments stand in for the defaults, so that those of a config file and of the command line win over
+    them. To a model by name, whether by `--model_name_or_path x`, by `--model_name_or_path=x` or in a config file,
+    none of them applies.
+
+    Args:
+        dataclass_types (`Sequence[type]`):
+            Dataclasses to parse, [`~trl.ModelConfig`] among them.
+        demo_arguments (`dict`):
+            Names and values of the demo's arguments.
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], demo_arguments: dict[str, object]):
+        super().__init__(dataclass_types)
+        self._demo, self._file = demo_arguments, {}
+
+    def set_defaults_with_config(self, **kwargs) -> list[str]:
+        self._file = kwargs
+        return super().set_defaults_with_config(**kwargs)
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        parsed = super().parse_known_args(args, namespace)
+        if parsed[0].model_name_or_path is None:
+            super().set_defaults_with_config(**{**self._demo, **self._file})
+            parsed = super().parse_known_args(args, namespace)
+        return parsed
+
+
+def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
+    """How a model by name is loaded."""
+    return {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+
+
+# Measurements
+
+
+class HeldOutAccuracy(GenerationEvalCallback):
+    """
+    Measures the accuracy of greedy decoding on held-out rows: before the training, and after each quarter of it.
+
+    Args:
+        trainer ([`MultimodalGRPOTrainer`]):
+            Trainer to which the callback will be attached.
+        dataset ([`~datasets.Dataset`]):
+            Rows with the columns `prompt` and `solution` and their media.
+        name (`str`):
+            What they are, for what is printed.
+        batch_size (`int`, *optional*, defaults to `100`):
+            Rows answered at once on each process.
+    """
+
+    def __init__(self, trainer: MultimodalGRPOTrainer, dataset: Dataset, name: str, batch_size: int = 100):
+        config = EvaluationConfig(max_completion_length=trainer.max_completion_length, batch_size=batch_size)
+        super().__init__(trainer, dataset, accuracy_reward, config, freq=1)
+        self.name = name
+        self.before = evaluate_trainer(trainer, dataset, accuracy_reward, config).metrics["accuracy"]
+        trainer.accelerator.print(f"Accuracy on held-out {name} before training: {self.before:.1%}")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.freq = math.ceil(state.max_steps / 4)
+        if state.global_step == 0:
+            self.trainer.log({"eval_accuracy": self.before})
+
+    def write(self) -> None:
+        """
+        Prints the latest accuracy, and writes `demo_metrics.json` into the output folder.
+
+        Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that
+        name, values at sampling time against returns, over the last quarter of the logged steps; `None` where all
+        returns were equal.
+        """
+        trainer, history = self.trainer, self.trainer.state.log_history
+        after = self.result.metrics["accuracy"]
+        trainer.accelerator.print(f"Accuracy on held-out {self.name} after training: {after:.1%}")
+        metrics = {
+            "accuracy_before": self.before,
+            "accuracy_after": after,
+            "train_seconds": next(logs["train_runtime"] for logs in reversed(history) if "train_runtime" in logs),
+            "updates": trainer.state.global_step,
+        }
+        explained = [logs["explained_variance"] for logs in history if "explained_variance" in logs]
+        if explained:
+            known = [value for value in explained[-math.ceil(len(explained) / 4) :] if value is not None]
+            metrics["explained_variance"] = fmean(known) if known else None
+        if trainer.accelerator.is_main_process:
+            Path(trainer.args.output_dir, "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+# Noise
+
+
+def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
+    """
+    Puts white noise in the place of some recordings or pictures, as long or as large as they are.
+
+    There nothing is left but to guess, so the reward to expect depends on the row, and only who listens or looks knows
+    it.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Split of [`~tasks.spoken_digits`] or of [`~tasks.handwritten_digits`], where each ten rows have ten
+            answers.
+        every (`int`, *optional*, defaults to `4`):
+            The first ten rows of so many times ten become noise, so that each answer is as often lost.
+
+    Returns:
+        [`~datasets.Dataset`]: The dataset with the same columns.
+    """
+    makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
+    (column,) = makers.keys() & set(dataset.column_names)
+    encoded = dataset.cast_column(column, {"bytes": Value("binary"), "path": Value("string")})[column]
+    rng = np.random.default_rng(0)
+    media = [
+        {"bytes": makers[column](medium, rng), "path": None} if row // 10 % every == 0 else medium
+        for row, medium in enumerate(encoded)
+    ]
+    return dataset.remove_columns(column).add_column(column, media).cast_column(column, dataset.features[column])
+
+
+def _noise_like_recording(medium: dict, rng: np.random.Generator) -> bytes:
+    import soundfile
+
+    like, file = soundfile.info(medium["path"]), io.BytesIO()
+    soundfile.write(file, rng.normal(scale=0.1, size=like.frames), like.samplerate, format="WAV")
+    return file.getvalue()
+
+
+def _noise_like_picture(medium: dict, rng: np.random.Generator) -> bytes:
+    like, file = PILImage.open(io.BytesIO(medium["bytes"])), io.BytesIO()
+    pixels = rng.integers(256, size=(like.height, like.width), dtype=np.uint8)
+    PILImage.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()

@@ -1,0 +1,64 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Runs of the PPO trainer that remember their values, and critics that have some."""
+
+import functools
+
+import torch
+
+from helpers.trainer_utils import Injected, Recording, RemembersPacking, image_rows, length_and_sum, moved
+from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.models import Critic
+
+
+FAMILY = "qwen2_5_vl"
+
+
+class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
+    """Remembers what [`Recording`] does, the values of each micro-batch, and the weights before each update."""
+
+    def __init__(self, *args, **kwargs):
+        self.values, self.weights = [], []
+        super().__init__(*args, **kwargs)
+
+    def _value_loss(self, values, inputs):
+        self.values.append(values.detach())
+        return super()._value_loss(values, inputs)
+
+    def training_step(self, *args, **kwargs):
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self.weights.append(weights_of(self.model))
+        return super().training_step(*args, **kwargs)
+
+
+class Ours(Injected, Sampled):
+    pass
+
+
+@functools.cache
+def dataset():
+    """Every other prompt is too hard: all its completions get the same reward."""
+    return image_rows().add_column("hard", [i % 2 == 1 for i in range(8)])
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def rough(completion_ids, **kwargs):
+    """No reward for some completions."""
+    rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
+    return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
+
+
+def head_weights():
+    generator = torch.Generator().manual_seed(3)
+    return 0.2 * torch.randn(1, 64, generator=generator), torch.tensor([0.3])
+
+
+def critic_of(family, distance=0.03):
+    """A critic that has neither the weights of the policy nor values of 0."""
+    critic = Critic(moved(family, distance)["model"])
+    with torch.no_grad():
+        for own, value in zip(critic.head.parameters(), head_weights(), strict=True):
+            own.copy_(value)
+    return critic

@@ -1,0 +1,103 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Runs that are interrupted and go on: their options, and what must be the same."""
+
+import torch
+
+from helpers.trainer_utils import sound, text_rows, with_media
+
+
+class Recording:
+    """Keeps what each micro-batch was trained on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.trained_on = []
+
+    def _compute_loss(self, model, inputs):
+        if self.model.training:
+            prompts = [prompt.input_ids.tolist() for prompt in inputs["encoded_prompts"]]
+            self.trained_on.append((prompts, inputs["completion_ids"].tolist()))
+        return super()._compute_loss(model, inputs)
+
+
+# A generation batch is four prompts, trained on twice in two optimizer steps each. With five prompts in the dataset an
+# epoch is one generation batch, and the prompt it leaves out depends on the order.
+REUSED = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "max_steps": 6,
+    "optim": "adamw_torch",
+    "lr_scheduler_type": "linear",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1.0,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+STEPS_PER_EPOCH = 4
+REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": True, "dynamic_sampling_max_rounds": 2}
+
+
+def few_live(prompts, trainer_state, **kwargs) -> list[float]:
+    """The same reward for all completions of one of five prompts in the first epoch, of four of five from then on."""
+    step = trainer_state.global_step
+    dead = 1 if step < STEPS_PER_EPOCH else 4
+    numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
+    return [float(i % 2) if (number + step) % 5 >= dead else 1.0 for i, number in enumerate(numbers)]
+
+
+def checkpoint(trainer, step: int) -> str:
+    return f"{trainer.args.output_dir}/checkpoint-{step}"
+
+
+def logged(trainer, but: set[str]) -> list[dict]:
+    """The log history without durations, and without the mean over the steps since the trainer started."""
+    durations = ("time", "runtime", "per_second", "train_loss")
+    return [
+        {key: value for key, value in entry.items() if key not in but and not any(d in key for d in durations)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def same_weights(a, b) -> bool:
+    a, b = a.model.state_dict(), b.model.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# A generation batch is four prompts, trained on in two epochs of two optimizer steps each; five prompts are a dataset,
+# so that the one that is left out depends on the order. Three supervised rows take two steps, so that they straddle.
+EVERYTHING = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_ppo_epochs": 2,
+    "max_steps": 7,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "value_learning_rate": 2e-2,
+    "value_lr_scheduler_type": "cosine",
+    "value_warmup_steps": 0.3,
+    "freezing_actor_steps": 1,
+    "max_grad_norm": 1.0,
+    "beta": 0.1,
+    "kl_target": 0.05,
+    "kl_horizon": 50,
+    "reward_running_scale": True,
+    "bootstrap_truncated": True,
+    "ema_decay": 0.9,
+    "ptx_coef": 0.5,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+
+
+def answered(rows):
+    """Three supervised rows that hold the media of others."""
+    return rows.select(range(3)).add_column("completion", ["It is a cat.", "There are two of them, I think.", "No"])
+
+
+def answered_audio():
+    return with_media(answered(text_rows()), "audio", [sound(0.5 + 0.1 * i, seed=20 + i) for i in range(3)])
