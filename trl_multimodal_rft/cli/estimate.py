@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from trl.trainer.utils import add_fused_lm_head
 
+from ..data.columns import MediaError
 from ..forward.attention import install_prefix_attention
 from ..forward.layout import group_by_prompt, split_by_tokens
 from ..forward.masks import sharing_obstacle
@@ -189,10 +191,11 @@ def _is_sharded(args) -> bool:
 
 def _build(args, config, model_class) -> PreTrainedModel:
     dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
-    model = model_class._from_config(config, dtype=dtype)
+    with no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
     model.train()
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing and model.supports_gradient_checkpointing:
         # Numbers for dropout are no matter
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
@@ -461,9 +464,11 @@ def estimate(args: argparse.Namespace) -> dict:
         raise ValueError("`--load_in_4bit` freezes the model; what is trained are adapters: add `--use_peft`.")
     if args.strategy == "single" and args.gpus > 1:
         raise ValueError(f"`--strategy single` is one GPU; for {args.gpus} name another, such as `ddp` or `fsdp2`.")
-    measured = measure(args)
+    measured, note = _measured(args)
     parts = memory(args, measured)
     result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
+    if note:
+        result["note"] = note
     if not result["fits"]:
         result["advice"] = advice(args, measured, parts)
     if parts["vLLM"]:
@@ -474,6 +479,21 @@ def estimate(args: argparse.Namespace) -> dict:
             result["fits"] = False
             result["advice"] = "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
     return result
+
+
+def _measured(args) -> tuple[Measured, str | None]:
+    """What was measured, without media if these need numbers and weren't asked for."""
+    try:
+        return measure(args), None
+    except (AttributeError, RuntimeError, TypeError, MediaError) as error:
+        if args.images is not None or args.audio_seconds is not None:
+            raise ValueError(f"{args.model} doesn't run without numbers: {error}") from error
+        reason = str(error).splitlines()[0]
+    try:
+        text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
+    except RuntimeError as error:
+        raise ValueError(f"{args.model} doesn't run without numbers: {error}") from error
+    return text_only, f"What encoders of media take is not in it, they don't run without numbers: {reason}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -501,5 +521,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
+    if "note" in result:
+        print(result["note"])
     usable = f"{USABLE:.0%} of {args.gpu_memory:g} GiB"
     print(f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}.")
