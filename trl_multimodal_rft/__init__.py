@@ -4,26 +4,27 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from .trainers import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
-
 
 if TYPE_CHECKING:
     from .evaluation import GenerationEvalCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.curves import TrainingCurvesCallback
+    from .trainers import (
+        MultimodalGRPOConfig,
+        MultimodalGRPOTrainer,
+        MultimodalPPOConfig,
+        MultimodalPPOTrainer,
+        MultimodalRLOOConfig,
+        MultimodalRLOOTrainer,
+    )
 
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for
+# Imported when they are asked for: the command's `--help` needs none of them
+_TRAINERS = [f"Multimodal{method}{part}" for method in ("GRPO", "PPO", "RLOO") for part in ("Config", "Trainer")]
 _LAZY = {
+    **dict.fromkeys(_TRAINERS, "trainers"),
     "GenerationEvalCallback": "evaluation",
     "TrainingCurvesCallback": "reporting.curves",
     **dict.fromkeys(("ActorAL", "ActorOmni", "ActorVL", "PPOTrainerAL", "PPOTrainerVL", "ReplayBuffer"), "lightrft"),

@@ -5,6 +5,7 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -197,7 +198,7 @@ def _build(args, config, model_class) -> PreTrainedModel:
     model.train()
     if args.gradient_checkpointing and model.supports_gradient_checkpointing:
         # Numbers for dropout are no matter
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
 
 
@@ -231,7 +232,8 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.use_peft:
         from peft import LoraConfig, get_peft_model
 
-        with mode:
+        # PEFT moves adapters to the dtype of the model, for which torch would swap what can't be swapped
+        with mode, patch.object(torch.utils, "swap_tensors", _take):
             model = get_peft_model(base, LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules=names))
             for parameter in model.parameters():
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
@@ -265,6 +267,10 @@ def measure(args: argparse.Namespace) -> Measured:
         parts=len(parts),
         operations=scale * (update + again * forward),
     )
+
+
+def _take(parameter: torch.Tensor, moved: torch.Tensor) -> None:
+    parameter.data = moved
 
 
 def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
@@ -477,7 +483,9 @@ def estimate(args: argparse.Namespace) -> dict:
         result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / each)
         if result["vllm_completions"] < 1:
             result["fits"] = False
-            result["advice"] = "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
+            result["advice"] = (
+                "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
+            )
     return result
 
 
@@ -524,4 +532,6 @@ def run(args: argparse.Namespace) -> None:
     if "note" in result:
         print(result["note"])
     usable = f"{USABLE:.0%} of {args.gpu_memory:g} GiB"
-    print(f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}.")
+    print(
+        f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}."
+    )
