@@ -5,11 +5,13 @@ import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 
+MIB = 2**20
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -27,3 +29,20 @@ def hardware(device: str | None = None) -> dict:
 def versions(*packages: str) -> dict[str, str]:
     """Of Python and of packages."""
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """
+    A table.
+
+    Args:
+        header (`Sequence[str]`):
+            Titles of the columns.
+        rows (`Sequence[Sequence[str]]`):
+            The cells.
+
+    Returns:
+        `str`: The table in Markdown.
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -14,27 +14,99 @@ seeded completions of 20 to 64 tokens. Measured are
 - **peak**: the most that an update has alive at once, beside weights and gradients,
 - **time**: CPU time of the update, the minimum of some repetitions, which take turns,
 
-and the gradients are compared. Every tensor counts that lives (`memory_model.LiveBytes`), each storage once. The LM
-head takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they would hide the
-rest.
+and the gradients are compared. Every tensor counts that lives (`trl_multimodal_rft.cli.fake_run.Watch`), each storage
+once. The LM head takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they would
+hide the rest.
 """
 
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import policy_update
 import torch
+import trl.trainer.utils
 from datasets import concatenate_datasets
-from measuring import hardware, versions
-from memory_model import MIB, WatchedGRPO, markdown, small_tile
+from measuring import MIB, hardware, markdown, versions
 
-from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.cli.fake_run import Watch
 
 
 # Pixels; 28 x 28 make a token
 IMAGES = ((784, 392), (280, 140), (560, 280), (392, 280))
+
+
+class Watched(MultimodalGRPOTrainer):
+    """
+    A trainer that gets completions of 20 to 64 tokens instead of sampling them, and remembers each micro-batch.
+
+    `watch` says what is watched, `"memory"` or `"time"`, since watching takes time. `moments` are the results: the `batch`, the
+    bytes of activations `held` where a backward pass starts and at the `peak`, and the `seconds` of CPU time.
+    """
+
+    watch = "memory"
+
+    def __init__(self, *args, **kwargs):
+        self.moments: list[SimpleNamespace] = []
+        super().__init__(*args, **kwargs)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        rng = np.random.default_rng(0)
+        lengths = rng.integers(policy_update.SHORTEST, policy_update.LONGEST + 1, len(prompt_ids))
+        return [rng.integers(50, 200, length).tolist() for length in lengths], None
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        self._live = Watch()
+        self._held, self._start = 0, time.process_time()
+        if self.watch == "memory":
+            self._watching.enter_context(self._live)
+        self._batch = inputs
+        return inputs
+
+    def training_step(self, *args, **kwargs):
+        backward = self.accelerator.backward
+
+        def watched(*inputs, **options):
+            self._held = max(self._held, self._live.now)
+            return backward(*inputs, **options)
+
+        self.accelerator.backward = watched
+        try:
+            with ExitStack() as self._watching:
+                loss = super().training_step(*args, **kwargs)
+                seconds = time.process_time() - self._start
+        finally:
+            self.accelerator.backward = backward
+        self.moments.append(
+            SimpleNamespace(
+                batch=self._batch,
+                held=self._held,
+                peak=self._live.peak,
+                seconds=seconds,
+            )
+        )
+        return loss
+
+
+@contextmanager
+def small_tile():
+    """
+    Within the context, TRL's LM head takes 512 columns of logits at once. Its 32768 are allocated be they there or not, and
+    would be most of a tiny model's memory.
+    """
+    before = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = 512
+    try:
+        yield
+    finally:
+        trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = before
 
 
 class Contestant:
@@ -70,7 +142,7 @@ class Contestant:
         model = policy_update.build_model(policy_update.PRESETS[args.preset], processor, "cpu", args.seed)
         if args.checkpointing:
             model.activation_checkpointing_enable()
-        self.trainer = WatchedGRPO(model, policy_update.reward, config, rows, processing_class=processor)
+        self.trainer = Watched(model, policy_update.reward, config, rows, processing_class=processor)
         self.trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
         model.train()
 
@@ -86,7 +158,7 @@ class Contestant:
             `dict`: What was measured.
         """
         self.trainer.model.zero_grad(set_to_none=False)
-        self.trainer.watch = (watch,)
+        self.trainer.watch = watch
         rows = next(iter(self.trainer.get_train_dataloader()))
         self.trainer.training_step(self.trainer.model, rows, None)
         moment = self.trainer.moments[-1]

@@ -5,13 +5,16 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from trl.trainer.utils import add_fused_lm_head
 
+from ..data.columns import MediaError
 from ..forward.attention import install_prefix_attention
 from ..forward.layout import group_by_prompt, split_by_tokens
 from ..forward.masks import sharing_obstacle
@@ -189,12 +192,13 @@ def _is_sharded(args) -> bool:
 
 def _build(args, config, model_class) -> PreTrainedModel:
     dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
-    model = model_class._from_config(config, dtype=dtype)
+    with no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
     model.train()
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing and model.supports_gradient_checkpointing:
         # Numbers for dropout are no matter
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
 
 
@@ -228,7 +232,8 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.use_peft:
         from peft import LoraConfig, get_peft_model
 
-        with mode:
+        # PEFT moves adapters to the dtype of the model, for which torch would swap what can't be swapped
+        with mode, patch.object(torch.utils, "swap_tensors", _take):
             model = get_peft_model(base, LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules=names))
             for parameter in model.parameters():
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
@@ -262,6 +267,10 @@ def measure(args: argparse.Namespace) -> Measured:
         parts=len(parts),
         operations=scale * (update + again * forward),
     )
+
+
+def _take(parameter: torch.Tensor, moved: torch.Tensor) -> None:
+    parameter.data = moved
 
 
 def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
@@ -461,9 +470,11 @@ def estimate(args: argparse.Namespace) -> dict:
         raise ValueError("`--load_in_4bit` freezes the model; what is trained are adapters: add `--use_peft`.")
     if args.strategy == "single" and args.gpus > 1:
         raise ValueError(f"`--strategy single` is one GPU; for {args.gpus} name another, such as `ddp` or `fsdp2`.")
-    measured = measure(args)
+    measured, note = _measured(args)
     parts = memory(args, measured)
     result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
+    if note:
+        result["note"] = note
     if not result["fits"]:
         result["advice"] = advice(args, measured, parts)
     if parts["vLLM"]:
@@ -476,6 +487,21 @@ def estimate(args: argparse.Namespace) -> dict:
                 "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
             )
     return result
+
+
+def _measured(args) -> tuple[Measured, str | None]:
+    """What was measured, without media if these need numbers and weren't asked for."""
+    try:
+        return measure(args), None
+    except (AttributeError, RuntimeError, TypeError, MediaError) as error:
+        if args.images is not None or args.audio_seconds is not None:
+            raise ValueError(f"{args.model} doesn't run without numbers: {error}") from error
+        reason = str(error).splitlines()[0]
+    try:
+        text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
+    except RuntimeError as error:
+        raise ValueError(f"{args.model} doesn't run without numbers: {error}") from error
+    return text_only, f"What encoders of media take is not in it, they don't run without numbers: {reason}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -503,6 +529,8 @@ def run(args: argparse.Namespace) -> None:
     )
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
+    if "note" in result:
+        print(result["note"])
     usable = f"{USABLE:.0%} of {args.gpu_memory:g} GiB"
     print(
         f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}."

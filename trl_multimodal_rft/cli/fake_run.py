@@ -39,11 +39,13 @@ class FakeFloats(TorchDispatchMode):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
                 return func(*args, **kwargs)
-        if not tensors:
+        if not tensors and func is not _ATEN.linspace.default:  # by which models read rates off
             with self.fake:  # what is made is large only if it is floating-point
                 made = func(*args, **kwargs)
             if _is_hidden(made):
                 return made
+        if not tensors or any(_is_hidden(tensor) for tensor in tensors):  # of pixels, numbers stay known
+            return func(*args, **kwargs)
         return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
 
     def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,11 +53,14 @@ class FakeFloats(TorchDispatchMode):
 
     @staticmethod
     def _without_masks(indices):
-        """Where a mask is known, so is how many it picks."""
+        """Where a mask is known, so is how many it picks; one that isn't is taken to pick all."""
         known = []
         for index in indices:
-            is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-            known += index.nonzero().unbind(1) if is_mask else [index]
+            if index is not None and index.dtype == torch.bool:
+                mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
+                known += mask.nonzero().unbind(1)
+            else:
+                known.append(index)
         return known
 
 

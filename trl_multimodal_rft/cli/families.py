@@ -39,6 +39,8 @@ def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     }
     known = {model_type for family in FAMILIES for model_type in family.model_types}
+    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # where some models that hear are registered
+    classes.update({model_type: others[model_type] for model_type in known & others.keys() - classes.keys()})
     found = []
     for model_type in sorted(known if only_known else known | classes.keys()):
         family = family_of(model_type)

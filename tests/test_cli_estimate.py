@@ -1,0 +1,210 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What `trl-multimodal-rft estimate` says is what a run takes."""
+
+import argparse
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import save
+from helpers.trainer_utils import image_rows, load
+from transformers import TrainerCallback
+from trl.trainer import utils as trl_utils
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.cli import estimate, main
+from trl_multimodal_rft.cli.estimate import Measured, memory
+from trl_multimodal_rft.cli.fake_run import Watch
+
+
+CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
+# Parameters of the published models, https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct and so on
+PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336}
+TINY = ["--images", "1", "--image_size", "56", "--prompt_tokens", "60", "--completion_tokens", "24"]
+TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    estimate.add_arguments(parser)
+    return parser.parse_args([str(each) for each in argv])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+@pytest.fixture
+def small_tile(monkeypatch):
+    """TRL's LM head takes 512 columns at once, not 32768 be they there or not, which would be most of a tiny model's memory."""
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_sizes(size):
+    config, model_class = estimate.read_config(str(CONFIGS / f"qwen2_5_vl_{size}.json"))
+    with torch.device("meta"):
+        model = model_class(config)
+        model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[size]
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize("checkpointing", ["--no-gradient_checkpointing", "--gradient_checkpointing"])
+def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
+    """The same micro-batch with numbers, on the CPU."""
+    args = parse("--model", folder, "--device", "cpu", "--no-bf16", "--packing", packing, checkpointing, *TINY)
+    said = estimate.measure(args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "FakeFloats", nullcontext)
+        measured = estimate.measure(args)
+    assert said.trained == measured.trained and said.parts == measured.parts == 1
+    assert said.held == pytest.approx(measured.held, rel=0.03)
+    assert said.peak == pytest.approx(measured.peak, rel=0.05)
+    assert said.operations == pytest.approx(measured.operations, rel=0.01)
+
+
+def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path):
+    args = parse("--model", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY)
+    parts = memory(args, estimate.measure(args))
+    model, processor = load("qwen2_5_vl")
+    seen = {}
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            seen["gradients"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+    config = MultimodalGRPOConfig(
+        output_dir=tmp_path,
+        max_steps=1,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        self_check=False,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+    )
+
+    def by_length(completion_ids, **kwargs):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    trainer = MultimodalGRPOTrainer(
+        model, by_length, config, image_rows(4), processing_class=processor, callbacks=[Gradients()]
+    )
+    trainer.train()
+    state = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert parts["weights"] == sum(p.nbytes for p in model.parameters())
+    assert parts["gradients"] == seen["gradients"]
+    assert parts["optimizer"] == sum(value.nbytes for value in state)
+
+
+def test_watch():
+    outside = torch.ones(1000)
+    with Watch([outside]) as live:
+        made = outside + 1
+        view = made.view(10, 100)
+        made *= 2
+        assert live.now == 4000
+        del made
+        assert live.now == 4000 and view.sum() == 4000
+        del view
+        assert live.now == 0 and live.peak >= 4000
+        weight = torch.ones(1000, requires_grad=True)
+        saved = weight.sigmoid().sigmoid().sum()  # both outputs are kept
+        assert live.now == 3 * 4000 + 4
+        saved.backward()
+        assert torch.ones(3, 4) @ torch.ones(4, 5) is not None
+    assert live.operations == 2 * 3 * 4 * 5
+
+
+def numbers(**changes):
+    fields = dict.fromkeys(Measured.__dataclass_fields__, 0)
+    return Measured(**{**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bytes_per_parameter"),
+    [
+        ("ddp", 16),
+        ("zero1", 2 + 2 + 12 / 8),
+        ("zero2", 2 + 2 / 8 + 12 / 8),
+        ("zero3", 16 / 8),
+        ("fsdp2", 16 / 8),
+    ],
+)
+def test_strategies(strategy, bytes_per_parameter):
+    parts = memory(parse("--model", "m", "--strategy", strategy, "--gpus", 8), numbers(peak=5))
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == bytes_per_parameter * 8_000
+    assert parts["update"] >= bytes_per_parameter * 8_000 + 5
+
+
+def test_reference_critic_and_adapters():
+    both = memory(parse("--model", "m", "--beta", 0.1, "--trainer", "ppo"), numbers(critic=7_000))
+    assert both["reference"] == 4 * 8_000 and both["critic"] == 16 * 7_000
+    adapted = parse("--model", "m", "--beta", 0.1, "--use_peft", "--load_in_4bit", "--dtype", "bfloat16")
+    parts = memory(adapted, numbers(trained=100, frozen=8_000, in_4_bits=8_000))
+    assert parts["reference"] == 0 and parts["gradients"] == 200
+    assert parts["weights"] == pytest.approx(200 + 0.52 * 8_000, rel=0.01)
+
+
+def test_vllm():
+    shared = memory(parse("--model", "m", "--use_vllm", "--gpu_memory", 10), numbers())
+    assert shared["vLLM"] == 3 * 2**30 < shared["update"]
+    asleep = memory(parse("--model", "m", "--use_vllm", "--vllm_enable_sleep_mode"), numbers())
+    assert asleep["update"] < asleep["vLLM"] < asleep["generation"]
+    assert memory(parse("--model", "m", "--use_vllm", "--vllm_mode", "server"), numbers())["vLLM"] == 0
+
+
+def test_budget_and_batch(folder):
+    many = [*TINY, "--per_device_train_batch_size", "8", "--no-bf16"]
+    whole = estimate.measure(parse("--model", folder, *many))
+    budget = estimate.measure(parse("--model", folder, *many, "--max_tokens_per_microbatch", 160))
+    assert (whole.parts, budget.parts, budget.tokens) == (1, 2, 60 + 4 * 24)
+    assert budget.held < 0.6 * whole.held and budget.operations > 1.2 * whole.operations
+
+
+@pytest.mark.parametrize(
+    "options", [["--use_peft"], ["--trainer", "ppo"], ["--trainer", "ppo", "--shared_trunk"], ["--strategy", "fsdp2"]]
+)
+def test_says_whether_it_fits(folder, capsys, options):
+    main(["estimate", "--model", str(folder), *TINY, *options])
+    output = capsys.readouterr().out
+    assert "Fits into 90% of 80 GiB." in output and "peak" in output and "What encoders" not in output
+
+
+def test_says_what_to_change(folder, capsys):
+    main(["estimate", "--model", str(folder), *TINY, "--gpu_memory", "0.001", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert not result["fits"] and result["advice"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "gemma3", "qwen3_5", "internvl", "glm4v"])
+def test_other_families(family, tmp_path, capsys):
+    seconds = ["--audio_seconds", "1"] if family == "qwen2_audio" else ["--image_size", "56"]
+    main(["estimate", "--model", str(save(family, tmp_path)), "--prompt_tokens", "60", *seconds])
+    assert "What encoders" not in capsys.readouterr().out
+
+
+def test_config_alone_counts_encoders(folder):
+    """A file with a config has no processor; the tower runs on patches of the shape that the config names."""
+    config = ["--model", folder / "config.json", *TINY]
+    with_image, without = (estimate.measure(parse(*config, "--images", n)).held for n in (1, 0))
+    assert with_image > without
+
+
+def test_errors(folder, capsys):
+    for options, message in (
+        (["--model", "no/such-model"], "'no/such-model' is no folder or file"),
+        (["--model", str(folder), "--load_in_4bit"], "add `--use_peft`"),
+        (["--model", str(folder), "--gpus", "2"], "is one GPU"),
+        (["--model", str(folder), "--audio_seconds", "3"], "alone"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            main(["estimate", *options])
+        assert exit.value.code == 1 and message in capsys.readouterr().err
