@@ -15,9 +15,7 @@ from transformers.utils import ModelOutput
 from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entropy
 
 from ..algorithms.completions import mask_completions
-from ..data.columns import MediaError
 from ..encoding.prompts import all_placeholder_ids
-from ..families import TOKEN_FIELDS
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores
@@ -25,8 +23,8 @@ from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.towers import find_tower
 from .actor_loading import add_lora, cast_parameters, load_model
-from .bare_inputs import bare_inputs, bare_prompt
-from .bare_media import modality_of, split_media
+from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
+from .bare_media import modality_of
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for
@@ -230,7 +228,7 @@ class Actor(nn.Module):
             )
         length = sequences.size(1)
         if num_actions is not None:
-            _check_num_actions(num_actions, length)
+            check_num_actions(num_actions, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         inputs = self._inputs(sequences, media, num_actions or 0)
@@ -267,34 +265,8 @@ class Actor(nn.Module):
     def _forward_packed(self, sequences, num_actions, lengths, media, return_output):
         if not self.packing_samples:
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-        lengths = list(map(int, lengths))
-        if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
-            raise ValueError(
-                f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
-            )
-        if num_actions is None:
-            raise ValueError("Packed sequences need `num_actions`, one number for each sample.")
-        actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
-        if len(actions) != len(lengths):
-            raise ValueError(f"There are {len(actions)} `num_actions` for {len(lengths)} packed samples.")
-        for index, (n, length) in enumerate(zip(actions, lengths, strict=True)):
-            _check_num_actions(n, length, f" of sample {index}")
-        rows = sequences[0].split(lengths)
-        model, device = self.base_model, sequences.device
-        placeholders = torch.tensor(_placeholders(model), dtype=sequences.dtype, device=device)
-        for index, (row, n) in enumerate(zip(rows, actions, strict=True)):
-            if torch.isin(row[len(row) - n :], placeholders).any():
-                raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
-        fields = {name: media.pop(name)[0].split(lengths) for name in TOKEN_FIELDS if name in media}
-        prompts = []
-        for index, part in enumerate(split_media(model, rows, media)):
-            stop = lengths[index] - actions[index]
-            own = {name: values[index][:stop] for name, values in fields.items()}
-            prompts.append(bare_prompt(model, rows[index][:stop], part, own))
-        width = max(max(actions), 1)
-        completion_ids = sequences.new_zeros(len(rows), width)
-        mask = torch.arange(width, device=device) < torch.tensor(actions, device=device)[:, None]
-        completion_ids[mask] = torch.cat([row[len(row) - n :] for row, n in zip(rows, actions, strict=True)])
+        model = self.base_model
+        prompts, completion_ids, mask = packed_prompts(model, sequences, num_actions, lengths, media)
         scores = completion_scores(
             self.model, model, prompts, completion_ids, mask.long(), output_router_logits=self._has_router
         )
@@ -521,11 +493,3 @@ class Actor(nn.Module):
 
 def _placeholders(model: PreTrainedModel) -> list[int]:
     return sorted(all_placeholder_ids(model, model))
-
-
-def _check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
-    if not 0 <= num_actions < length:
-        raise ValueError(
-            f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: the first token has no token "
-            "before it that could predict it."
-        )

@@ -47,15 +47,7 @@ def load_model(
     Args:
         path (`str` or `Path`):
             Name or path.
-        model_class (`type`, *optional*):
-            See there.
-        use_flash_attention_2 (`bool`):
-            See there.
-        bf16 (`bool`):
-            See there.
-        load_in_4bit (`bool`):
-            See there.
-        device_map (`dict`, *optional*):
+        model_class, use_flash_attention_2, bf16, load_in_4bit, device_map:
             See there.
 
     Returns:

@@ -79,14 +79,10 @@ class PPOTrainerVL:
             KL divergence.
         ema_model ([`~lightrft.ActorVL`], *optional*):
             A copy of the policy, which gets the moving average of the weights when [`fit`] ends. `None` keeps no average.
-        actor_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizer of the policy; `None` makes one as `strategy` says.
-        critic_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizer of the critic, of the same class. Both become one.
-        actor_scheduler (`LambdaLR`, *optional*):
-            Schedule of `actor_optim`; `None` makes one as `strategy` says. While the policy is frozen it waits.
-        critic_scheduler (`LambdaLR`, *optional*):
-            Schedule of `critic_optim`.
+        actor_optim, critic_optim (`torch.optim.Optimizer`, *optional*):
+            Optimizers of policy and critic, of the same class, which become one; `None` makes one as `strategy` says.
+        actor_scheduler, critic_scheduler (`LambdaLR`, *optional*):
+            Their schedules, likewise. While the policy is frozen its schedule waits.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average.
         init_kl_coef (`float`, *optional*, defaults to `0.001`):
@@ -124,14 +120,8 @@ class PPOTrainerVL:
             media is an error.
         dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
             Whether what an update needs is pinned on its way from the CPU to a GPU.
-        remote_rm_url (`str` or `list[str]`, *optional*):
-            Reward servers, see [`~lightrft.experience_maker.NaiveExperienceMaker`].
-        reward_fn (`Callable`, *optional*):
-            Combines rewards, or is one, see there.
-        reward_fn_label_map (`dict`, *optional*):
-            Names of the sources of reward, see there.
-        reward_recipe (`dict`, *optional*):
-            Which sources count for which label, see there.
+        remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe (*optional*):
+            Sources of reward and what makes one of several, see [`~lightrft.experience_maker.NaiveExperienceMaker`].
         save_hf_ckpt (`bool`, *optional*, defaults to `False`):
             Whether to write the models beside each checkpoint, in a folder `hf-checkpoint-...` that `save_total_limit`
             leaves alone.

@@ -24,16 +24,10 @@ class RewardSources:
     Rewards of samples, as [`NaiveExperienceMaker`] takes them.
 
     Args:
-        reward_model (`torch.nn.Module` or `list`, *optional*):
+        reward_model, remote_rm_url, reward_fn (*optional*):
             See there.
-        remote_rm_url (`str` or `list[str]`, *optional*):
-            See there.
-        reward_fn (`Callable`, *optional*):
-            See there.
-        label_map (`dict[str, int]`, *optional*):
-            See `reward_fn_label_map` there.
-        recipe (`dict`, *optional*):
-            See `reward_recipe` there.
+        label_map, recipe (*optional*):
+            See `reward_fn_label_map` and `reward_recipe` there.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
 
