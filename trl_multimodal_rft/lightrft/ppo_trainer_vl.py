@@ -3,6 +3,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,7 @@ from .experience import Experience
 from .experience_config import ExperienceConfig, check_options
 from .experience_maker import NaiveExperienceMaker
 from .experience_trainer import ExperienceTrainer
-from .ppo_options import (
-    OF_SAMPLING,
-    WHOLE_WEIGHTS,
-    changed,
-    check_average,
-    check_strategy,
-    joined_optimizers,
-)
+from .ppo_options import OF_SAMPLING, WHOLE_WEIGHTS, changed, check_average, check_strategy, joined_optimizers
 from .prompt_batches import check_rollout, rows_of
 from .replay_buffer import ReplayBuffer
 from .rollout_metrics import mean, of_all_processes, rollout_logs, std
@@ -588,7 +582,8 @@ class PPOTrainerVL:
             return chosen == strategy and (before is None or state.global_step // interval > before // interval)
 
         if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and before == 0):
-            trainer.log({_logged_name(name): mean(values) for name, values in trainer.pending_logs.items()})
+            means = {name: mean(values) for name, values in trainer.pending_logs.items()}
+            trainer.log({re.sub("^rollout_", "rollout/", name): value for name, value in means.items()})
             trainer.pending_logs.clear()
         if is_due(args.eval_strategy, state.eval_steps):
             if self.eval_dataloader is None:
@@ -604,7 +599,3 @@ class PPOTrainerVL:
                 folder = f"hf-{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
                 trainer.save_model(str(Path(trainer.args.output_dir, folder)), _internal_call=True)
             trainer.control = handler.on_save(trainer.args, state, trainer.control)
-
-
-def _logged_name(name: str) -> str:
-    return f"rollout/{name.removeprefix('rollout_')}" if name.startswith("rollout_") else name
