@@ -54,8 +54,8 @@ ACTIONS = "action_log_probs, base_action_log_probs, values, returns, advantages,
 PPO = """strategy, actor, critic, reward_model, initial_model, ema_model, actor_optim, critic_optim, actor_scheduler,
     critic_scheduler, ema_beta=0.992, init_kl_coef=0.001, kl_target=None, kl_horizon=10000, ptx_coef=0,
     micro_train_batch_size=8, buffer_limit=0, buffer_cpu_offload=True, eps_clip=0.2, value_clip=0.2,
-    micro_rollout_batch_size=8, gradient_checkpointing=False, max_epochs=1, max_norm=1.0, tokenizer=None, processor=None,
-    prompt_max_len=128, dataloader_pin_memory=True, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
+    micro_rollout_batch_size=8, gradient_checkpointing=False, max_epochs=1, max_norm=1.0, tokenizer=None,
+    processor=None, prompt_max_len=128, dataloader_pin_memory=True, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
     reward_recipe=None, save_hf_ckpt=False, disable_ds_ckpt=False, **generate_kwargs"""
 PPO_METHODS = {
     "fit": """args, prompts_dataloader, pretrain_dataloader, eval_dataloader=None, consumed_samples=0,
@@ -166,8 +166,8 @@ TENSORS = ["action_log_probs", "base_action_log_probs", "values", "returns", "ad
 KNOWN = [*TENSORS, "attention_mask", "action_mask", "info"]
 IMAGES = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
 SOUND = ["audio_values", "audio_attention_mask"]
-SAMPLED = """sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts labels
-    pad_len encoded_prompts truncated rows"""
+SAMPLED = """sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts
+    labels pad_len encoded_prompts truncated rows"""
 FIELDS = {Samples: SAMPLED.split()}
 for kinds, media in (("", []), ("VL", IMAGES), ("AL", SOUND), ("Omni", [*IMAGES, *SOUND])):
     extra, counts = (["extra_media"], ["media_rows"]) if media else ([], [])

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)  # accelerate's needs its state, which an a
 # What forwards take beside media: the actor's own business
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "labels"}
 
-# What callers may pass whatever the family: it says nothing without pixels, so families that don't take it don't miss it
+# What callers may pass whatever the family: it says nothing without pixels, so families that don't take it don't miss
+# it
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
@@ -127,7 +128,8 @@ class Actor(nn.Module):
             given = [name for name, value in loading.items() if value]
             if given:
                 raise ValueError(
-                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that way."
+                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that "
+                    "way."
                 )
             model = pretrain_or_model
             if lora_rank > 0 and model is not self._base(model):
@@ -206,9 +208,9 @@ class Actor(nn.Module):
                 Media and per-token fields by the names of the model's forward; `None` is left out.
 
         Returns:
-            `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape `(B, A)`
-            or, packed, `(1, sum of A)`; and the output, which holds `action_entropy` of the same shape if the actor has
-            a `high_entropy_token_ratio`.
+            `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape
+            `(B, A)` or, packed, `(1, sum of A)`; and the output, which holds `action_entropy` of the same shape if the
+            actor has a `high_entropy_token_ratio`.
 
         Raises:
             [`MediaError`]: If placeholders and media don't agree.
@@ -325,7 +327,8 @@ class Actor(nn.Module):
 
         Raises:
             [`MediaError`]: If placeholders and media don't agree.
-            `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with audio.
+            `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with
+            audio.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -368,8 +371,8 @@ class Actor(nn.Module):
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they make
-        another policy than the one whose log-probabilities are computed.
+        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they
+        make another policy than the one whose log-probabilities are computed.
 
         Args:
             options (`dict`):
@@ -382,8 +385,8 @@ class Actor(nn.Module):
         own = {name: value if options[name] is None else options[name] for name, value in own.items()}
         if own["temperature"] != self.temperature:
             logger.warning(
-                f"Sampling at temperature {own['temperature']}, but log-probabilities are those at {self.temperature}; "
-                f"make the actor with `temperature={own['temperature']}`."
+                f"Sampling at temperature {own['temperature']}, but log-probabilities are those at "
+                f"{self.temperature}; make the actor with `temperature={own['temperature']}`."
             )
         if own["top_p"] < 1.0 or own["top_k"] > 0:
             logger.warning(
@@ -468,13 +471,14 @@ class Actor(nn.Module):
         """
         if self.temperature != args.temperature:
             raise ValueError(
-                f"The actor was made for temperature {self.temperature}, but `temperature` is {args.temperature}; make them "
-                "equal."
+                f"The actor was made for temperature {self.temperature}, but `temperature` is {args.temperature}; "
+                "make them equal."
             )
         ratio = self.high_entropy_token_ratio
         if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
             raise ValueError(
-                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the same."
+                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the "
+                "same."
             )
         return self.model
 

@@ -114,7 +114,8 @@ def add_lora(
     from peft.utils.error import NoMatchingPeftModuleError
 
     if target_modules in (None, "all-linear"):
-        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of Qwen3-Omni
+        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of
+        # Qwen3-Omni
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]

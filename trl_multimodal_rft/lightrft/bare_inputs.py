@@ -17,7 +17,8 @@ def bare_inputs(
     model: PreTrainedModel, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int
 ) -> dict[str, torch.Tensor]:
     """
-    Checks media against the ids and adds the per-token fields that the model needs. Positions are the model's own business.
+    Checks media against the ids and adds the per-token fields that the model needs. Positions are the model's own
+    business.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):

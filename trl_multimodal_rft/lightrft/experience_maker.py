@@ -45,8 +45,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         actor ([`Actor`]):
             Policy.
         critic (`torch.nn.Module`, *optional*):
-            Value model, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns the value of
-            the state before each action, shape `(B, A)`. Needed by `"gae"`.
+            Value model, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns the value
+            of the state before each action, shape `(B, A)`. Needed by `"gae"`.
         reward_model (`torch.nn.Module` or `list`, *optional*):
             Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return `(B,)`.
         initial_model ([`Actor`], *optional*):
@@ -60,8 +60,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         strategy ([`ExperienceConfig`]):
             How experience is made.
         remote_rm_url (`str` or `list[str]`, *optional*):
-            URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is loaded
-            and run.
+            URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
+            loaded and run.
         reward_fn (`Callable`, *optional*):
             With other sources of reward, a function that combines them, which are added up by default: it takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns `(B,)`, or
@@ -106,8 +106,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
         if initial_model is not None and initial_model.temperature != actor.temperature:
             raise ValueError(
-                f"The reference is an actor for temperature {initial_model.temperature}, the policy for {actor.temperature}, so "
-                "that their KL divergence would mean nothing; make them equal."
+                f"The reference is an actor for temperature {initial_model.temperature}, the policy for "
+                f"{actor.temperature}, so that their KL divergence would mean nothing; make them equal."
             )
         needs_critic = strategy.advantage_estimator == "gae"
         if needs_critic != (critic is not None):
@@ -157,8 +157,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         for index, tokens in enumerate(ids):
             if media.intersection(tokens[: max(len(tokens) - max_length, 0)]):
                 raise ValueError(
-                    f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders for "
-                    "media; raise `prompt_max_len` or leave it out."
+                    f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders "
+                    "for media; raise `prompt_max_len` or leave it out."
                 )
         ids = [tokens[-max_length:] for tokens in ids]
         if not padding:
@@ -182,14 +182,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
             all_prompts (`str` or `list`):
                 Text, messages, or rows with a `prompt`, media columns and others, see [`generate_samples`].
             generate_kwargs:
-                Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"` and
-                `"reinforce"`.
+                Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
+                and `"reinforce"`.
 
         Returns:
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
 
         Raises:
-            `ValueError`: If an option isn't known, if there is a penalty for length but no `max_new_tokens`, or if a prompt
+            `ValueError`: If an option isn't known, if there is a penalty for length but no `max_new_tokens`, or if a
+            prompt
                 or a reward is not as it should be.
         """
         gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
@@ -206,12 +207,13 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def generate_samples(self, all_prompts: str | list, **generate_kwargs) -> list[Samples]:
         """
-        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded and prefilled once.
+        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded and prefilled
+        once.
 
         Args:
             all_prompts (`str` or `list`):
-                Each prompt is text with its template applied, or messages, or a row: a dictionary with a `prompt` (text or
-                messages), media columns as in the trainers' datasets, and columns for reward functions.
+                Each prompt is text with its template applied, or messages, or a row: a dictionary with a `prompt`
+                (text or messages), media columns as in the trainers' datasets, and columns for reward functions.
             generate_kwargs:
                 Options of generation, such as `max_new_tokens`; sampling from the whole policy by default.
 
@@ -250,8 +252,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             for index, tokens in enumerate(self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]):
                 if self._placeholder_ids.intersection(tokens):
                     raise ValueError(
-                        f"Prompt {index} is text with placeholders for media, but there are none; pass messages, or a row "
-                        "with the media in columns."
+                        f"Prompt {index} is text with placeholders for media, but there are none; pass messages, or a "
+                        "row with the media in columns."
                     )
                 encoded.append(bare_prompt(model, torch.tensor(tokens), {}))
             return encoded
@@ -266,8 +268,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             )
             if len(sample) > self.prompt_max_len:
                 raise ValueError(
-                    f"Prompt {index} has {len(sample)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), and "
-                    "messages aren't cut; raise it or leave the prompt out."
+                    f"Prompt {index} has {len(sample)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), "
+                    "and messages aren't cut; raise it or leave the prompt out."
                 )
             encoded.append(sample)
         return encoded
@@ -335,9 +337,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 What was sampled. Without `encoded_prompts`, the sequences are text.
 
         Returns:
-            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a completion),
-            `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the number, and
-            metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
+            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a
+            completion), `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the
+            number, and metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
         mask = samples.action_mask
         with self._autocast():

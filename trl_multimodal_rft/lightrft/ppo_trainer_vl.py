@@ -50,18 +50,19 @@ class PPOTrainerVL:
     """
     PPO of models that see, in the steps of the reference system: make experience, put it into a buffer, train on it.
 
-    It holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use. For a run from a
-    dataset take that one; this class is for code that handles experience itself, or comes from LightRFT. It runs on one
-    process, with DDP and with ZeRO-1 and 2. The critic becomes a part of `actor.model`, so save the policy with
+    It holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use. For a run from
+    a dataset take that one; this class is for code that handles experience itself, or comes from LightRFT. It runs on
+    one process, with DDP and with ZeRO-1 and 2. The critic becomes a part of `actor.model`, so save the policy with
     [`save_model`], which writes both where they belong.
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
-            All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
-            `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
-            `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and `temperature` by the actor's.
-            `num_generations` is the number of completions of a prompt. Options of sampling go into `generate_kwargs`; those
-            that belong to the rollouts and the loop of [`MultimodalPPOTrainer`] are errors.
+            All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`,
+            `ptx_coef`, `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`,
+            `num_ppo_epochs`, `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and
+            `temperature` by the actor's. `num_generations` is the number of completions of a prompt. Options of
+            sampling go into `generate_kwargs`; those that belong to the rollouts and the loop of
+            [`MultimodalPPOTrainer`] are errors.
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
@@ -72,7 +73,8 @@ class PPOTrainerVL:
             Reference of the KL divergence. `None` takes the policy without its adapter if it has one, else there is no
             KL divergence.
         ema_model ([`~lightrft.ActorVL`], *optional*):
-            A copy of the policy, which gets the moving average of the weights when [`fit`] ends. `None` keeps no average.
+            A copy of the policy, which gets the moving average of the weights when [`fit`] ends. `None` keeps no
+            average.
         actor_optim, critic_optim (`torch.optim.Optimizer`, *optional*):
             Optimizers of policy and critic, of the same class, which become one; `None` makes one as `strategy` says.
         actor_scheduler, critic_scheduler (`LambdaLR`, *optional*):
@@ -122,13 +124,15 @@ class PPOTrainerVL:
         disable_ds_ckpt (`bool`, *optional*, defaults to `False`):
             Whether checkpoints hold the models alone, so that a run can't go on from them.
         generate_kwargs:
-            Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and `lambd`
-            (default to those of `strategy`).
+            Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and
+            `lambd` (default to those of `strategy`).
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
-        `ValueError`: If an option has no effect here or isn't known, if optimizers or schedules can't become one, if there
-            is no source of reward, if a critic, a reference or an average doesn't fit, or if the engine shards parameters.
+        `ValueError`: If an option has no effect here or isn't known, if optimizers or schedules can't become one, if
+        there
+            is no source of reward, if a critic, a reference or an average doesn't fit, or if the engine shards
+            parameters.
     """
 
     # What a batch of tuples holds after the prompts, without and with videos
@@ -241,9 +245,9 @@ class PPOTrainerVL:
             raise ValueError(WHOLE_WEIGHTS)
         if self.trainer._remedies.apart is not None and config.num_generations % micro_rollout_batch_size != 0:
             raise ValueError(
-                f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one prompt; set "
-                f"`micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` ({config.num_generations}) or a "
-                "part of it."
+                f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one "
+                f"prompt; set `micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` "
+                f"({config.num_generations}) or a part of it."
             )
         self.critic = self.trainer.critic
         if ema_model is not None:
@@ -290,19 +294,22 @@ class PPOTrainerVL:
         num_update_steps_per_episodes: int = 1,
     ) -> None:
         """
-        Trains: for each batch of prompts makes experience, trains on it, and logs, evaluates and saves when it is time.
+        Trains: for each batch of prompts makes experience, trains on it, and logs, evaluates and saves when it is
+        time.
 
         Args:
             args ([`MultimodalPPOConfig`]):
                 Length and intervals of the run: `num_train_epochs` (episodes) or `max_steps` (rounded up to whole
-                rollouts), `logging_*`, `eval_*`, `save_*` and `resume_from_checkpoint` (a path); usually the `strategy`.
+                rollouts), `logging_*`, `eval_*`, `save_*` and `resume_from_checkpoint` (a path); usually the
+                `strategy`.
             prompts_dataloader (`DataLoader`):
                 Batches of prompts for each process. A batch is a list of rows (`prompt`, media columns, `references`,
                 `labels` and others for reward functions), or a tuple of lists: prompts, images, references and labels,
-                or prompts, images, videos, references and labels. There, the media of a prompt are a list, one, or `None`.
+                or prompts, images, videos, references and labels. There, the media of a prompt are a list, one, or
+                `None`.
             pretrain_dataloader (`DataLoader`, *optional*):
-                Supervised rows, see `ptx_dataset` of [`MultimodalPPOTrainer`]; its dataset and batch size are used, with
-                `ptx_coef` above 0.
+                Supervised rows, see `ptx_dataset` of [`MultimodalPPOTrainer`]; its dataset and batch size are used,
+                with `ptx_coef` above 0.
             eval_dataloader (`DataLoader`, *optional*):
                 Batches as of `prompts_dataloader`, for [`evaluate`].
             consumed_samples (`int`, *optional*, defaults to `0`):
@@ -403,8 +410,8 @@ class PPOTrainerVL:
         self, experience: Experience, global_steps: int, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
         """
-        Adds the gradient of a micro-batch for policy and critic, in one backward, and makes an optimizer step after each
-        `gradient_accumulation_steps`.
+        Adds the gradient of a micro-batch for policy and critic, in one backward, and makes an optimizer step after
+        each `gradient_accumulation_steps`.
 
         Args:
             experience ([`~lightrft.experience.Experience`]):
@@ -412,11 +419,12 @@ class PPOTrainerVL:
             global_steps (`int`):
                 Optimizer steps so far: below `freezing_actor_steps` only the critic moves.
             entropy_mask (`torch.Tensor`, *optional*):
-                Weight of each action in the policy loss, `(B, A)`, or a list `(A,)` for packed ones. By default all count,
-                or the share of high entropy that `strategy` asks for, in this micro-batch.
+                Weight of each action in the policy loss, `(B, A)`, or a list `(A,)` for packed ones. By default all
+                count, or the share of high entropy that `strategy` asks for, in this micro-batch.
 
         Returns:
-            `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and more of the trainer's metrics.
+            `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and more of the trainer's
+            metrics.
 
         Raises:
             `ValueError`: If the experience lacks what the update needs.
@@ -477,9 +485,9 @@ class PPOTrainerVL:
                 Completions of each prompt, when sampling.
 
         Returns:
-            `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the metrics
-            of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion of each prompt.
-            What has no reward counts in `num_samples` alone.
+            `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the
+            metrics of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion of
+            each prompt. What has no reward counts in `num_samples` alone.
 
         Raises:
             `ValueError`: If several greedy completions are asked for, which would be the same.

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where the rewards of experience come from: reward models, servers and functions, and what makes one reward of theirs."""
+"""
+Where the rewards of experience come from: reward models, servers and functions, and what makes one reward of theirs.
+"""
 
 import importlib.util
 import inspect
@@ -135,6 +137,7 @@ def _call(function: Callable, known: dict[str, Any], first: str | None = None) -
     missing = [name for name, p in parameters.items() if name not in known and p.default is inspect.Parameter.empty]
     if missing:
         raise ValueError(
-            f"The reward function '{get_callable_name(function)}' asks for `{missing[0]}`, but there are only {sorted(known)}."
+            f"The reward function '{get_callable_name(function)}' asks for `{missing[0]}`, but there are only "
+            f"{sorted(known)}."
         )
     return function(**{name: known[name] for name in parameters if name in known})

@@ -41,7 +41,8 @@ class RolloutAdvantages:
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Shapes the rewards of a whole rollout: running scale, clip, and what the estimator does to the rewards of a group.
+        Shapes the rewards of a whole rollout: running scale, clip, and what the estimator does to the rewards of a
+        group.
 
         Args:
             experiences (`list[Experience]`):

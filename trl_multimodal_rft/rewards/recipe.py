@@ -83,8 +83,8 @@ def apply_recipe(
     """
     Makes reward functions count as the label of each row says, for any trainer with TRL's reward functions.
 
-    Each function is called with the rows whose label asks for it, and not at all if there are none. Everything in lists is
-    cut to these rows; what it logs with `log_extra` is `None` on the others.
+    Each function is called with the rows whose label asks for it, and not at all if there are none. Everything in
+    lists is cut to these rows; what it logs with `log_extra` is `None` on the others.
 
     Args:
         reward_funcs (`dict[str, Callable]`):
@@ -95,11 +95,12 @@ def apply_recipe(
             Column of the dataset with the label of each row.
 
     Returns:
-        `list[Callable]`: One function per name, in order, with the `__name__` of the function. Its rewards are weighted, and
-        `None` where the label doesn't ask for it.
+        `list[Callable]`: One function per name, in order, with the `__name__` of the function. Its rewards are
+        weighted, and `None` where the label doesn't ask for it.
 
     Raises:
-        `ValueError`: If the recipe asks for a name that has no function; when called, if there is no such column or the
+        `ValueError`: If the recipe asks for a name that has no function; when called, if there is no such column or
+        the
             recipe doesn't know a label.
 
     Example:
@@ -116,8 +117,8 @@ def apply_recipe(
     missing = weights.keys() - reward_funcs.keys()
     if missing:
         raise ValueError(
-            f"The recipe asks for {sorted(missing)}, which `reward_funcs` doesn't have, only {sorted(reward_funcs)}; add "
-            "the function, or correct the name."
+            f"The recipe asks for {sorted(missing)}, which `reward_funcs` doesn't have, only {sorted(reward_funcs)}; "
+            "add the function, or correct the name."
         )
     for name, reward_func in reward_funcs.items():
         if isinstance(reward_func, (str, nn.Module)):
@@ -167,8 +168,8 @@ def _for_its_rows(
     def spread(rewards: list, rows: list[int], row_labels: list[str]) -> list[float | None]:
         if len(rewards) != len(rows):
             raise ValueError(
-                f"The reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions; return one per "
-                "completion."
+                f"The reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions; return "
+                "one per completion."
             )
         result: list[float | None] = [None] * len(row_labels)
         for row, reward in zip(rows, rewards, strict=True):
