@@ -668,7 +668,9 @@ def test_videos_written_with_the_token_for_images():
 
 
 def test_the_mask_of_audio_travels():
-    """A clip that fills its frames needs no mask; what follows another one in its frames is silence to be hidden."""
+    """
+    A clip that fills its frames needs no mask; what the frames of another one hold after it is silence to be hidden.
+    """
     model, processor, _ = bare("qwen2_audio")
     short, full = encode_chats(model, processor, [chat(audio(s, seed=1), text("a")) for s in (0.4, 1.0)])
     actor = make("qwen2_audio", packing_samples=True)

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From prompts to experience: what is sampled, how it is scored and rewarded, and a whole rollout's advantages."""
+"""
+From prompts to experience: what is sampled, how it is scored and rewarded, and the advantages of a whole rollout.
+"""
 
 import functools
 import logging
@@ -1481,7 +1483,9 @@ def test_columns_named_like_what_the_model_made_do_not_replace_it():
 
 
 def test_sampling_takes_nothing_from_the_checkpoint():
-    """An option of the checkpoint's generation config alone would sample from another policy than the scored one."""
+    """
+    An option that only the checkpoint's generation config has would sample from another policy than the scored one.
+    """
     policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
     policy.base_model.generation_config.update(min_p=0.99, no_repeat_ngram_size=1, epsilon_cutoff=0.9)
     own = policy.base_model.generation_config

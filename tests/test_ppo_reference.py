@@ -174,7 +174,9 @@ def moves(ppo, before):
 
 
 def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
-    """A rollout of `n_rows` prompts in a buffer, as if it came from other policies and critics than these."""
+    """
+    A rollout of `n_rows` prompts in a buffer, as if it came from other policies and critics than the current ones.
+    """
     torch.manual_seed(seed)
     rows = list(KINDS[kind].rows(n_rows))
     experiences = ppo.experience_maker.make_experience_list(rows, **ppo.generate_kwargs)

@@ -41,14 +41,14 @@ def mask_completions(
         eos_token_id (`int` or `Sequence[int]`, *optional*):
             Tokens that end a completion.
         pad_token_id (`int`):
-            Token written after the end. Where it ends no completion, those at the end of a row are padding: the completion
-            was stopped otherwise.
+            Token written after the end. Where it ends no completion, those at the end of a row are padding: the
+            completion was stopped otherwise.
         prompt_attention_mask (`torch.Tensor`, *optional*):
             1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
 
     Returns:
-        `tuple`: A copy of the sequences with padding after the completions, their attention mask `(B, S)` (`int64`), the
-        action mask `(B, S - input_len)` (`bool`), and whether each completion was cut off, `(B,)`.
+        `tuple`: A copy of the sequences with padding after the completions, their attention mask `(B, S)` (`int64`),
+        the action mask `(B, S - input_len)` (`bool`), and whether each completion was cut off, `(B,)`.
     """
     eos_ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     prompts, completions = sequences[:, :input_len], sequences[:, input_len:]

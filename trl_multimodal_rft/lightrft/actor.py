@@ -15,9 +15,7 @@ from transformers.utils import ModelOutput
 from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entropy
 
 from ..algorithms.completions import mask_completions
-from ..data.columns import MediaError
 from ..encoding.prompts import all_placeholder_ids
-from ..families import TOKEN_FIELDS
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores
@@ -25,8 +23,8 @@ from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.towers import find_tower
 from .actor_loading import add_lora, cast_parameters, load_model
-from .bare_inputs import bare_inputs, bare_prompt
-from .bare_media import modality_of, split_media
+from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
+from .bare_media import modality_of
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for
@@ -34,7 +32,8 @@ logger = logging.getLogger(__name__)  # accelerate's needs its state, which an a
 # What forwards take beside media: the actor's own business
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "labels"}
 
-# What callers may pass whatever the family: it says nothing without pixels, so families that don't take it don't miss it
+# What callers may pass whatever the family: it says nothing without pixels, so families that don't take it don't miss
+# it
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
@@ -129,7 +128,8 @@ class Actor(nn.Module):
             given = [name for name, value in loading.items() if value]
             if given:
                 raise ValueError(
-                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that way."
+                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that "
+                    "way."
                 )
             model = pretrain_or_model
             if lora_rank > 0 and model is not self._base(model):
@@ -208,9 +208,9 @@ class Actor(nn.Module):
                 Media and per-token fields by the names of the model's forward; `None` is left out.
 
         Returns:
-            `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape `(B, A)`
-            or, packed, `(1, sum of A)`; and the output, which holds `action_entropy` of the same shape if the actor has
-            a `high_entropy_token_ratio`.
+            `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape
+            `(B, A)` or, packed, `(1, sum of A)`; and the output, which holds `action_entropy` of the same shape if the
+            actor has a `high_entropy_token_ratio`.
 
         Raises:
             [`MediaError`]: If placeholders and media don't agree.
@@ -230,7 +230,7 @@ class Actor(nn.Module):
             )
         length = sequences.size(1)
         if num_actions is not None:
-            _check_num_actions(num_actions, length)
+            check_num_actions(num_actions, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         inputs = self._inputs(sequences, media, num_actions or 0)
@@ -267,34 +267,8 @@ class Actor(nn.Module):
     def _forward_packed(self, sequences, num_actions, lengths, media, return_output):
         if not self.packing_samples:
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-        lengths = list(map(int, lengths))
-        if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
-            raise ValueError(
-                f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
-            )
-        if num_actions is None:
-            raise ValueError("Packed sequences need `num_actions`, one number for each sample.")
-        actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
-        if len(actions) != len(lengths):
-            raise ValueError(f"There are {len(actions)} `num_actions` for {len(lengths)} packed samples.")
-        for index, (n, length) in enumerate(zip(actions, lengths, strict=True)):
-            _check_num_actions(n, length, f" of sample {index}")
-        rows = sequences[0].split(lengths)
-        model, device = self.base_model, sequences.device
-        placeholders = torch.tensor(_placeholders(model), dtype=sequences.dtype, device=device)
-        for index, (row, n) in enumerate(zip(rows, actions, strict=True)):
-            if torch.isin(row[len(row) - n :], placeholders).any():
-                raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
-        fields = {name: media.pop(name)[0].split(lengths) for name in TOKEN_FIELDS if name in media}
-        prompts = []
-        for index, part in enumerate(split_media(model, rows, media)):
-            stop = lengths[index] - actions[index]
-            own = {name: values[index][:stop] for name, values in fields.items()}
-            prompts.append(bare_prompt(model, rows[index][:stop], part, own))
-        width = max(max(actions), 1)
-        completion_ids = sequences.new_zeros(len(rows), width)
-        mask = torch.arange(width, device=device) < torch.tensor(actions, device=device)[:, None]
-        completion_ids[mask] = torch.cat([row[len(row) - n :] for row, n in zip(rows, actions, strict=True)])
+        model = self.base_model
+        prompts, completion_ids, mask = packed_prompts(model, sequences, num_actions, lengths, media)
         scores = completion_scores(
             self.model, model, prompts, completion_ids, mask.long(), output_router_logits=self._has_router
         )
@@ -353,7 +327,8 @@ class Actor(nn.Module):
 
         Raises:
             [`MediaError`]: If placeholders and media don't agree.
-            `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with audio.
+            `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with
+            audio.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -396,8 +371,8 @@ class Actor(nn.Module):
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they make
-        another policy than the one whose log-probabilities are computed.
+        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they
+        make another policy than the one whose log-probabilities are computed.
 
         Args:
             options (`dict`):
@@ -410,8 +385,8 @@ class Actor(nn.Module):
         own = {name: value if options[name] is None else options[name] for name, value in own.items()}
         if own["temperature"] != self.temperature:
             logger.warning(
-                f"Sampling at temperature {own['temperature']}, but log-probabilities are those at {self.temperature}; "
-                f"make the actor with `temperature={own['temperature']}`."
+                f"Sampling at temperature {own['temperature']}, but log-probabilities are those at "
+                f"{self.temperature}; make the actor with `temperature={own['temperature']}`."
             )
         if own["top_p"] < 1.0 or own["top_k"] > 0:
             logger.warning(
@@ -496,13 +471,14 @@ class Actor(nn.Module):
         """
         if self.temperature != args.temperature:
             raise ValueError(
-                f"The actor was made for temperature {self.temperature}, but `temperature` is {args.temperature}; make them "
-                "equal."
+                f"The actor was made for temperature {self.temperature}, but `temperature` is {args.temperature}; "
+                "make them equal."
             )
         ratio = self.high_entropy_token_ratio
         if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
             raise ValueError(
-                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the same."
+                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the "
+                "same."
             )
         return self.model
 
@@ -521,11 +497,3 @@ class Actor(nn.Module):
 
 def _placeholders(model: PreTrainedModel) -> list[int]:
     return sorted(all_placeholder_ids(model, model))
-
-
-def _check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
-    if not 0 <= num_actions < length:
-        raise ValueError(
-            f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: the first token has no token "
-            "before it that could predict it."
-        )

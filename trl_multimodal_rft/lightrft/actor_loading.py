@@ -47,15 +47,7 @@ def load_model(
     Args:
         path (`str` or `Path`):
             Name or path.
-        model_class (`type`, *optional*):
-            See there.
-        use_flash_attention_2 (`bool`):
-            See there.
-        bf16 (`bool`):
-            See there.
-        load_in_4bit (`bool`):
-            See there.
-        device_map (`dict`, *optional*):
+        model_class, use_flash_attention_2, bf16, load_in_4bit, device_map:
             See there.
 
     Returns:
@@ -122,7 +114,8 @@ def add_lora(
     from peft.utils.error import NoMatchingPeftModuleError
 
     if target_modules in (None, "all-linear"):
-        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of Qwen3-Omni
+        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of
+        # Qwen3-Omni
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]

@@ -90,8 +90,8 @@ def split_media(
                     result[row][name] = value[start_row : start_row + 1]
                 else:
                     raise MediaError(
-                        f"`{name}` has {len(value)} entries for {n_media} {modality}s, so it can't be told which belong to "
-                        f"row {row}; pass the rows one by one."
+                        f"`{name}` has {len(value)} entries for {n_media} {modality}s, so it can't be told which "
+                        f"belong to row {row}; pass the rows one by one."
                     )
             start += count
             start_row += count > 0
@@ -130,8 +130,8 @@ def check_media(model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dic
             raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
         if modality in given and row is None and not (modality == "video" and first["image"] is not None):
             raise MediaError(
-                f"there is {modality} but the sequences hold no placeholder for it, so the model would not get it; make "
-                "the ids with the model's processor."
+                f"there is {modality} but the sequences hold no placeholder for it, so the model would not get it; "
+                "make the ids with the model's processor."
             )
         if modality in given and grid in accepted and grid not in media:
             raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
@@ -180,8 +180,9 @@ def _count_media(model, modality, masks, tensors) -> list[int]:
                 count += 1
             if missing != 0:
                 raise MediaError(
-                    f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add up to "
-                    f"({sizes[used : used + count]} tokens); make ids and {modality}s with the same processor call."
+                    f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
+                    f"up to ({sizes[used : used + count]} tokens); make ids and {modality}s with the same processor "
+                    "call."
                 )
             counts.append(count)
             used += count
@@ -198,6 +199,6 @@ def _count_media(model, modality, masks, tensors) -> list[int]:
         if sum(counts) == n_media:
             return counts
     raise MediaError(
-        f"the rows hold {sum(runs)} runs of placeholders for {modality}, but there are {n_media} of it, so it can't be told "
-        "which belong to which row; pass the rows one by one."
+        f"the rows hold {sum(runs)} runs of placeholders for {modality}, but there are {n_media} of it, so it can't "
+        "be told which belong to which row; pass the rows one by one."
     )

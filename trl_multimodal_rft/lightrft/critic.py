@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..models import critic as critic_module
-from .bare_inputs import bare_inputs
+from .bare_inputs import bare_inputs, check_num_actions
 
 
 class Critic(critic_module.Critic):
@@ -74,7 +74,6 @@ class Critic(critic_module.Critic):
         if num_actions is None:
             return super().forward(sequences, attention_mask, **inputs)
         length = sequences.size(1)
-        if not 0 <= num_actions < length:
-            raise ValueError(f"`num_actions` ({num_actions}) must be between 0 and {length - 1}.")
+        check_num_actions(num_actions, length)
         inputs = bare_inputs(self.model, sequences, inputs, num_actions)
         return super().forward(sequences, attention_mask, **inputs)[:, length - 1 - num_actions : length - 1]

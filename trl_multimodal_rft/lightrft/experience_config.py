@@ -21,7 +21,8 @@ class ExperienceConfig:
 
     Args:
         advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
-            `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or `"gae"`.
+            `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or
+            `"gae"`.
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
             Completions of each prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
@@ -33,8 +34,8 @@ class ExperienceConfig:
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             Estimate of the KL divergence that experiences hold.
         kl_in_reward (`bool`, *optional*):
-            Whether the KL divergence, k1, is subtracted from the rewards. Defaults to `True` for `"gae"`, `"reinforce"` and
-            `"rloo"`.
+            Whether the KL divergence, k1, is subtracted from the rewards. Defaults to `True` for `"gae"`,
+            `"reinforce"` and `"rloo"`.
         soft_overlong_cache (`int`, *optional*):
             Number of tokens below `max_new_tokens` from which on a completion is penalized for its length, up to -1.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
@@ -42,7 +43,8 @@ class ExperienceConfig:
         reward_clip_range (`tuple[float, float]`, *optional*):
             Range to clip rewards to.
         bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            For `"gae"`, whether the critic's value stands for what would have come after a completion that was cut off.
+            For `"gae"`, whether the critic's value stands for what would have come after a completion that was cut
+            off.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
         label_column (`str`, *optional*, defaults to `"labels"`):

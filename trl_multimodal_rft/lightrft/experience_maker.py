@@ -7,17 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
-from ..algorithms.advantages import ESTIMATORS, estimate_advantages, gae
 from ..algorithms.completions import mask_completions
 from ..algorithms.kl import FixedKLController, approx_kl
-from ..algorithms.returns import cumulative_returns, token_rewards, whiten
-from ..algorithms.shaping import RunningScale
 from ..data.columns import restore_media, rows_to_messages
 from ..data.unread import check_columns
 from ..encoding.processors import check_processor
@@ -34,13 +30,14 @@ from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, 
 from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
 from .reward_sources import RewardSources
+from .rollout_advantages import RolloutAdvantages
 from .sample_scores import action_log_probs, state_values
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
 
 
-class NaiveExperienceMaker:
+class NaiveExperienceMaker(RolloutAdvantages):
     """
     Makes experience of prompts: text, or rows with images, videos and audio.
 
@@ -48,8 +45,8 @@ class NaiveExperienceMaker:
         actor ([`Actor`]):
             Policy.
         critic (`torch.nn.Module`, *optional*):
-            Value model, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns the value of
-            the state before each action, shape `(B, A)`. Needed by `"gae"`.
+            Value model, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns the value
+            of the state before each action, shape `(B, A)`. Needed by `"gae"`.
         reward_model (`torch.nn.Module` or `list`, *optional*):
             Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return `(B,)`.
         initial_model ([`Actor`], *optional*):
@@ -63,8 +60,8 @@ class NaiveExperienceMaker:
         strategy ([`ExperienceConfig`]):
             How experience is made.
         remote_rm_url (`str` or `list[str]`, *optional*):
-            URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is loaded
-            and run.
+            URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
+            loaded and run.
         reward_fn (`Callable`, *optional*):
             With other sources of reward, a function that combines them, which are added up by default: it takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns `(B,)`, or
@@ -97,22 +94,20 @@ class NaiveExperienceMaker:
         reward_recipe: dict | None = None,
         processor: ProcessorMixin | None = None,
     ):
+        super().__init__(strategy, kl_controller, initial_model is not None)
         self.actor = actor
         self.critic = Critic.of(critic)
         self.initial_model = initial_model
         self.tokenizer = tokenizer
         self.processor = processor
         self.prompt_max_len = prompt_max_len
-        self.kl_ctl = kl_controller or FixedKLController(0.0)
-        self.strategy = strategy
-        self.reward_scale = RunningScale()
         self._looked_at_rows = False
         if initial_model is actor and actor.model is actor.base_model:
             raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
         if initial_model is not None and initial_model.temperature != actor.temperature:
             raise ValueError(
-                f"The reference is an actor for temperature {initial_model.temperature}, the policy for {actor.temperature}, so "
-                "that their KL divergence would mean nothing; make them equal."
+                f"The reference is an actor for temperature {initial_model.temperature}, the policy for "
+                f"{actor.temperature}, so that their KL divergence would mean nothing; make them equal."
             )
         needs_critic = strategy.advantage_estimator == "gae"
         if needs_critic != (critic is not None):
@@ -162,8 +157,8 @@ class NaiveExperienceMaker:
         for index, tokens in enumerate(ids):
             if media.intersection(tokens[: max(len(tokens) - max_length, 0)]):
                 raise ValueError(
-                    f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders for "
-                    "media; raise `prompt_max_len` or leave it out."
+                    f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders "
+                    "for media; raise `prompt_max_len` or leave it out."
                 )
         ids = [tokens[-max_length:] for tokens in ids]
         if not padding:
@@ -187,14 +182,15 @@ class NaiveExperienceMaker:
             all_prompts (`str` or `list`):
                 Text, messages, or rows with a `prompt`, media columns and others, see [`generate_samples`].
             generate_kwargs:
-                Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"` and
-                `"reinforce"`.
+                Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
+                and `"reinforce"`.
 
         Returns:
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
 
         Raises:
-            `ValueError`: If an option isn't known, if there is a penalty for length but no `max_new_tokens`, or if a prompt
+            `ValueError`: If an option isn't known, if there is a penalty for length but no `max_new_tokens`, or if a
+            prompt
                 or a reward is not as it should be.
         """
         gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
@@ -211,12 +207,13 @@ class NaiveExperienceMaker:
     @torch.no_grad()
     def generate_samples(self, all_prompts: str | list, **generate_kwargs) -> list[Samples]:
         """
-        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded and prefilled once.
+        Samples `n_samples_per_prompt` completions of each prompt. A prompt and its media are encoded and prefilled
+        once.
 
         Args:
             all_prompts (`str` or `list`):
-                Each prompt is text with its template applied, or messages, or a row: a dictionary with a `prompt` (text or
-                messages), media columns as in the trainers' datasets, and columns for reward functions.
+                Each prompt is text with its template applied, or messages, or a row: a dictionary with a `prompt`
+                (text or messages), media columns as in the trainers' datasets, and columns for reward functions.
             generate_kwargs:
                 Options of generation, such as `max_new_tokens`; sampling from the whole policy by default.
 
@@ -255,8 +252,8 @@ class NaiveExperienceMaker:
             for index, tokens in enumerate(self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]):
                 if self._placeholder_ids.intersection(tokens):
                     raise ValueError(
-                        f"Prompt {index} is text with placeholders for media, but there are none; pass messages, or a row "
-                        "with the media in columns."
+                        f"Prompt {index} is text with placeholders for media, but there are none; pass messages, or a "
+                        "row with the media in columns."
                     )
                 encoded.append(bare_prompt(model, torch.tensor(tokens), {}))
             return encoded
@@ -271,8 +268,8 @@ class NaiveExperienceMaker:
             )
             if len(sample) > self.prompt_max_len:
                 raise ValueError(
-                    f"Prompt {index} has {len(sample)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), and "
-                    "messages aren't cut; raise it or leave the prompt out."
+                    f"Prompt {index} has {len(sample)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), "
+                    "and messages aren't cut; raise it or leave the prompt out."
                 )
             encoded.append(sample)
         return encoded
@@ -340,9 +337,9 @@ class NaiveExperienceMaker:
                 What was sampled. Without `encoded_prompts`, the sequences are text.
 
         Returns:
-            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a completion),
-            `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the number, and
-            metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
+            [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a
+            completion), `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the
+            number, and metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
         mask = samples.action_mask
         with self._autocast():
@@ -415,11 +412,6 @@ class NaiveExperienceMaker:
         media = self._media(samples) if self.reward_models else {}
         return self.reward_sources(samples, self.tokenizer, media)
 
-    @property
-    def _kl_coef(self) -> float:
-        """Coefficient of the KL divergence in the rewards."""
-        return self.kl_ctl.value if self.strategy.kl_in_reward and self.initial_model is not None else 0.0
-
     def _length_penalty(self, options: dict[str, Any]) -> Callable | None:
         if self.strategy.soft_overlong_cache is None:
             return None
@@ -435,193 +427,7 @@ class NaiveExperienceMaker:
             experience.info["soft_overlong_punishment"] = penalties
             experience.info["reward"] = experience.info["reward"] + penalties
 
-    @torch.no_grad()
-    def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
-        """
-        Shapes the rewards of a whole rollout: running scale, clip, and what the estimator does to the rewards of a group.
-
-        Args:
-            experiences (`list[Experience]`):
-                All experiences of the rollout, in the order in which they were made.
-
-        Returns:
-            `tuple`: The experiences, whose `info["reward"]` is the reward after scale and clip (and `raw_reward` that
-            before, if either changes it), and for each the shaped rewards, `(B,)`: advantages of the group estimators,
-            rewards for `"gae"` and `"reinforce"`.
-
-        Raises:
-            ValueError: If an estimator that compares completions of a prompt doesn't get whole groups.
-        """
-        args = self.strategy
-        sizes = [len(each.sequences) for each in experiences]
-        in_groups = ESTIMATORS[args.advantage_estimator].needs == "group"
-        if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
-            raise ValueError(
-                f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
-                "experiences of a rollout."
-            )
-        rewards = self._gather(torch.cat([each.info["reward"] for each in experiences]).float())
-        if args.reward_running_scale:
-            self.reward_scale.update(rewards)
-            rewards = rewards / self.reward_scale.std
-        if args.reward_clip_range is not None:
-            rewards = rewards.clamp(*args.reward_clip_range)
-        for experience, part in zip(experiences, self._local(rewards).split(sizes), strict=True):
-            if args.reward_running_scale or args.reward_clip_range is not None:
-                experience.info["raw_reward"] = experience.info["reward"]
-            experience.info["reward"] = part
-        if in_groups:
-            logps = {}
-            if self._kl_coef:
-                logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
-                logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
-            rewards = estimate_advantages(
-                args.advantage_estimator,
-                rewards=rewards,
-                rewards_per_func=rewards[:, None],
-                group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather(_joined(experiences, "action_mask")),
-                kl_coef=self._kl_coef,
-                norm_level=args.norm_level,
-                weight=args.cpgd_weight,
-                **logps,
-            )
-        return experiences, list(self._local(rewards).split(sizes))
-
-    def _set_advantages(self, experiences, rewards, gamma: float, lambd: float) -> None:
-        """Advantages and returns of all experiences from what [`process_experiences`] returns."""
-        args, rewards = self.strategy, torch.cat(rewards)
-        mask = _joined(experiences, "action_mask")
-        if not ESTIMATORS[args.advantage_estimator].per_token:
-            advantages = returns = torch.where(mask, rewards[:, None], 0)
-            sums = torch.cat([each.info["reward"] for each in experiences])
-        else:
-            logps = [
-                _joined(experiences, name) for name in ("action_log_probs", "base_action_log_probs") if self._kl_coef
-            ]
-            per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
-            scorable = mask & ~rewards.isnan()[:, None]
-            if args.advantage_estimator == "gae":
-                values, bootstrap = _joined(experiences, "values"), None
-                if args.bootstrap_truncated:
-                    bootstrap = torch.cat([each.info["bootstrap"] for each in experiences])
-                advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
-                returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
-            else:
-                advantages = returns = cumulative_returns(per_token, mask, gamma)
-            advantages = self._local(whiten(self._gather(advantages), self._gather(scorable)))
-            sums = per_token.sum(1)
-        start = 0
-        for each in experiences:
-            n, width = each.action_mask.shape
-            rows = slice(start, start + n)
-            each.advantages, each.returns = advantages[rows, :width], returns[rows, :width]
-            each.info["return"] = sums[rows]
-            start += n
-
-    @torch.no_grad()
-    def get_advantages_and_returns(
-        self,
-        values: torch.Tensor | list[torch.Tensor],
-        rewards: torch.Tensor | list[torch.Tensor],
-        action_mask: torch.Tensor | list[torch.Tensor] | None,
-        gamma: float,
-        lambd: float,
-    ) -> tuple:
-        r"""
-        Generalized advantage estimation, see [`~algorithms.advantages.gae`].
-
-        Args:
-            values (`torch.Tensor` or `list[torch.Tensor]`):
-                Value of the state before each action, shape `(B, A)`, or for each sample `(A,)`.
-            rewards (`torch.Tensor` or `list[torch.Tensor]`):
-                Rewards of the actions, likewise.
-            action_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-                1 on actions, likewise; all ones by default.
-            gamma (`float`):
-                Discount $\gamma$.
-            lambd (`float`):
-                $\lambda$.
-
-        Returns:
-            `tuple`: Advantages, not whitened, and returns, in the shape of the values.
-        """
-        if isinstance(values, list):
-            lengths = [len(each) for each in values]
-            mask = _rows(action_mask or [torch.ones_like(each) for each in values])
-            results = gae(_rows(rewards), _rows(values), mask, gamma=gamma, lam=lambd)
-            return tuple([row[:n] for row, n in zip(each, lengths, strict=True)] for each in results)
-        mask = torch.ones_like(values) if action_mask is None else action_mask
-        return gae(rewards, values, mask, gamma=gamma, lam=lambd)
-
-    @torch.no_grad()
-    def get_cumulative_returns(
-        self,
-        rewards: torch.Tensor | list[torch.Tensor],
-        action_mask: torch.Tensor | list[torch.Tensor] | None,
-        gamma: float,
-    ) -> torch.Tensor | list[torch.Tensor]:
-        r"""
-        Discounted sums of the rewards from each action on, see [`~algorithms.advantages.cumulative_returns`].
-
-        Args:
-            rewards (`torch.Tensor` or `list[torch.Tensor]`):
-                Rewards of the actions, shape `(B, A)`, or for each sample `(A,)`.
-            action_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-                1 on actions, likewise; all ones by default.
-            gamma (`float`):
-                Discount $\gamma$.
-
-        Returns:
-            `torch.Tensor` or `list[torch.Tensor]`: Returns, in the shape of the rewards.
-        """
-        if isinstance(rewards, list):
-            mask = _rows(action_mask or [torch.ones_like(each) for each in rewards])
-            results = cumulative_returns(_rows(rewards), mask, gamma)
-            return [row[: len(each)] for row, each in zip(results, rewards, strict=True)]
-        mask = torch.ones_like(rewards) if action_mask is None else action_mask
-        return cumulative_returns(rewards, mask, gamma)
-
-    # Processes
-
     def _autocast(self):
         """The precision of updates, where an accelerator has one."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
-
-    @property
-    def _is_main(self) -> bool:
-        accelerator = self.strategy.accelerator
-        return accelerator is None or accelerator.is_main_process
-
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of all processes, padded on the right."""
-        accelerator = self.strategy.accelerator
-        if accelerator is None or accelerator.num_processes == 1:
-            return values
-        counts = accelerator.gather(torch.tensor([len(values)], device=accelerator.device))
-        if (counts != counts[0]).any():
-            raise ValueError(f"Processes have {counts.tolist()} samples; give each as many prompts.")
-        # Padding makes integers of booleans, and only where there is any
-        padded = values.int() if values.dtype == torch.bool else values
-        if values.dim() > 1:
-            padded = accelerator.pad_across_processes(padded, dim=1)
-        return accelerator.gather(padded.contiguous()).to(values.dtype)
-
-    def _local(self, values: torch.Tensor) -> torch.Tensor:
-        """This process's rows of what was gathered."""
-        accelerator = self.strategy.accelerator
-        if accelerator is None or accelerator.num_processes == 1:
-            return values
-        return values.chunk(accelerator.num_processes)[accelerator.process_index]
-
-
-def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
-    """A field with one value per action of all samples, padded on the right."""
-    parts = [getattr(each, field) for each in experiences]
-    width = max(part.size(1) for part in parts)
-    return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
-
-
-def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)

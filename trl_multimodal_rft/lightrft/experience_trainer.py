@@ -197,8 +197,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             )
         if self._n_micro_batches % window != 0:
             raise RuntimeError(
-                f"An update is half done, after {self._n_micro_batches % window} of {window} micro-batches; give it the "
-                "others."
+                f"An update is half done, after {self._n_micro_batches % window} of {window} micro-batches; give it "
+                "the others."
             )
         check_samples(items, "action_mask", *self._action_fields)
         self._clear_metrics()
@@ -255,8 +255,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         window = self.args.gradient_accumulation_steps
         if self._n_micro_batches % window != 0 and self._half_done != trained:
             raise RuntimeError(
-                f"An update of {' and '.join(sorted(self._half_done))} is half done, after {self._n_micro_batches % window} "
-                f"of {window} micro-batches; give it the others first."
+                f"An update of {' and '.join(sorted(self._half_done))} is half done, after "
+                f"{self._n_micro_batches % window} of {window} micro-batches; give it the others first."
             )
         self._clear_metrics()
         self.state.global_step = global_steps

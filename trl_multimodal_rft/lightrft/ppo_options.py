@@ -39,8 +39,8 @@ _OF_ROLLOUTS = (
 )
 
 WHOLE_WEIGHTS = (
-    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; take `MultimodalPPOTrainer`, or "
-    "DDP, ZeRO-1 or ZeRO-2."
+    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; take `MultimodalPPOTrainer`, "
+    "or DDP, ZeRO-1 or ZeRO-2."
 )
 
 # Options of generation that only sampling has
@@ -67,20 +67,21 @@ def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Modul
         raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
     if critic is not None and strategy.advantage_estimator != "gae":
         raise ValueError(
-            f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` has no use for; change one of "
-            "them."
+            f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` has no use for; "
+            "change one of them."
         )
     defaults = {field.name: field.default for field in fields(strategy)}
     for name in _OF_ROLLOUTS:
         if getattr(strategy, name) != defaults[name]:
             hint = f"; pass `{name}` to the trainer itself" if name in OF_SAMPLING else ""
             raise ValueError(
-                f"`{name}` of `strategy` has no effect in these steps{hint or ', only in `MultimodalPPOTrainer`'}; remove it."
+                f"`{name}` of `strategy` has no effect in these steps{hint or ', only in `MultimodalPPOTrainer`'}; "
+                "remove it."
             )
     if strategy.top_entropy_quantile < 1 and actor.high_entropy_token_ratio == 0:
         raise ValueError(
-            f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) goes by the entropies of the rollouts; make the actor "
-            f"with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
+            f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) goes by the entropies of the rollouts; make "
+            f"the actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
         )
 
 
@@ -162,8 +163,8 @@ def joined_optimizers(
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
     elif critic_optim is not None or critic_scheduler is not None:
         raise ValueError(
-            f"`critic_optim` or `critic_scheduler` was passed, but `advantage_estimator={config.advantage_estimator!r}` has "
-            "no critic."
+            "`critic_optim` or `critic_scheduler` was passed, but "
+            f"`advantage_estimator={config.advantage_estimator!r}` has no critic."
         )
     if critic is None and critic_optim is not None:
         raise ValueError("`critic_optim` was passed, but no `critic` whose weights it could hold.")
@@ -184,7 +185,8 @@ def joined_optimizers(
     for name, each in schedulers.items():
         if not isinstance(each, LambdaLR):
             raise ValueError(
-                f"`{name}` must be a `LambdaLR`, such as `transformers.get_scheduler` gives, got {type(each).__name__}."
+                f"`{name}` must be a `LambdaLR`, such as `transformers.get_scheduler` gives, got "
+                f"{type(each).__name__}."
             )
     n_frozen = config.freezing_actor_steps
 

@@ -8,8 +8,8 @@ class PPOTrainerAL(PPOTrainerVL):
     """
     PPO of models that hear, in the steps of the reference system, see [`PPOTrainerVL`].
 
-    Arguments are the same, with [`~lightrft.ActorAL`] as actors. Batches of prompts are lists of rows, or tuples of lists:
-    prompts, audios, references and labels.
+    Arguments are the same, with [`~lightrft.ActorAL`] as actors. Batches of prompts are lists of rows, or tuples of
+    lists: prompts, audios, references and labels.
     """
 
     _columns = (("audios",),)

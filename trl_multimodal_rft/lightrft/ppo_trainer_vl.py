@@ -3,6 +3,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,7 @@ from .experience import Experience
 from .experience_config import ExperienceConfig, check_options
 from .experience_maker import NaiveExperienceMaker
 from .experience_trainer import ExperienceTrainer
-from .ppo_options import (
-    OF_SAMPLING,
-    WHOLE_WEIGHTS,
-    changed,
-    check_average,
-    check_strategy,
-    joined_optimizers,
-)
+from .ppo_options import OF_SAMPLING, WHOLE_WEIGHTS, changed, check_average, check_strategy, joined_optimizers
 from .prompt_batches import check_rollout, rows_of
 from .replay_buffer import ReplayBuffer
 from .rollout_metrics import mean, of_all_processes, rollout_logs, std
@@ -56,18 +50,19 @@ class PPOTrainerVL:
     """
     PPO of models that see, in the steps of the reference system: make experience, put it into a buffer, train on it.
 
-    It holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use. For a run from a
-    dataset take that one; this class is for code that handles experience itself, or comes from LightRFT. It runs on one
-    process, with DDP and with ZeRO-1 and 2. The critic becomes a part of `actor.model`, so save the policy with
+    It holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use. For a run from
+    a dataset take that one; this class is for code that handles experience itself, or comes from LightRFT. It runs on
+    one process, with DDP and with ZeRO-1 and 2. The critic becomes a part of `actor.model`, so save the policy with
     [`save_model`], which writes both where they belong.
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
-            All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
-            `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
-            `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and `temperature` by the actor's.
-            `num_generations` is the number of completions of a prompt. Options of sampling go into `generate_kwargs`; those
-            that belong to the rollouts and the loop of [`MultimodalPPOTrainer`] are errors.
+            All options. Those that have an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`,
+            `ptx_coef`, `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`,
+            `num_ppo_epochs`, `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and
+            `temperature` by the actor's. `num_generations` is the number of completions of a prompt. Options of
+            sampling go into `generate_kwargs`; those that belong to the rollouts and the loop of
+            [`MultimodalPPOTrainer`] are errors.
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
@@ -78,15 +73,12 @@ class PPOTrainerVL:
             Reference of the KL divergence. `None` takes the policy without its adapter if it has one, else there is no
             KL divergence.
         ema_model ([`~lightrft.ActorVL`], *optional*):
-            A copy of the policy, which gets the moving average of the weights when [`fit`] ends. `None` keeps no average.
-        actor_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizer of the policy; `None` makes one as `strategy` says.
-        critic_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizer of the critic, of the same class. Both become one.
-        actor_scheduler (`LambdaLR`, *optional*):
-            Schedule of `actor_optim`; `None` makes one as `strategy` says. While the policy is frozen it waits.
-        critic_scheduler (`LambdaLR`, *optional*):
-            Schedule of `critic_optim`.
+            A copy of the policy, which gets the moving average of the weights when [`fit`] ends. `None` keeps no
+            average.
+        actor_optim, critic_optim (`torch.optim.Optimizer`, *optional*):
+            Optimizers of policy and critic, of the same class, which become one; `None` makes one as `strategy` says.
+        actor_scheduler, critic_scheduler (`LambdaLR`, *optional*):
+            Their schedules, likewise. While the policy is frozen its schedule waits.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average.
         init_kl_coef (`float`, *optional*, defaults to `0.001`):
@@ -124,27 +116,23 @@ class PPOTrainerVL:
             media is an error.
         dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
             Whether what an update needs is pinned on its way from the CPU to a GPU.
-        remote_rm_url (`str` or `list[str]`, *optional*):
-            Reward servers, see [`~lightrft.experience_maker.NaiveExperienceMaker`].
-        reward_fn (`Callable`, *optional*):
-            Combines rewards, or is one, see there.
-        reward_fn_label_map (`dict`, *optional*):
-            Names of the sources of reward, see there.
-        reward_recipe (`dict`, *optional*):
-            Which sources count for which label, see there.
+        remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe (*optional*):
+            Sources of reward and what makes one of several, see [`~lightrft.experience_maker.NaiveExperienceMaker`].
         save_hf_ckpt (`bool`, *optional*, defaults to `False`):
             Whether to write the models beside each checkpoint, in a folder `hf-checkpoint-...` that `save_total_limit`
             leaves alone.
         disable_ds_ckpt (`bool`, *optional*, defaults to `False`):
             Whether checkpoints hold the models alone, so that a run can't go on from them.
         generate_kwargs:
-            Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and `lambd`
-            (default to those of `strategy`).
+            Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and
+            `lambd` (default to those of `strategy`).
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
-        `ValueError`: If an option has no effect here or isn't known, if optimizers or schedules can't become one, if there
-            is no source of reward, if a critic, a reference or an average doesn't fit, or if the engine shards parameters.
+        `ValueError`: If an option has no effect here or isn't known, if optimizers or schedules can't become one, if
+        there
+            is no source of reward, if a critic, a reference or an average doesn't fit, or if the engine shards
+            parameters.
     """
 
     # What a batch of tuples holds after the prompts, without and with videos
@@ -257,9 +245,9 @@ class PPOTrainerVL:
             raise ValueError(WHOLE_WEIGHTS)
         if self.trainer._policy.remedies.apart is not None and config.num_generations % micro_rollout_batch_size != 0:
             raise ValueError(
-                f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one prompt; set "
-                f"`micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` ({config.num_generations}) or a "
-                "part of it."
+                f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one "
+                f"prompt; set `micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` "
+                f"({config.num_generations}) or a part of it."
             )
         self.critic = self.trainer.critic
         if ema_model is not None:
@@ -306,19 +294,22 @@ class PPOTrainerVL:
         num_update_steps_per_episodes: int = 1,
     ) -> None:
         """
-        Trains: for each batch of prompts makes experience, trains on it, and logs, evaluates and saves when it is time.
+        Trains: for each batch of prompts makes experience, trains on it, and logs, evaluates and saves when it is
+        time.
 
         Args:
             args ([`MultimodalPPOConfig`]):
                 Length and intervals of the run: `num_train_epochs` (episodes) or `max_steps` (rounded up to whole
-                rollouts), `logging_*`, `eval_*`, `save_*` and `resume_from_checkpoint` (a path); usually the `strategy`.
+                rollouts), `logging_*`, `eval_*`, `save_*` and `resume_from_checkpoint` (a path); usually the
+                `strategy`.
             prompts_dataloader (`DataLoader`):
                 Batches of prompts for each process. A batch is a list of rows (`prompt`, media columns, `references`,
                 `labels` and others for reward functions), or a tuple of lists: prompts, images, references and labels,
-                or prompts, images, videos, references and labels. There, the media of a prompt are a list, one, or `None`.
+                or prompts, images, videos, references and labels. There, the media of a prompt are a list, one, or
+                `None`.
             pretrain_dataloader (`DataLoader`, *optional*):
-                Supervised rows, see `ptx_dataset` of [`MultimodalPPOTrainer`]; its dataset and batch size are used, with
-                `ptx_coef` above 0.
+                Supervised rows, see `ptx_dataset` of [`MultimodalPPOTrainer`]; its dataset and batch size are used,
+                with `ptx_coef` above 0.
             eval_dataloader (`DataLoader`, *optional*):
                 Batches as of `prompts_dataloader`, for [`evaluate`].
             consumed_samples (`int`, *optional*, defaults to `0`):
@@ -419,8 +410,8 @@ class PPOTrainerVL:
         self, experience: Experience, global_steps: int, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
         """
-        Adds the gradient of a micro-batch for policy and critic, in one backward, and makes an optimizer step after each
-        `gradient_accumulation_steps`.
+        Adds the gradient of a micro-batch for policy and critic, in one backward, and makes an optimizer step after
+        each `gradient_accumulation_steps`.
 
         Args:
             experience ([`~lightrft.experience.Experience`]):
@@ -428,11 +419,12 @@ class PPOTrainerVL:
             global_steps (`int`):
                 Optimizer steps so far: below `freezing_actor_steps` only the critic moves.
             entropy_mask (`torch.Tensor`, *optional*):
-                Weight of each action in the policy loss, `(B, A)`, or a list `(A,)` for packed ones. By default all count,
-                or the share of high entropy that `strategy` asks for, in this micro-batch.
+                Weight of each action in the policy loss, `(B, A)`, or a list `(A,)` for packed ones. By default all
+                count, or the share of high entropy that `strategy` asks for, in this micro-batch.
 
         Returns:
-            `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and more of the trainer's metrics.
+            `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and more of the trainer's
+            metrics.
 
         Raises:
             `ValueError`: If the experience lacks what the update needs.
@@ -493,9 +485,9 @@ class PPOTrainerVL:
                 Completions of each prompt, when sampling.
 
         Returns:
-            `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the metrics
-            of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion of each prompt.
-            What has no reward counts in `num_samples` alone.
+            `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the
+            metrics of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion of
+            each prompt. What has no reward counts in `num_samples` alone.
 
         Raises:
             `ValueError`: If several greedy completions are asked for, which would be the same.
@@ -598,7 +590,8 @@ class PPOTrainerVL:
             return chosen == strategy and (before is None or state.global_step // interval > before // interval)
 
         if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and before == 0):
-            trainer.log({_logged_name(name): mean(values) for name, values in trainer.pending_logs.items()})
+            means = {name: mean(values) for name, values in trainer.pending_logs.items()}
+            trainer.log({re.sub("^rollout_", "rollout/", name): value for name, value in means.items()})
             trainer.pending_logs.clear()
         if is_due(args.eval_strategy, state.eval_steps):
             if self.eval_dataloader is None:
@@ -614,7 +607,3 @@ class PPOTrainerVL:
                 folder = f"hf-{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
                 trainer.save_model(str(Path(trainer.args.output_dir, folder)), _internal_call=True)
             trainer.control = handler.on_save(trainer.args, state, trainer.control)
-
-
-def _logged_name(name: str) -> str:
-    return f"rollout/{name.removeprefix('rollout_')}" if name.startswith("rollout_") else name

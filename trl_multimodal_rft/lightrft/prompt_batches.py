@@ -31,8 +31,8 @@ def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> li
     if media is None or any(isinstance(column, (str, dict)) for column in batch):
         lengths = " or ".join(str(len(names) + 3) for names in columns)
         raise ValueError(
-            f"A batch of prompts is a list of rows, which are dictionaries, or a tuple of {lengths} lists, got {len(batch)} "
-            f"of {type(batch[0]).__name__}."
+            f"A batch of prompts is a list of rows, which are dictionaries, or a tuple of {lengths} lists, got "
+            f"{len(batch)} of {type(batch[0]).__name__}."
         )
     rows = []
     for prompt, *values, reference, label in zip(*batch, strict=True):
@@ -80,7 +80,7 @@ def check_rollout(
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if n_samples % step != 0:
         raise ValueError(
-            f"A batch of {dataloader.batch_size} prompts leaves {n_samples} samples in the buffer, which don't fill whole "
-            f"optimizer steps of {step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
+            f"A batch of {dataloader.batch_size} prompts leaves {n_samples} samples in the buffer, which don't fill "
+            f"whole optimizer steps of {step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
         )
     return n_samples // step * args.num_ppo_epochs, per_rollout

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where the rewards of experience come from: reward models, servers and functions, and what makes one reward of theirs."""
+"""
+Where the rewards of experience come from: reward models, servers and functions, and what makes one reward of theirs.
+"""
 
 import importlib.util
 import inspect
@@ -24,16 +26,10 @@ class RewardSources:
     Rewards of samples, as [`NaiveExperienceMaker`] takes them.
 
     Args:
-        reward_model (`torch.nn.Module` or `list`, *optional*):
+        reward_model, remote_rm_url, reward_fn (*optional*):
             See there.
-        remote_rm_url (`str` or `list[str]`, *optional*):
-            See there.
-        reward_fn (`Callable`, *optional*):
-            See there.
-        label_map (`dict[str, int]`, *optional*):
-            See `reward_fn_label_map` there.
-        recipe (`dict`, *optional*):
-            See `reward_recipe` there.
+        label_map, recipe (*optional*):
+            See `reward_fn_label_map` and `reward_recipe` there.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
 
@@ -141,6 +137,7 @@ def _call(function: Callable, known: dict[str, Any], first: str | None = None) -
     missing = [name for name, p in parameters.items() if name not in known and p.default is inspect.Parameter.empty]
     if missing:
         raise ValueError(
-            f"The reward function '{get_callable_name(function)}' asks for `{missing[0]}`, but there are only {sorted(known)}."
+            f"The reward function '{get_callable_name(function)}' asks for `{missing[0]}`, but there are only "
+            f"{sorted(known)}."
         )
     return function(**{name: known[name] for name in parameters if name in known})

@@ -1,0 +1,227 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""From the rewards of a rollout to advantages and returns."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..algorithms.advantages import ESTIMATORS, estimate_advantages, gae
+from ..algorithms.kl import FixedKLController
+from ..algorithms.returns import cumulative_returns, token_rewards, whiten
+from ..algorithms.shaping import RunningScale
+from .experience import Experience
+from .experience_config import ExperienceConfig
+
+
+class RolloutAdvantages:
+    """
+    What the experience maker does once all experience of a rollout is there.
+
+    Args:
+        strategy ([`ExperienceConfig`]):
+            How experience is made.
+        kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
+            Has the coefficient of the KL divergence as its `value`, 0 by default.
+        has_reference (`bool`, *optional*, defaults to `False`):
+            Whether there is a reference to diverge from.
+    """
+
+    def __init__(
+        self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None, has_reference: bool = False
+    ):
+        self.strategy = strategy
+        self.kl_ctl = kl_controller or FixedKLController(0.0)
+        self.reward_scale = RunningScale()
+        self._has_reference = has_reference
+
+    @property
+    def _kl_coef(self) -> float:
+        """Coefficient of the KL divergence in the rewards."""
+        return self.kl_ctl.value if self.strategy.kl_in_reward and self._has_reference else 0.0
+
+    @torch.no_grad()
+    def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
+        """
+        Shapes the rewards of a whole rollout: running scale, clip, and what the estimator does to the rewards of a
+        group.
+
+        Args:
+            experiences (`list[Experience]`):
+                All experiences of the rollout, in the order in which they were made.
+
+        Returns:
+            `tuple`: The experiences, whose `info["reward"]` is the reward after scale and clip (and `raw_reward` that
+            before, if either changes it), and for each the shaped rewards, `(B,)`: advantages of the group estimators,
+            rewards for `"gae"` and `"reinforce"`.
+
+        Raises:
+            ValueError: If an estimator that compares completions of a prompt doesn't get whole groups.
+        """
+        args = self.strategy
+        sizes = [len(each.sequences) for each in experiences]
+        in_groups = ESTIMATORS[args.advantage_estimator].needs == "group"
+        if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
+            raise ValueError(
+                f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
+                "experiences of a rollout."
+            )
+        rewards = self._gather(torch.cat([each.info["reward"] for each in experiences]).float())
+        if args.reward_running_scale:
+            self.reward_scale.update(rewards)
+            rewards = rewards / self.reward_scale.std
+        if args.reward_clip_range is not None:
+            rewards = rewards.clamp(*args.reward_clip_range)
+        for experience, part in zip(experiences, self._local(rewards).split(sizes), strict=True):
+            if args.reward_running_scale or args.reward_clip_range is not None:
+                experience.info["raw_reward"] = experience.info["reward"]
+            experience.info["reward"] = part
+        if in_groups:
+            logps = {}
+            if self._kl_coef:
+                logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
+                logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
+            rewards = estimate_advantages(
+                args.advantage_estimator,
+                rewards=rewards,
+                rewards_per_func=rewards[:, None],
+                group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
+                mask=self._gather(_joined(experiences, "action_mask")),
+                kl_coef=self._kl_coef,
+                norm_level=args.norm_level,
+                weight=args.cpgd_weight,
+                **logps,
+            )
+        return experiences, list(self._local(rewards).split(sizes))
+
+    def _set_advantages(self, experiences, rewards, gamma: float, lambd: float) -> None:
+        """Advantages and returns of all experiences from what [`process_experiences`] returns."""
+        args, rewards = self.strategy, torch.cat(rewards)
+        mask = _joined(experiences, "action_mask")
+        if not ESTIMATORS[args.advantage_estimator].per_token:
+            advantages = returns = torch.where(mask, rewards[:, None], 0)
+            sums = torch.cat([each.info["reward"] for each in experiences])
+        else:
+            logps = [
+                _joined(experiences, name) for name in ("action_log_probs", "base_action_log_probs") if self._kl_coef
+            ]
+            per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
+            scorable = mask & ~rewards.isnan()[:, None]
+            if args.advantage_estimator == "gae":
+                values, bootstrap = _joined(experiences, "values"), None
+                if args.bootstrap_truncated:
+                    bootstrap = torch.cat([each.info["bootstrap"] for each in experiences])
+                advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
+                returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
+            else:
+                advantages = returns = cumulative_returns(per_token, mask, gamma)
+            advantages = self._local(whiten(self._gather(advantages), self._gather(scorable)))
+            sums = per_token.sum(1)
+        start = 0
+        for each in experiences:
+            n, width = each.action_mask.shape
+            rows = slice(start, start + n)
+            each.advantages, each.returns = advantages[rows, :width], returns[rows, :width]
+            each.info["return"] = sums[rows]
+            start += n
+
+    @torch.no_grad()
+    def get_advantages_and_returns(
+        self,
+        values: torch.Tensor | list[torch.Tensor],
+        rewards: torch.Tensor | list[torch.Tensor],
+        action_mask: torch.Tensor | list[torch.Tensor] | None,
+        gamma: float,
+        lambd: float,
+    ) -> tuple:
+        r"""
+        Generalized advantage estimation, see [`~algorithms.advantages.gae`].
+
+        Args:
+            values (`torch.Tensor` or `list[torch.Tensor]`):
+                Value of the state before each action, shape `(B, A)`, or for each sample `(A,)`.
+            rewards (`torch.Tensor` or `list[torch.Tensor]`):
+                Rewards of the actions, likewise.
+            action_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+                1 on actions, likewise; all ones by default.
+            gamma (`float`):
+                Discount $\gamma$.
+            lambd (`float`):
+                $\lambda$.
+
+        Returns:
+            `tuple`: Advantages, not whitened, and returns, in the shape of the values.
+        """
+        if isinstance(values, list):
+            lengths = [len(each) for each in values]
+            mask = _rows(action_mask or [torch.ones_like(each) for each in values])
+            results = gae(_rows(rewards), _rows(values), mask, gamma=gamma, lam=lambd)
+            return tuple([row[:n] for row, n in zip(each, lengths, strict=True)] for each in results)
+        mask = torch.ones_like(values) if action_mask is None else action_mask
+        return gae(rewards, values, mask, gamma=gamma, lam=lambd)
+
+    @torch.no_grad()
+    def get_cumulative_returns(
+        self,
+        rewards: torch.Tensor | list[torch.Tensor],
+        action_mask: torch.Tensor | list[torch.Tensor] | None,
+        gamma: float,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        r"""
+        Discounted sums of the rewards from each action on, see [`~algorithms.advantages.cumulative_returns`].
+
+        Args:
+            rewards (`torch.Tensor` or `list[torch.Tensor]`):
+                Rewards of the actions, shape `(B, A)`, or for each sample `(A,)`.
+            action_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+                1 on actions, likewise; all ones by default.
+            gamma (`float`):
+                Discount $\gamma$.
+
+        Returns:
+            `torch.Tensor` or `list[torch.Tensor]`: Returns, in the shape of the rewards.
+        """
+        if isinstance(rewards, list):
+            mask = _rows(action_mask or [torch.ones_like(each) for each in rewards])
+            results = cumulative_returns(_rows(rewards), mask, gamma)
+            return [row[: len(each)] for row, each in zip(results, rewards, strict=True)]
+        mask = torch.ones_like(rewards) if action_mask is None else action_mask
+        return cumulative_returns(rewards, mask, gamma)
+
+    # Processes
+
+    @property
+    def _is_main(self) -> bool:
+        accelerator = self.strategy.accelerator
+        return accelerator is None or accelerator.is_main_process
+
+    def _gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows of all processes, padded on the right."""
+        accelerator = self.strategy.accelerator
+        if accelerator is None or accelerator.num_processes == 1:
+            return values
+        counts = accelerator.gather(torch.tensor([len(values)], device=accelerator.device))
+        if (counts != counts[0]).any():
+            raise ValueError(f"Processes have {counts.tolist()} samples; give each as many prompts.")
+        # Padding makes integers of booleans, and only where there is any
+        padded = values.int() if values.dtype == torch.bool else values
+        if values.dim() > 1:
+            padded = accelerator.pad_across_processes(padded, dim=1)
+        return accelerator.gather(padded.contiguous()).to(values.dtype)
+
+    def _local(self, values: torch.Tensor) -> torch.Tensor:
+        """This process's rows of what was gathered."""
+        accelerator = self.strategy.accelerator
+        if accelerator is None or accelerator.num_processes == 1:
+            return values
+        return values.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
+    """A field with one value per action of all samples, padded on the right."""
+    parts = [getattr(each, field) for each in experiences]
+    width = max(part.size(1) for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
+
+
+def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
