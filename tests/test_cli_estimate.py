@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def small_tile(monkeypatch):
-    """TRL's LM head takes 512 columns at once, not 32768 be they there or not, which would be most of a tiny model's memory."""
+    """TRL's LM head takes 512 columns at once: its 32768 would be most of a tiny model's memory."""
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
 
 

@@ -335,7 +335,8 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
             What the model's run took.
 
     Returns:
-        `dict[str, float]`: The parts, `update` and `generation` with all that is there meanwhile, and their larger, `peak`.
+        `dict[str, float]`: The parts, `update` and `generation` with all that is there meanwhile, and their larger, the
+        `peak`.
     """
     loaded = 4 if args.dtype == "float32" else 2
     adapter = 2 if args.load_in_4bit else 4
@@ -439,7 +440,8 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
         if args.packing == "padded":
             return "`--packing prefix`, which forwards each prompt once"
         if args.per_device_train_batch_size > args.num_generations and measured.parts == 1:
-            return f"`--max_tokens_per_microbatch {measured.prompt_tokens + args.num_generations * args.completion_tokens}`"
+            group = measured.prompt_tokens + args.num_generations * args.completion_tokens
+            return f"`--max_tokens_per_microbatch {group}`"
         return "a smaller `--per_device_train_batch_size`, or shorter completions"
     elif parts["vLLM"] and not args.vllm_enable_sleep_mode:
         return "`--vllm_enable_sleep_mode`"
@@ -522,8 +524,8 @@ def run(args: argparse.Namespace) -> None:
         if size > 0 or name in ("update", "generation"):
             print(f"  {name:20} {size / GIB:8.1f}")
     print(
-        f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which {measured['trained'] / 1e9:.2f} B are "
-        f"trained. {args.per_device_train_batch_size} completions of {args.completion_tokens:,} tokens to prompts of "
+        f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which "
+        f"{measured['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of {args.completion_tokens:,} tokens to prompts of "
         f"{measured['prompt_tokens']:,}; {measured['parts']} forward(s) of up to {measured['tokens']:,} tokens; "
         f"{measured['operations'] / 1e15:.2f} PFLOP an update."
     )

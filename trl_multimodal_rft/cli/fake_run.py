@@ -23,8 +23,8 @@ class FakeFloats(TorchDispatchMode):
     """
     Within the context, floating-point tensors have shapes but no numbers, and integers are what they are.
 
-    Models look at ids, grids and masks to know how many features an image has. `FakeTensorMode` alone would hide these,
-    too, and only models without a look at their inputs would run.
+    Models look at ids, grids and masks to know how many features an image has. `FakeTensorMode` alone would hide
+    these, too, and only models without a look at their inputs would run.
     """
 
     def __init__(self):
@@ -140,8 +140,8 @@ def _attention_backward_operations(gradient, query, key, value, *args, out_val=N
 @contextmanager
 def kernels_of_gpus() -> Iterator[None]:
     """
-    Within the context, fake tensors on the CPU go the ways of those on a GPU: attention over packed rows takes sequences
-    of unequal length, and TRL's LM head folds its tiles of logits in place.
+    Within the context, fake tensors on the CPU go the ways of those on a GPU: attention over packed rows takes
+    sequences of unequal length, and TRL's LM head folds its tiles of logits in place.
     """
 
     def takes_varlen(base, query, kind, layout, dropout=0.0, **kwargs):

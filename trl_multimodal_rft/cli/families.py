@@ -28,8 +28,8 @@ def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
             Whether to leave out models that have no row in [`~families.FAMILIES`].
 
     Returns:
-        `list[tuple[str, str, str, str]]`: `model_type`, media that the class takes, whether prompts go apart, and the class
-        that is trained where that is a part of the model.
+        `list[tuple[str, str, str, str]]`: `model_type`, media that the class takes, whether prompts go apart, and
+        the class that is trained where that is a part of the model.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -67,6 +67,6 @@ def run(args: argparse.Namespace) -> None:
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(
-        "\ntakes: media that the class in transformers takes. apart: `media` if prompts share a forward only where no medium "
-        "is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also speaks."
+        "\ntakes: media that the class in transformers takes. apart: `media` if prompts share a forward only where no "
+        "medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also speaks."
     )

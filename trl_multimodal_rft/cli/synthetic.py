@@ -23,8 +23,8 @@ from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
 @dataclass
 class EncoderInputs:
     """
-    Media of a prompt for a model without a processor. Its encoders run beside the text, which counts their features among
-    its tokens.
+    Media of a prompt for a model without a processor. Its encoders run beside the text, which counts their features
+    among its tokens.
 
     Args:
         inputs (`dict[str, dict[str, torch.Tensor]]`, *optional*):
