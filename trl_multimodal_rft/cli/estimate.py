@@ -21,7 +21,6 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
 from ..models.pretrained import trained_part
-from ..models.towers import linear_layers
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, synthetic_prompt
 
@@ -220,11 +219,13 @@ def measure(args: argparse.Namespace) -> Measured:
         critic = Critic(_build(args, config, model_class)) if args.trainer == "ppo" and not args.shared_trunk else None
         head = ValueHead(config.get_text_config().hidden_size) if args.trainer == "ppo" and args.shared_trunk else None
     packed = args.packing == "prefix" and not sharing_obstacle(base)
-    if packed:
-        install_prefix_attention(base)
+    for each in (base, critic and critic.model):
+        if packed and each is not None:
+            install_prefix_attention(each)
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
-    names = linear_layers(base) if args.use_peft else []
-    in_4_bits = sum(base.get_submodule(name).weight.numel() for name in names)
+    lm_head = base.get_output_embeddings()
+    linear = [each for each in base.modules() if isinstance(each, torch.nn.Linear) and each is not lm_head]
+    in_4_bits = sum(each.weight.numel() for each in linear) if args.use_peft else 0
     layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
     ends = {id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())}
     layer = max((sum(p.numel() for p in each.parameters()) for each in layers), default=0)
@@ -234,7 +235,9 @@ def measure(args: argparse.Namespace) -> Measured:
 
         # PEFT moves adapters to the dtype of the model, for which torch would swap what can't be swapped
         with mode, patch.object(torch.utils, "swap_tensors", _take):
-            model = get_peft_model(base, LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules=names))
+            model = get_peft_model(
+                base, LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
+            )
             for parameter in model.parameters():
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
                     parameter.data = parameter.data.to(base.dtype)
