@@ -63,9 +63,9 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
     """
     Encodes a medium for logs.
 
-    A file that browsers show is taken as it is. Everything else becomes PNG, WAV (mono, 16 bits, of the source's own rate)
-    or MP4 (H.264, which needs PyAV): decoded values, files of other formats, and videos of which the message asks for a
-    span. Of a video file 64 frames are encoded, evenly spaced.
+    A file that browsers show is taken as it is. Everything else becomes PNG, WAV (mono, 16 bits, of the source's own
+    rate) or MP4 (H.264, which needs PyAV): decoded values, files of other formats, and videos of which the message asks
+    for a span. Of a video file 64 frames are encoded, evenly spaced.
 
     Args:
         ref ([`~data.columns.MediaRef`]):
