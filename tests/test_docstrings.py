@@ -40,7 +40,14 @@ def public_names():
 
 
 NAMES = dict(public_names())
-MIXINS = {"trl_multimodal_rft.trainers.multimodal.MultimodalMixin": trl_multimodal_rft.MultimodalGRPOTrainer}
+MIXINS = dict.fromkeys(
+    (
+        "trl_multimodal_rft.reporting.hub.PublishingMixin",
+        "trl_multimodal_rft.reporting.media_logs.MediaLogMixin",
+        "trl_multimodal_rft.trainers.multimodal.MultimodalMixin",
+    ),
+    trl_multimodal_rft.MultimodalGRPOTrainer,
+)
 
 
 def sections(text):

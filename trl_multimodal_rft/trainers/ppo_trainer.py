@@ -482,7 +482,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return super()._score(model, inputs)
         batch = self._batch
         batch.supervised = self._supervised_batch()
-        return self._policy.score(
+        scores = self._policy.score(
             model,
             batch.prompts,
             inputs["completion_ids"],
@@ -492,6 +492,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             critic=self.critic,
             supervised=batch.supervised,
         )
+        batch.scores.append(scores)
+        return scores
 
     def _counts_for_kl(self):
         return self._trains("policy") and super()._counts_for_kl()
