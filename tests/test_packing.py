@@ -22,7 +22,7 @@ from trl_multimodal_rft.forward.attention import _gather, install_prefix_attenti
 from trl_multimodal_rft.forward.layout import group_by_prompt, micro_batch_order, pack, packed_length, split_samples
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
 from trl_multimodal_rft.forward.scores import Scores
-from trl_multimodal_rft.forward.scoring import completion_scores, packed_scores, padded_scores
+from trl_multimodal_rft.forward.scoring import completion_scores
 
 
 SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
@@ -50,7 +50,7 @@ def backward(model, logps, entropies, mask):
 def padded_reference(model, prompts, ids, mask):
     """Each prompt's completions in a padded batch of their own, which no other prompt can disturb."""
     parts = [
-        padded_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G])
+        completion_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G], packed=False)
         for i in range(0, len(prompts), G)
     ]
     logps, entropies = (torch.cat(values) for values in zip(*((p.logps, p.entropies) for p in parts), strict=True))
@@ -98,14 +98,14 @@ def test_a_wrong_layout_is_seen(name):
     """The test above can fail: plain positions or plain causal masks move the log-probabilities."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    right = packed_scores(model, model, prompts, ids, mask).logps
+    right = completion_scores(model, model, prompts, ids, mask).logps
     for prompt in group_by_prompt(prompts):
         if name == "qwen2_5_vl":
             prompt.position_ids = torch.arange(len(prompt)).expand_as(prompt.position_ids)
         else:
             masks = linear_masks(model, prompt, 7)
             prompt.mask_cache["linear"] = (7, dict.fromkeys(masks))
-    wrong = packed_scores(model, model, prompts, ids, mask).logps
+    wrong = completion_scores(model, model, prompts, ids, mask).logps
     assert (right - wrong).abs().max() > 1e-2
 
 
@@ -142,10 +142,10 @@ def test_images_of_one_shape_but_several_sizes():
 def test_media_change_the_scores(name):
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    before = packed_scores(model, model, prompts, ids, mask).logps
+    before = completion_scores(model, model, prompts, ids, mask).logps
     for prompt in group_by_prompt(prompts):
         prompt.media = {k: v.flip(-1) if v.is_floating_point() and v.dim() > 1 else v for k, v in prompt.media.items()}
-    after = packed_scores(model, model, prompts, ids, mask).logps
+    after = completion_scores(model, model, prompts, ids, mask).logps
     moved = (before - after).abs().amax(1)
     assert all((change > 1e-3) == bool(prompt.media) for change, prompt in zip(moved, prompts, strict=True))
 
@@ -192,15 +192,15 @@ def test_rows_of_scores_stay_together():
 def test_masked_completions_get_no_place():
     model, prompts = build("qwen2_audio")
     ids, mask = random_completions(len(prompts))
-    expected = packed_scores(model, model, prompts, ids, mask).logps
+    expected = completion_scores(model, model, prompts, ids, mask).logps
     mask[1] = mask[3:6] = 0
     row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
     assert row.input_ids.size(1) == packed_length(prompts, mask.sum(1).tolist())
-    scores = packed_scores(model, model, prompts, ids, mask)
+    scores = completion_scores(model, model, prompts, ids, mask)
     assert (scores.logps - expected * mask).abs().max() <= 1e-5
     assert not scores.logps[mask == 0].any() and not scores.entropies[mask == 0].any()
     mask[:] = 0
-    scores = packed_scores(model, model, prompts, ids, mask)
+    scores = completion_scores(model, model, prompts, ids, mask)
     scores.logps.sum().backward()
     assert not scores.logps.any()
 
@@ -340,7 +340,7 @@ def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
     monkeypatch.setattr(layout, "MASK_ENTRIES", 0)
-    packed = packed_scores(model, model, prompts, ids, mask)
+    packed = completion_scores(model, model, prompts, ids, mask)
     packed_logps, packed_entropies = packed.logps, packed.entropies
     packed_grads = backward(model, packed_logps, packed_entropies, mask)
     assert (packed_logps - logps * mask).abs().max() <= 1e-5
@@ -351,7 +351,7 @@ def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
 def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     model, prompts = build("qwen2_5_vl")
     ids, mask = random_completions(len(prompts))
-    expected = packed_scores(model, model, prompts, ids, mask).logps
+    expected = completion_scores(model, model, prompts, ids, mask).logps
     assert held_masks(layouts[0]) > 0
     monkeypatch.setattr(
         attention, "_takes_varlen", lambda base, query, kind, layout, **_: kind in layout.causal_layers
@@ -359,7 +359,7 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     monkeypatch.setattr(
         varlen, "varlen_attn", lambda q, k, v, starts, ends, *_, **__: slow_varlen(q, k, v, starts, ends)
     )
-    logps = packed_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, prompts, ids, mask).logps
     assert (logps - expected).abs().max() <= 1e-5
     assert held_masks(layouts[1]) == 0
 
@@ -377,7 +377,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     sizes = [len(prompt) for prompt in group_by_prompt(prompts)]
     ids, mask = random_completions(len(prompts), 240)
     longest = int(mask.sum(1).max())
-    logps = packed_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, prompts, ids, mask).logps
     held = held_masks(layouts[0])
     if name == "qwen2_5_vl":
         limit = 4 * longest * (max(sizes) + longest)
@@ -393,7 +393,7 @@ def test_flash_attention_keeps_its_name(name, monkeypatch):
     """Transformers loads flash kernels by name. Layers that no kernel takes run on sdpa: without a GPU, all."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    expected = packed_scores(model, model, prompts, ids, mask).logps
+    expected = completion_scores(model, model, prompts, ids, mask).logps
     model, prompts = build(name)
     monkeypatch.setattr(attention, "_WRAPPED", set())
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", None)
@@ -401,7 +401,7 @@ def test_flash_attention_keeps_its_name(name, monkeypatch):
     for _ in range(2):
         install_prefix_attention(model)
         assert model.get_decoder().config._attn_implementation == "flash_attention_2"
-    logps = packed_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, prompts, ids, mask).logps
     assert (logps - expected).abs().max() <= 1e-5
 
 
@@ -418,7 +418,7 @@ def test_autocast_gives_attention_one_dtype(monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
     with torch.autocast("cpu", torch.bfloat16):
-        packed_scores(model, model, prompts, ids, mask)
+        completion_scores(model, model, prompts, ids, mask)
     assert seen == {(torch.bfloat16,) * 3}
 
 

@@ -2,10 +2,10 @@
 """Per-token log-probabilities and entropies of completions: packed with a shared prefix, or padded."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from trl.trainer.utils import FusedCausalLMOutput, selective_log_softmax_and_ent
 from ..encoding.companions import CompanionPrompt
 from ..encoding.prompts import EncodedPrompt, join_media
 from ..families import family_of
-from .layout import PackedRow, group_by_prompt, pack, split_samples
+from .layout import group_by_prompt, pack, split_samples
 from .masks import linear_masks
 from .scores import Scores
 
@@ -96,10 +96,24 @@ def completion_scores(
         [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the mask
         is 0, the auxiliary loss or `None`, and with a `value_head` the values.
     """
-    score = packed_scores if packed else padded_scores
 
     def part(prompts, ids, mask):
-        return score(model, unwrapped_model, prompts, ids, mask, output_router_logits, value_head, logits_temperature)
+        batch = _batch(unwrapped_model, prompts, ids, mask, packed)
+        router = {}
+        if output_router_logits:
+            router["output_router_logits"] = True
+            batch.leave_out_companions()
+        with inject(unwrapped_model.get_decoder(), **batch.injected), _last_hidden_states(unwrapped_model) as hidden:
+            if logits_temperature is None:
+                outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
+            else:
+                outputs = _own_scores(model, unwrapped_model, batch, router, logits_temperature)
+        return Scores(
+            logps=batch.of_completions(outputs.log_probs),
+            entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
+            values=None if value_head is None else batch.of_completions(value_head(hidden[0])),
+            aux_loss=outputs.aux_loss,
+        )
 
     return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
 
@@ -140,16 +154,11 @@ def completion_values(
         `torch.Tensor`: Values, shape `(B, C)`, 0 where the mask is 0.
     """
 
-    def part(prompts, ids, mask):
-        if packed:
-            row, inputs = _packed_inputs(unwrapped_model, prompts, ids, mask)
-            with inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids):
-                values = critic(inputs.pop("input_ids"), **inputs)[0][row.score_index]
-        else:
-            # A state is that of the token before
-            inputs = _padded_inputs(unwrapped_model, prompts, ids, mask)
-            values = critic(inputs.pop("input_ids"), **inputs)[:, -ids.size(1) - 1 : -1]
-        return Scores(values=torch.where(mask.bool(), values, 0.0))
+    def part(prompts, completion_ids, mask):
+        batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed)
+        with inject(unwrapped_model.get_decoder(), **batch.injected):
+            ids = batch.inputs.pop("input_ids")
+            return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
     return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards).values
 
@@ -179,141 +188,10 @@ def _all_companions(prompts, row) -> bool:
     return all(isinstance(prompts[i], CompanionPrompt) for i in row)
 
 
-def packed_scores(
-    model: nn.Module,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    completion_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
-    output_router_logits: bool = False,
-    value_head: nn.Module | None = None,
-    logits_temperature: float | None = None,
-) -> Scores:
-    """
-    Scores completions in one row that holds each prompt, and its media, once.
-
-    The shared forward is exact: every token sees what it would see in a row of its own. The idea of sharing a prefix
-    in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
-
-    Args:
-        model (`nn.Module`):
-            As in [`completion_scores`].
-        unwrapped_model ([`~transformers.PreTrainedModel`]):
-            As there.
-        prompts (`Sequence[EncodedPrompt]`):
-            As there.
-        completion_ids (`torch.Tensor`):
-            As there, shape `(B, C)`.
-        completion_mask (`torch.Tensor`):
-            As there, shape `(B, C)`.
-        output_router_logits (`bool`, *optional*, defaults to `False`):
-            As there.
-        value_head (`nn.Module`, *optional*):
-            As there.
-        logits_temperature (`float`, *optional*):
-            As there.
-
-    Returns:
-        [`~forward.scores.Scores`]: As there.
-    """
-    row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
-    router, mask = {}, {}
-    if output_router_logits:
-        prompts = [segment for segment in row.layout.segments if segment[3] == 0]
-        uncounted = torch.zeros_like(row.input_ids, dtype=torch.bool)
-        for prompt, (start, length, _, _) in zip(row.prompts, prompts, strict=True):
-            uncounted[0, start : start + length] = isinstance(prompt, CompanionPrompt)
-        router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
-    with (
-        inject(unwrapped_model.get_decoder(), prefix_layout=row.layout, position_ids=row.position_ids, **mask),
-        _last_hidden_states(unwrapped_model) as hidden,
-    ):
-        if logits_temperature is None:
-            outputs = model(**inputs, **router, shift_labels=row.shift_labels, fused_lm_head=True)
-        else:
-            kept = (row.shift_labels[0] != -100).nonzero()[:, 0]
-            outputs = _own_scores(
-                model, unwrapped_model, {**inputs, **router}, kept, row.shift_labels, logits_temperature
-            )
-
-    def unpack(values):
-        return torch.where(completion_mask.bool(), values[0][row.score_index], 0.0)
-
-    return Scores(
-        logps=unpack(outputs.log_probs),
-        entropies=None if outputs.entropy is None else unpack(outputs.entropy),
-        values=None if value_head is None else unpack(value_head(hidden[0])),
-        aux_loss=outputs.aux_loss,
-    )
-
-
-def padded_scores(
-    model: nn.Module,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    completion_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
-    output_router_logits: bool = False,
-    value_head: nn.Module | None = None,
-    logits_temperature: float | None = None,
-) -> Scores:
-    """
-    Scores completions with one padded row per completion, as TRL does, for media of every kind.
-
-    For models whose completions can't share their prompt, and for prompts too short to gain from it.
-
-    Args:
-        model (`nn.Module`):
-            As in [`completion_scores`].
-        unwrapped_model ([`~transformers.PreTrainedModel`]):
-            As there.
-        prompts (`Sequence[EncodedPrompt]`):
-            As there.
-        completion_ids (`torch.Tensor`):
-            As there, shape `(B, C)`.
-        completion_mask (`torch.Tensor`):
-            As there, shape `(B, C)`.
-        output_router_logits (`bool`, *optional*, defaults to `False`):
-            As there.
-        value_head (`nn.Module`, *optional*):
-            As there.
-        logits_temperature (`float`, *optional*):
-            As there.
-
-    Returns:
-        [`~forward.scores.Scores`]: As there.
-    """
-    n_new = completion_ids.size(1)
-    inputs = _padded_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
-    # Each position predicts the next token; prompts aren't scored
-    predicts = slice(-n_new - 1, -1)
-    labels = torch.full_like(inputs["input_ids"], -100)
-    labels[:, predicts] = completion_ids.masked_fill(completion_mask == 0, -100)
-    router, mask = {}, {}
-    if output_router_logits:
-        uncounted = torch.tensor([[isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=labels.device)
-        router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
-    with inject(unwrapped_model.get_decoder(), **mask), _last_hidden_states(unwrapped_model) as hidden:
-        if logits_temperature is None:
-            outputs = model(**inputs, **router, shift_labels=labels, fused_lm_head=True)
-        else:
-            kept = torch.arange(labels.size(1), device=labels.device)[predicts]
-            outputs = _own_scores(model, unwrapped_model, {**inputs, **router}, kept, labels, logits_temperature)
-    values = None
-    if value_head is not None:
-        values = torch.where(completion_mask.bool(), value_head(hidden[0])[:, predicts], 0.0)
-    return Scores(
-        logps=outputs.log_probs[:, predicts],
-        entropies=None if outputs.entropy is None else outputs.entropy[:, predicts],
-        values=values,
-        aux_loss=outputs.aux_loss,
-    )
-
-
-def _own_scores(model, unwrapped_model, inputs, kept, labels, temperature: float) -> FusedCausalLMOutput:
-    """What TRL's fused head returns with `shift_labels`, from the model's own logits at the kept positions."""
-    part = takes_logits_to_keep(unwrapped_model)
-    outputs = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))
+def _own_scores(model, unwrapped_model, batch: "_Batch", router, temperature: float) -> FusedCausalLMOutput:
+    """What TRL's fused head returns with `shift_labels`, from the model's own logits at the positions that are scored."""
+    part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
+    outputs = model(**batch.inputs, **router, use_cache=False, **({"logits_to_keep": kept} if part else {}))
     logits = outputs.logits if part else outputs.logits[:, kept]
     kept_labels = labels[:, kept]
     logps, entropies = selective_log_softmax_and_entropy(
@@ -343,15 +221,6 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
-def _uncount(tokens: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Takes tokens out of the load-balancing loss by the mask of the inputs; returns the mask that the decoder is to get."""
-    mask = inputs["attention_mask"]
-    if not tokens.any() or tokens.all():
-        return {}
-    inputs["attention_mask"] = mask.masked_fill(tokens, 0)
-    return {"attention_mask": mask}
-
-
 @contextmanager
 def _last_hidden_states(model: PreTrainedModel):
     """What the LM head gets, of each forward within the context."""
@@ -363,8 +232,35 @@ def _last_hidden_states(model: PreTrainedModel):
         handle.remove()
 
 
-def _packed_inputs(model, prompts, completion_ids, completion_mask) -> tuple[PackedRow, dict[str, torch.Tensor]]:
-    """The packed row, and what a forward takes."""
+@dataclass
+class _Batch:
+    """What one forward takes, and where completions are in what it returns."""
+
+    inputs: dict[str, torch.Tensor]
+    injected: dict[str, Any]  # what the text decoder is given instead
+    labels: torch.Tensor  # the next token where it is scored, else -100
+    kept: Callable[[], torch.Tensor]  # positions that are scored
+    of_companions: Callable[[], torch.Tensor]  # which tokens are theirs
+    of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
+
+    def leave_out_companions(self) -> None:
+        """Takes their tokens out of the load-balancing loss, which goes by the mask of the inputs."""
+        tokens, mask = self.of_companions(), self.inputs["attention_mask"]
+        if tokens.any() and not tokens.all():
+            self.inputs["attention_mask"] = mask.masked_fill(tokens, 0)
+            self.injected["attention_mask"] = mask
+
+
+def _batch(model, prompts, completion_ids, completion_mask, packed: bool) -> _Batch:
+    make = _packed_batch if packed else _padded_batch
+    return make(model, prompts, completion_ids, completion_mask)
+
+
+def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
+    """
+    One row that holds each prompt, and its media, once. It is exact: every token sees what it would see in a row of its
+    own. The idea of sharing a prefix in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
+    """
     longest = int(completion_mask.sum(1).max())
     masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
     row = pack(prompts, completion_ids, completion_mask, masks, family_of(model).token_field_fill)
@@ -375,11 +271,26 @@ def _packed_inputs(model, prompts, completion_ids, completion_mask) -> tuple[Pac
         **to_model(join_media(row.prompts), model, completion_ids.device),
         **row.token_fields,
     }
-    return row, inputs
+
+    def of_companions():
+        tokens = torch.zeros_like(row.input_ids, dtype=torch.bool)
+        segments = [segment for segment in row.layout.segments if segment[3] == 0]
+        for prompt, (start, length, _, _) in zip(row.prompts, segments, strict=True):
+            tokens[0, start : start + length] = isinstance(prompt, CompanionPrompt)
+        return tokens
+
+    return _Batch(
+        inputs,
+        {"prefix_layout": row.layout, "position_ids": row.position_ids},
+        row.shift_labels,
+        lambda: (row.shift_labels[0] != -100).nonzero()[:, 0],
+        of_companions,
+        lambda values: torch.where(completion_mask.bool(), values[0][row.score_index], 0.0),
+    )
 
 
-def _padded_inputs(model, prompts, completion_ids, completion_mask) -> dict[str, torch.Tensor]:
-    """What a forward takes, one row per completion."""
+def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
+    """One padded row per completion, as TRL has it, for models and prompts that gain nothing from sharing."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
     fill = family_of(model).token_field_fill
@@ -388,13 +299,25 @@ def _padded_inputs(model, prompts, completion_ids, completion_mask) -> dict[str,
     fields = {
         name: F.pad(value, (0, n_new), value=fill.get(name, 0)).to(device) for name, value in batch["fields"].items()
     }
-    return {
+    inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
         "position_ids": torch.cat([positions, positions[..., -1:] + 1 + torch.arange(n_new, device=device)], dim=-1),
         **to_model(join_media(prompts), model, device),
         **fields,
     }
+    # Each position predicts the next token; prompts aren't scored
+    predicts = slice(-n_new - 1, -1)
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[:, predicts] = completion_ids.masked_fill(completion_mask == 0, -100)
+    return _Batch(
+        inputs,
+        {},
+        labels,
+        lambda: torch.arange(labels.size(1), device=device)[predicts],
+        lambda: torch.tensor([[isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=device),
+        lambda values: torch.where(completion_mask.bool(), values[:, predicts], 0.0),
+    )
 
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
