@@ -5,7 +5,6 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,13 +25,9 @@ from transformers import (
     ProcessorMixin,
     TrainerState,
 )
-from trl import is_conversational
 from trl.distributed import DistributedBackend
 from trl.trainer.utils import (
     get_callable_name,
-    is_async_callable,
-    shutdown_event_loop_in_daemon,
-    start_event_loop_in_daemon,
 )
 
 from ..data.columns import MEDIA_COLUMNS, as_text, restore_media, rows_to_messages, strip_media
@@ -47,6 +42,7 @@ from ..models.modes import evaluation_mode
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
 from ..rewards.answers import extract_answer, normalize_answer
+from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.choices import named_choice
 from ..trainers.multimodal import MultimodalMixin
@@ -55,9 +51,6 @@ from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
 
 
 logger = get_logger(__name__)
-
-# Columns of the dataset that reward functions get under other names, as in TRL
-_NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 # Where a record keeps its value of `group_by` until the metrics are made
 _GROUP = "\0group"
@@ -404,7 +397,7 @@ def _evaluate(
         kept_random_state(),
         evaluation_mode(policy.model),
         as_generation_config(policy.base, config),
-        _event_loop(reward_funcs) as loop,
+        reward_loop(reward_funcs) as loop,
     ):
         for first in range(0, len(batches), accelerator.num_processes):
             place = first + accelerator.process_index
@@ -528,7 +521,7 @@ def _answer(
         output = policy.sample(samples[start : start + args.batch_size], config)
         ids += trim_after_eos(output, config.eos_token_id)
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    rewards, extras, metrics = _rewards(
+    rewards, extras, metrics = call_rewards(
         reward_funcs,
         prompts=[prompt for prompt in restore_media(prompts) for _ in range(n)],
         texts=texts,
@@ -573,44 +566,6 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
     return answer if index is None else choices[index]
-
-
-def _rewards(reward_funcs, prompts, texts, ids, rows, trainer_state, loop):
-    """Rewards by function, and the columns and metrics that they logged. They get what TRL's trainers give them."""
-    extras: dict[str, list] = {}
-    metrics: list[tuple[str, float]] = []
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
-    conversational = is_conversational({"prompt": prompts[0]})
-    arguments = {
-        "prompts": prompts,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
-        "completion_ids": ids,
-        **{name: [row.get(name) for row in rows] for name in names},
-        "trainer_state": trainer_state,
-        "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
-        "log_metric": lambda name, value: metrics.append((name, float(value))),
-    }
-    results = {}
-    waiting = {}
-    for reward_func in reward_funcs:
-        if is_async_callable(reward_func):
-            waiting[get_callable_name(reward_func)] = reward_func(**arguments)
-        else:
-            results[get_callable_name(reward_func)] = reward_func(**arguments)
-    if waiting:
-
-        async def together():
-            return await asyncio.gather(*waiting.values())
-
-        answers = asyncio.run_coroutine_threadsafe(together(), loop).result()
-        results.update(zip(waiting, answers, strict=True))
-    for column, values in extras.items():
-        if len(values) != len(texts):
-            raise ValueError(
-                f"`log_extra` got {len(values)} values of {column!r} for {len(texts)} completions; give one each."
-            )
-    order = [get_callable_name(reward_func) for reward_func in reward_funcs]
-    return {name: [None if r is None else float(r) for r in results[name]] for name in order}, extras, metrics
 
 
 def _is_plain(value: Any) -> bool:
@@ -661,17 +616,3 @@ def _flat(values: Iterable[list]) -> list:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None
-
-
-@contextmanager
-def _event_loop(reward_funcs: list[Callable]):
-    """An event loop where a function is async, in a thread, since one may run here already, as in a notebook."""
-    if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
-        yield None
-        return
-    thread, loop, ready = start_event_loop_in_daemon(name="evaluation")
-    ready.wait()
-    try:
-        yield loop
-    finally:
-        shutdown_event_loop_in_daemon(thread, loop)

@@ -1,0 +1,110 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Calling reward functions outside of a trainer."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerState
+from trl import is_conversational
+from trl.trainer.utils import (
+    get_callable_name,
+    is_async_callable,
+    shutdown_event_loop_in_daemon,
+    start_event_loop_in_daemon,
+)
+
+
+# Columns of the dataset that reward functions get under other names, as in TRL
+_NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
+
+
+def call_rewards(
+    reward_funcs: Sequence[Callable],
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    rows: Sequence[dict[str, Any]],
+    trainer_state: TrainerState | None,
+    loop: asyncio.AbstractEventLoop | None,
+) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
+    """
+    Calls reward functions as TRL's trainers do, outside of one.
+
+    Args:
+        reward_funcs (`Sequence[Callable]`):
+            Functions of different names, see [`~rewards.checks.checked_reward`].
+        prompts (`Sequence`):
+            Each completion's prompt, text or messages.
+        texts (`Sequence[str]`):
+            The completions.
+        ids (`Sequence[Sequence[int]]`):
+            Their ids.
+        rows (`Sequence[dict]`):
+            Each completion's dataset row, whose columns the functions get.
+        trainer_state ([`~transformers.TrainerState`], *optional*):
+            State of the trainer, if there is one.
+        loop (`asyncio.AbstractEventLoop`, *optional*):
+            Where async functions run, see [`reward_loop`].
+
+    Returns:
+        `tuple`: Rewards by function, columns that they logged, and metrics that they logged, by name.
+
+    Raises:
+        `ValueError`: If a logged column has another number of values than there are completions.
+    """
+    extras: dict[str, list] = {}
+    metrics: list[tuple[str, float]] = []
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
+    conversational = is_conversational({"prompt": prompts[0]})
+    arguments = {
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        "completion_ids": ids,
+        **{name: [row.get(name) for row in rows] for name in names},
+        "trainer_state": trainer_state,
+        "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
+        "log_metric": lambda name, value: metrics.append((name, float(value))),
+    }
+    results = {}
+    waiting = {}
+    for reward_func in reward_funcs:
+        if is_async_callable(reward_func):
+            waiting[get_callable_name(reward_func)] = reward_func(**arguments)
+        else:
+            results[get_callable_name(reward_func)] = reward_func(**arguments)
+    if waiting:
+
+        async def together():
+            return await asyncio.gather(*waiting.values())
+
+        answers = asyncio.run_coroutine_threadsafe(together(), loop).result()
+        results.update(zip(waiting, answers, strict=True))
+    for column, values in extras.items():
+        if len(values) != len(texts):
+            raise ValueError(
+                f"`log_extra` got {len(values)} values of {column!r} for {len(texts)} completions; give one each."
+            )
+    order = [get_callable_name(reward_func) for reward_func in reward_funcs]
+    return {name: [None if r is None else float(r) for r in results[name]] for name in order}, extras, metrics
+
+
+@contextmanager
+def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
+    """
+    An event loop where a function is async, in a thread, since one may run here already, as in a notebook.
+
+    Args:
+        reward_funcs (`Sequence[Callable]`):
+            Reward functions.
+    """
+    if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
+        yield None
+        return
+    thread, loop, ready = start_event_loop_in_daemon(name="evaluation")
+    ready.wait()
+    try:
+        yield loop
+    finally:
+        shutdown_event_loop_in_daemon(thread, loop)
