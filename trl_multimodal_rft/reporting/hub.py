@@ -20,6 +20,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress, hf_api
 
+from ..trainer_mixin import TrainerMixin
 from .model_card import write_card
 
 
@@ -129,7 +130,7 @@ def explained(repo: str, then: str):
         raise type(known)(f"{known} {then}") from error
 
 
-class PublishingMixin:
+class PublishingMixin(TrainerMixin):
     """
     What a trainer publishes: TRL's and [`~transformers.Trainer`]'s hooks for the Hub and the model card. No private files are
     uploaded, and errors say what to do.

@@ -23,6 +23,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio
+from ..trainer_mixin import TrainerMixin
 
 
 logger = get_logger(__name__)
@@ -441,7 +442,7 @@ def log_completions(trainer, log: MediaLog) -> None:
             write_tensorboard(callback.tb_writer, frame, media, step)
 
 
-class MediaLogMixin:
+class MediaLogMixin(TrainerMixin):
     """A trainer's logs of completions with their media, in the place of TRL's tables, which hold no audio or video."""
 
     _media_log: MediaLog | None = None  # what the tables of completions show

@@ -6,10 +6,11 @@ import math
 import torch
 from torch import nn
 
+from ..trainer_mixin import TrainerMixin
 from .checkpoint import local_part
 
 
-class FiniteMixin:
+class FiniteMixin(TrainerMixin):
     """Gives a trainer of transformers updates that are left out, and weights that aren't saved, unless they are finite."""
 
     _n_skipped = 0  # updates in a row

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import Remedies
+from ..trainer_mixin import TrainerMixin
 from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
 from .self_check import SelfCheck
 
@@ -28,7 +29,7 @@ _PARTIAL = "_partial_checkpoint"
 _REPLACED = "replaced"
 
 
-class ResumingMixin:
+class ResumingMixin(TrainerMixin):
     """Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all."""
 
     _partial: Path | None = None  # where a checkpoint is being written
