@@ -80,8 +80,8 @@ def explain(error: BaseException, repo: str) -> OSError | None:
             What was to be published to.
 
     Returns:
-        `OSError` or `None`: A `PermissionError` if there is no token or the Hub refuses it, a `ConnectionError` if it can't
-        be reached or is out of service; `None` for other errors.
+        `OSError` or `None`: A `PermissionError` if there is no token or the Hub refuses it, a `ConnectionError` if it
+        can't be reached or is out of service; `None` for other errors.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -89,8 +89,8 @@ def explain(error: BaseException, repo: str) -> OSError | None:
         # Without a token that may see it, a repository looks as if it didn't exist
         if isinstance(cause, (LocalTokenNotFoundError, RepositoryNotFoundError)) or status in (401, 403):
             return PermissionError(
-                f"You may not write to {repo!r} on the Hub ({_reason(cause)}). Log in with `hf auth login`, or set `HF_TOKEN` "
-                "or `hub_token` to a token that may write there."
+                f"You may not write to {repo!r} on the Hub ({_reason(cause)}). Log in with `hf auth login`, or set "
+                "`HF_TOKEN` or `hub_token` to a token that may write there."
             )
         if isinstance(cause, OfflineModeIsEnabled):
             return ConnectionError(
@@ -98,8 +98,8 @@ def explain(error: BaseException, repo: str) -> OSError | None:
             )
         if status in _LATER or (status is None and isinstance(cause, HTTPError)):
             return ConnectionError(
-                f"The Hub can't be reached to publish {repo!r} ({_reason(cause)}). Check the network, and `HF_ENDPOINT` if it is "
-                "set, or try again later."
+                f"The Hub can't be reached to publish {repo!r} ({_reason(cause)}). Check the network, and "
+                "`HF_ENDPOINT` if it is set, or try again later."
             )
         cause = cause.__cause__
     return None
@@ -132,8 +132,8 @@ def explained(repo: str, then: str):
 
 class PublishingMixin(TrainerMixin):
     """
-    What a trainer publishes: TRL's and [`~transformers.Trainer`]'s hooks for the Hub and the model card. No private files are
-    uploaded, and errors say what to do.
+    What a trainer publishes: TRL's and [`~transformers.Trainer`]'s hooks for the Hub and the model card. No private
+    files are uploaded, and errors say what to do.
     """
 
     push_in_progress: PushInProgress | None = None  # of checkpoints, on the main process
@@ -157,8 +157,8 @@ class PublishingMixin(TrainerMixin):
         **kwargs,
     ):
         """
-        Saves the model and publishes the output folder: the model, its processor, its card, and what belongs to it. Not
-        published are checkpoints, and files that hold prompts, completions and media of the dataset.
+        Saves the model and publishes the output folder: the model, its processor, its card, and what belongs to it.
+        Not published are checkpoints, and files that hold prompts, completions and media of the dataset.
 
         Args:
             commit_message (`str`, *optional*, defaults to `"End of training"`):

@@ -174,13 +174,14 @@ def refuse_several_runs(args) -> None:
     refuse_runs_apart(
         args.world_size,
         ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
-        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train on "
-        "GPUs, make them visible and start the script with `accelerate launch`.",
+        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
+        "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
     if args.n_gpu > 1:
         raise RuntimeError(
-            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
-            f"with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: `CUDA_VISIBLE_DEVICES=0`."
+            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start "
+            f"the script with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: "
+            "`CUDA_VISIBLE_DEVICES=0`."
         )
 
 
@@ -199,8 +200,8 @@ def refuse_unchecked_steps(args) -> None:
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if config.get(section, {}).get(option) is False:
             raise ValueError(
-                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that aren't "
-                "finite; remove it."
+                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that "
+                "aren't finite; remove it."
             )
 
 
