@@ -15,8 +15,8 @@ seeded completions of 20 to 64 tokens. Measured are
 - **time**: CPU time of the update, the minimum of some repetitions, which take turns,
 
 and the gradients are compared. Every tensor counts that lives (`trl_multimodal_rft.cli.fake_run.Watch`), each storage
-once. The LM head takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they would
-hide the rest.
+once. The LM head takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they
+would hide the rest.
 """
 
 import argparse
@@ -46,8 +46,9 @@ class Watched(MultimodalGRPOTrainer):
     """
     A trainer that gets completions of 20 to 64 tokens instead of sampling them, and remembers each micro-batch.
 
-    `watch` says what is watched, `"memory"` or `"time"`, since watching takes time. `moments` are the results: the `batch`, the
-    bytes of activations `held` where a backward pass starts and at the `peak`, and the `seconds` of CPU time.
+    `watch` says what is watched, `"memory"` or `"time"`, since watching takes time. `moments` are the results: the
+    `batch`, the bytes of activations `held` where a backward pass starts and at the `peak`, and the `seconds` of CPU
+    time.
     """
 
     watch = "memory"
@@ -98,8 +99,8 @@ class Watched(MultimodalGRPOTrainer):
 @contextmanager
 def small_tile():
     """
-    Within the context, TRL's LM head takes 512 columns of logits at once. Its 32768 are allocated be they there or not, and
-    would be most of a tiny model's memory.
+    Within the context, TRL's LM head takes 512 columns of logits at once. Its 32768 are allocated be they there or
+    not, and would be most of a tiny model's memory.
     """
     before = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = 512

@@ -338,8 +338,8 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
             What the model's run took.
 
     Returns:
-        `dict[str, float]`: The parts, `update` and `generation` with all that is there meanwhile, and their larger, the
-        `peak`.
+        `dict[str, float]`: The parts, `update` and `generation` with all that is there meanwhile, and their larger,
+        the `peak`.
     """
     loaded = 4 if args.dtype == "float32" else 2
     adapter = 2 if args.load_in_4bit else 4
@@ -528,9 +528,9 @@ def run(args: argparse.Namespace) -> None:
             print(f"  {name:20} {size / GIB:8.1f}")
     print(
         f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which "
-        f"{measured['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of {args.completion_tokens:,} tokens to prompts of "
-        f"{measured['prompt_tokens']:,}; {measured['parts']} forward(s) of up to {measured['tokens']:,} tokens; "
-        f"{measured['operations'] / 1e15:.2f} PFLOP an update."
+        f"{measured['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
+        f"{args.completion_tokens:,} tokens to prompts of {measured['prompt_tokens']:,}; {measured['parts']} "
+        f"forward(s) of up to {measured['tokens']:,} tokens; {measured['operations'] / 1e15:.2f} PFLOP an update."
     )
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")

@@ -68,5 +68,6 @@ def run(args: argparse.Namespace) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(
         "\ntakes: media that the class in transformers takes. apart: `media` if prompts share a forward only where no "
-        "medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also speaks."
+        "medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also "
+        "speaks."
     )

@@ -105,12 +105,12 @@ class Scores:
                 Places in the batch of each part's rows.
 
         Returns:
-            [`Scores`]: Scores of the batch in its order, with the mean of the parts' auxiliary losses and the supervised
-            rows of the part that has them.
+            [`Scores`]: Scores of the batch in its order, with the mean of the parts' auxiliary losses and the
+            supervised rows of the part that has them.
 
         Raises:
-            `ValueError`: If a part has other fields than the first or another number of rows than places, or if several
-                have supervised rows.
+            `ValueError`: If a part has other fields than the first or another number of rows than places, or if
+                several have supervised rows.
         """
         aligned = [part._chosen(aligned=True) for part in parts]
         for part, own in zip(aligned, places, strict=True):

@@ -88,13 +88,13 @@ def completion_scores(
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~models.ValueHead`].
         logits_temperature (`float`, *optional*):
-            Temperature of log-probabilities from the model's own logits, for models that change them behind the LM head in
-            a way that TRL's fused head doesn't know. Keeps the logits of all completion tokens in memory. By default the
-            fused head computes them, at its temperature.
+            Temperature of log-probabilities from the model's own logits, for models that change them behind the LM
+            head in a way that TRL's fused head doesn't know. Keeps the logits of all completion tokens in memory. By
+            default the fused head computes them, at its temperature.
 
     Returns:
-        [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the mask
-        is 0, the auxiliary loss or `None`, and with a `value_head` the values.
+        [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the
+        mask is 0, the auxiliary loss or `None`, and with a `value_head` the values.
     """
 
     def part(prompts, ids, mask):
@@ -331,8 +331,8 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
             Id written on padding.
 
     Returns:
-        `dict`: `input_ids` and `attention_mask` of shape `(B, P)`, `position_ids` of shape `(B, P)` or `(R, B, P)`, and
-        `fields` with the token fields, each `(B, P)`.
+        `dict`: `input_ids` and `attention_mask` of shape `(B, P)`, `position_ids` of shape `(B, P)` or `(R, B, P)`,
+        and `fields` with the token fields, each `(B, P)`.
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]

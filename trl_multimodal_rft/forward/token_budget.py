@@ -17,8 +17,8 @@ class DeferredParts:
     """
     Scores of parts of a micro-batch, without the activations that made them.
 
-    A loss can be computed from [`joined`] as from scores of the whole, and [`backward_by_parts`] then makes each part once
-    more for its gradient.
+    A loss can be computed from [`joined`] as from scores of the whole, and [`backward_by_parts`] then makes each part
+    once more for its gradient.
 
     Args:
         score (`Callable`):

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import PIL.Image
 import torch
 
 from ..algorithms.advantages import clip_filter_like_weights, group_statistics
 
 
-Tokens = torch.Tensor | list[torch.Tensor]
+Tokens = Any  # a tensor, or one for each row where rows are packed
 
 
 def to(tensor: Any, device: torch.device | str) -> Any:
@@ -162,11 +161,11 @@ class VisionRecord(Record):
             sample.
     """
 
-    pixel_values: torch.Tensor | None = None
-    image_grid_thws: torch.Tensor | None = None
-    pixel_values_videos: torch.Tensor | None = None
-    video_grid_thws: torch.Tensor | None = None
-    raw_images: list[PIL.Image.Image] | list[list[PIL.Image.Image] | None] | None = None
+    pixel_values: Any = None
+    image_grid_thws: Any = None
+    pixel_values_videos: Any = None
+    video_grid_thws: Any = None
+    raw_images: Any = None
 
 
 @dataclass(eq=False)
@@ -181,8 +180,8 @@ class AudioRecord(Record):
             1 on frames of a clip, 0 on padding, shape `(N, frames)`.
     """
 
-    audio_values: torch.Tensor | None = None
-    audio_attention_mask: torch.Tensor | None = None
+    audio_values: Any = None
+    audio_attention_mask: Any = None
 
 
 VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
@@ -221,16 +220,16 @@ class Experience(Record):
             [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
     """
 
-    action_log_probs: Tokens | None
-    base_action_log_probs: Tokens | None
-    values: Tokens | None
-    returns: Tokens | None
-    advantages: Tokens | None
-    attention_mask: Tokens | None
-    action_mask: Tokens | None
-    info: dict[str, Any] | None
-    kl: Tokens | None = None
-    action_entropy: Tokens | None = None
+    action_log_probs: Any
+    base_action_log_probs: Any
+    values: Any
+    returns: Any
+    advantages: Any
+    attention_mask: Any
+    action_mask: Any
+    info: Any
+    kl: Any = None
+    action_entropy: Any = None
 
 
 # A dataclass takes the fields of its last base first: sequences, media, the rest.
@@ -238,16 +237,16 @@ class Experience(Record):
 
 @dataclass(eq=False)
 class _MediaExperience(Experience):
-    action_log_probs: Tokens | None = None
-    base_action_log_probs: Tokens | None = None
-    values: Tokens | None = None
-    returns: Tokens | None = None
-    advantages: Tokens | None = None
-    attention_mask: Tokens | None = None
-    action_mask: Tokens | None = None
-    info: dict[str, Any] | None = None
-    extra_media: dict[str, torch.Tensor] | None = None
-    media_rows: dict[str, list[int]] | None = None
+    action_log_probs: Any = None
+    base_action_log_probs: Any = None
+    values: Any = None
+    returns: Any = None
+    advantages: Any = None
+    attention_mask: Any = None
+    action_mask: Any = None
+    info: Any = None
+    extra_media: Any = None
+    media_rows: Any = None
 
 
 @dataclass(eq=False)
@@ -320,15 +319,15 @@ class Samples:
     """
 
     sequences: torch.Tensor
-    attention_mask: torch.Tensor | None
-    action_mask: torch.Tensor | None
+    attention_mask: Any
+    action_mask: Any
     num_actions: int | torch.Tensor
-    packed_seq_lens: torch.Tensor | None
+    packed_seq_lens: Any
     response_length: torch.Tensor
     total_length: torch.Tensor
     prompts: list
-    labels: list | None = None
-    pad_len: int | None = None
-    encoded_prompts: list | None = None
-    truncated: torch.Tensor | None = None
-    rows: list[dict[str, Any]] | None = None
+    labels: Any = None
+    pad_len: Any = None
+    encoded_prompts: Any = None
+    truncated: Any = None
+    rows: Any = None

@@ -61,29 +61,29 @@ class BufferItem(Record):
             KL divergence from the reference, shape `(A,)`.
     """
 
-    action_log_probs: torch.Tensor | None
-    base_action_log_probs: torch.Tensor | None
-    values: torch.Tensor | None
-    returns: torch.Tensor | None
-    advantages: torch.Tensor | None
-    attention_mask: torch.Tensor | None
-    action_mask: torch.Tensor | None
-    info: dict[str, Any] | None
-    action_entropy: torch.Tensor | None = None
-    kl: torch.Tensor | None = None
+    action_log_probs: Any
+    base_action_log_probs: Any
+    values: Any
+    returns: Any
+    advantages: Any
+    attention_mask: Any
+    action_mask: Any
+    info: Any
+    action_entropy: Any = None
+    kl: Any = None
 
 
 @dataclass(eq=False)
 class _MediaItem(BufferItem):
-    action_log_probs: torch.Tensor | None = None
-    base_action_log_probs: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    action_mask: torch.Tensor | None = None
-    info: dict[str, Any] | None = None
-    extra_media: dict[str, torch.Tensor] | None = None
+    action_log_probs: Any = None
+    base_action_log_probs: Any = None
+    values: Any = None
+    returns: Any = None
+    advantages: Any = None
+    attention_mask: Any = None
+    action_mask: Any = None
+    info: Any = None
+    extra_media: Any = None
 
 
 @dataclass(eq=False)
@@ -209,7 +209,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     size = len(experience.sequences)
     if size == 0:
         return []
-    columns = {name: _rows(experience, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    columns: dict[str, Any] = {name: _rows(experience, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     columns["info"] = _split_info(experience.info, size)
     if isinstance(experience, VisionRecord):
         columns["raw_images"] = _raw_images(experience.raw_images, size)
@@ -263,7 +263,7 @@ def make_experience_batch(
         raise ValueError("There are no items to make an experience of.")
     lengths = [len(item.sequences) for item in items]
     n_actions = [_n_actions(item, index) for index, item in enumerate(items)]
-    columns = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    columns: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     if packing_samples:
         columns = map_tensors(torch.clone, columns)
     else:
@@ -344,7 +344,7 @@ def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> 
     if item.action_mask is not None:
         actions = item.action_mask[:last].nonzero()
         first = max(first, int(actions[0])) if len(actions) else first
-    changes = {}
+    changes: dict[str, Any] = {}
     for names, part in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(first, last))):
         for name in names:
             value = getattr(item, name)

@@ -66,8 +66,8 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     - the KL divergence from the reference;
     - what the critic explains of the returns, and its loss.
 
-    Of more than 60 logs a curve is drawn thin, and thick its exponential moving average over a fortieth of them. The number
-    at a panel's corner, or at a curve's name, is the last value.
+    Of more than 60 logs a curve is drawn thin, and thick its exponential moving average over a fortieth of them. The
+    number at a panel's corner, or at a curve's name, is the last value.
 
     Args:
         log_history (`list[dict]`):
@@ -142,7 +142,8 @@ def smoothed(values: "pd.Series") -> "pd.Series":
     r"""
     Exponential moving average over a fortieth of the values.
 
-    A value of age $i$ has the weight $(1 - \frac{2}{s + 1})^i$ in a mean over all values so far, where $s$ is the fortieth.
+    A value of age $i$ has the weight $(1 - \frac{2}{s + 1})^i$ in a mean over all values so far, where $s$ is the
+    fortieth.
 
     Args:
         values ([`~pandas.Series`]):
@@ -182,8 +183,8 @@ def _panels(history: list[dict[str, Any]]) -> list[_Panel]:
 
 def _logged(history: list[dict[str, Any]], *names: str) -> dict[int, float]:
     """
-    Values by step of the first of these metrics that was logged; of [`PPOTrainerVL`] they have other names. TRL logs `None`
-    where there was nothing to average.
+    Values by step of the first of these metrics that was logged; of [`PPOTrainerVL`] they have other names. TRL logs
+    `None` where there was nothing to average.
     """
     for name in names:
         values = {entry["step"]: entry[name] for entry in history if name in entry}
@@ -240,9 +241,10 @@ class TrainingCurvesCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that draws the training curves into `training_curves.png` in the output folder.
 
-    The picture shows what [`~reporting.curves.figure_of`] does, of the whole run, also of one that was resumed. It is drawn
-    again when something is logged, but not so often that it would take more than a fiftieth of the time, and at the end. Only
-    the main process draws. The file is always a whole picture, and pyplot is not used, so nothing changes in a notebook.
+    The picture shows what [`~reporting.curves.figure_of`] does, of the whole run, also of one that was resumed. It is
+    drawn again when something is logged, but not so often that it would take more than a fiftieth of the time, and at
+    the end. Only the main process draws. The file is always a whole picture, and pyplot is not used, so nothing
+    changes in a notebook.
 
     It needs matplotlib: `pip install trl-multimodal-rft[plots]`.
 

@@ -20,6 +20,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress, hf_api
 
+from ..trainer_mixin import TrainerMixin
 from .model_card import write_card
 
 
@@ -97,8 +98,8 @@ def explain(error: BaseException, repo: str) -> OSError | None:
             )
         if status in _LATER or (status is None and isinstance(cause, HTTPError)):
             return ConnectionError(
-                f"The Hub can't be reached to publish {repo!r} ({_reason(cause)}). Check the network, and `HF_ENDPOINT` "
-                "if it is set, or try again later."
+                f"The Hub can't be reached to publish {repo!r} ({_reason(cause)}). Check the network, and "
+                "`HF_ENDPOINT` if it is set, or try again later."
             )
         cause = cause.__cause__
     return None
@@ -129,7 +130,7 @@ def explained(repo: str, then: str):
         raise type(known)(f"{known} {then}") from error
 
 
-class PublishingMixin:
+class PublishingMixin(TrainerMixin):
     """
     What a trainer publishes: TRL's and [`~transformers.Trainer`]'s hooks for the Hub and the model card. No private
     files are uploaded, and errors say what to do.

@@ -23,6 +23,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio
+from ..trainer_mixin import TrainerMixin
 
 
 logger = get_logger(__name__)
@@ -46,8 +47,8 @@ def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
             How many bytes all of them may take.
 
     Returns:
-        `dict[str, list[EncodedMedium]]`: The media by the column of the dataset; those that come in the messages are under
-        the plural of their kind.
+        `dict[str, list[EncodedMedium]]`: The media by the column of the dataset; those that come in the messages are
+        under the plural of their kind.
 
     Raises:
         [`~data.columns.MediaError`], `ImportError`: As [`encode_medium`].
@@ -65,8 +66,8 @@ class MediaLog:
     """
     Remembers the media of the rows that TRL's logs hold, and encodes them when they are logged.
 
-    Rows are counted over all processes since the start, as TRL gathers them: batch by batch, in each of them process by
-    process. Nothing is decoded before [`gather`], and nothing is kept longer than TRL keeps the texts.
+    Rows are counted over all processes since the start, as TRL gathers them: batch by batch, in each of them process
+    by process. Nothing is decoded before [`gather`], and nothing is kept longer than TRL keeps the texts.
 
     Args:
         n_rows (`int`):
@@ -125,7 +126,7 @@ class MediaLog:
                 n_kept += 1
 
     def gather(self) -> None:
-        """Encodes the media of the first prompts and brings them to the main process. To be called on all processes."""
+        """Encodes the media of the first prompts and brings them to the main process. All processes call it."""
         if self._gathered == self.n_seen:
             return
         self._gathered = self.n_seen
@@ -145,8 +146,8 @@ class MediaLog:
             if 0 < self.max_prompts and len(kept) < len(everyone):
                 self._say_once(
                     "max_logged_media",
-                    f"Of {len(everyone)} prompts with media in the table of completions, {len(kept)} are logged with them; "
-                    "raise `max_logged_media` for more.",
+                    f"Of {len(everyone)} prompts with media in the table of completions, {len(kept)} are logged with "
+                    "them; raise `max_logged_media` for more.",
                 )
             for _, media in results:
                 if isinstance(media, str):
@@ -165,12 +166,12 @@ class MediaLog:
             logger.warning(f"{message} This is said once.")
 
     def rows(self) -> list[PromptMedia]:
-        """Returns, for each row of TRL's logs, its media: those of a prompt on its first row, and none on the others."""
+        """The media of each row of TRL's logs: those of a prompt on its first row, and none on the others."""
         first = self.n_seen - len(self._groups)
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
     def groups(self) -> list[int | None]:
-        """Returns, for each row of TRL's logs, a number that only rows of the same prompt share; `None` without media."""
+        """A number for each row of TRL's logs, which only rows of one prompt share; `None` without media."""
         return [group if group in self._with_media else None for group in self._groups]
 
 
@@ -207,8 +208,8 @@ def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterab
             Columns of the dataset, of which those of media are there even if no row holds any.
 
     Returns:
-        `dict[str, str]`: For each column of the dataset its name in the table, which is the same unless a reward function
-        has taken it.
+        `dict[str, str]`: For each column of the dataset its name in the table, which is the same unless a reward
+        function has taken it.
     """
     found = set(columns).union(*media)
     return {c: f"prompt_{c}" if c in frame.columns else c for c in MEDIA_COLUMNS if c in found}
@@ -295,8 +296,8 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
             Where the media are put until they are logged.
 
     Returns:
-        `dict[str, Any]`: What is to be logged: a table whose cells hold a medium each, which wandb shows and plays. The
-        column `images` becomes `images_0`, `images_1` and so on.
+        `dict[str, Any]`: What is to be logged: a table whose cells hold a medium each, which wandb shows and plays.
+        The column `images` becomes `images_0`, `images_1` and so on.
     """
     import wandb
 
@@ -316,8 +317,8 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
 
 def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
     """
-    Makes what trackio shows. Cells of its tables show pictures, and don't play: those of audio hold the names under which
-    the sounds are beside the table, those of videos some frames, with the videos beside the table, too.
+    Makes what trackio shows. Cells of its tables show pictures, and don't play: those of audio hold the names under
+    which the sounds are beside the table, those of videos some frames, with the videos beside the table, too.
 
     Args:
         frame (`pandas.DataFrame`):
@@ -391,7 +392,8 @@ def _markdown(value: Any) -> str:
 
 def log_completions(trainer, log: MediaLog) -> None:
     """
-    Prints the table of completions, writes it to the output folder and sends it where the metrics go. Main process only.
+    Prints the table of completions, writes it to the output folder and sends it where the metrics go. Main process
+    only.
 
     Args:
         trainer (`MultimodalMixin`):
@@ -441,7 +443,7 @@ def log_completions(trainer, log: MediaLog) -> None:
             write_tensorboard(callback.tb_writer, frame, media, step)
 
 
-class MediaLogMixin:
+class MediaLogMixin(TrainerMixin):
     """A trainer's logs of completions with their media, in the place of TRL's tables, which hold no audio or video."""
 
     _media_log: MediaLog | None = None  # what the tables of completions show

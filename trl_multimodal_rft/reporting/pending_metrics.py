@@ -68,7 +68,7 @@ class PendingMetrics:
         self.add(take, torch.where(nan.all(), torch.nan, best), nanmax if largest else nanmin)
 
     def gather(self) -> None:
-        """Exchanges all numbers at once, and hands out what they give. All processes must have added the same metrics."""
+        """Exchanges all numbers at once, and hands out the metrics, which all processes must have added alike."""
         pending, self._pending = self._pending, []
         if not pending:
             return

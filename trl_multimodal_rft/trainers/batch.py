@@ -14,7 +14,8 @@ from ..policy import Rows
 @dataclass
 class Batch:
     """
-    What belongs to the rows that TRL's code is at work on: those of a rollout, or of a micro-batch whose loss is computed.
+    What belongs to the rows that TRL's code is at work on: those of a rollout, or of a micro-batch whose loss is
+    computed.
 
     Args:
         prompts (`list[EncodedPrompt]`, *optional*):

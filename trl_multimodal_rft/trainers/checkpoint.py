@@ -55,8 +55,8 @@ def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, 
 
 def save_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path, is_main_process: bool) -> None:
     """
-    Saves a model as `from_pretrained` reads it, also where processes hold its weights in part. All of them have to call
-    this.
+    Saves a model as `from_pretrained` reads it, also where processes hold its weights in part. All of them have to
+    call this.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):

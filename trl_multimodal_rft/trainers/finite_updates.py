@@ -6,11 +6,12 @@ import math
 import torch
 from torch import nn
 
+from ..trainer_mixin import TrainerMixin
 from .checkpoint import local_part
 
 
-class FiniteMixin:
-    """Gives a trainer of transformers updates that are left out, and weights that aren't saved, unless they are finite."""
+class FiniteMixin(TrainerMixin):
+    """Leaves out updates of a trainer of transformers, and doesn't save weights, that aren't finite."""
 
     _n_skipped = 0  # updates in a row
 
@@ -34,8 +35,8 @@ class FiniteMixin:
         if self.is_deepspeed_enabled:
             if not self.accelerator.optimizer_step_was_skipped:
                 raise FloatingPointError(
-                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Go on from a checkpoint, with ZeRO-1, "
-                    "2 or 3, which leave out such steps."
+                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Go on from a checkpoint, with "
+                    "ZeRO-1, 2 or 3, which leave out such steps."
                 )
             self.optimizer.optimizer.overflow = False  # so that the schedule goes on, as without DeepSpeed
         self._n_skipped += 1
@@ -56,9 +57,10 @@ class FiniteMixin:
         if self._any_process(not largest.isfinite().item()):
             broken = [name for name, value in trained.items() if not value.isfinite().all()]
             raise FloatingPointError(
-                f"Weights aren't finite after step {self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so "
-                f"the model isn't saved in {folder or self.args.output_dir!r}; what is saved there stays. Go on from an "
-                "earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+                f"Weights aren't finite after step "
+                f"{self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so the model isn't saved in "
+                f"{folder or self.args.output_dir!r}; what is saved there stays. Go on from an earlier checkpoint, "
+                "with a lower `learning_rate` or `max_grad_norm`."
             )
 
     def _any_process(self, condition: bool) -> bool:

@@ -12,7 +12,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..forward.scoring import left_pad
 
 
-# What pads per-token tensors on the right where it is not 0: tools' output counts unless masked, and no correction is 1.
+# What pads per-token tensors on the right where it isn't 0: tools' output counts unless masked, and 1 corrects nothing
 _PADDING = {"tool_mask": 1, "importance_sampling_ratio": 1}
 
 
@@ -55,8 +55,8 @@ def split_groups(batch: dict[str, Any], group_size: int, step: int) -> list[Grou
 
     Args:
         batch (`dict`):
-            What the trainer made of a generation batch: tensors with one row per completion, groups one after the other,
-            and `encoded_prompts`.
+            What the trainer made of a generation batch: tensors with one row per completion, groups one after the
+            other, and `encoded_prompts`.
         group_size (`int`):
             Completions per prompt.
         step (`int`):

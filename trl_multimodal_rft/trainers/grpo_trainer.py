@@ -71,15 +71,16 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with a `prompt` column, conversational or text. Media come in the columns `image` or `images`,
-            `audio` or `audios`, `video` or `videos`, or in the messages; `None` marks a row without. Every other column
-            is passed to the reward functions.
+            `audio` or `audios`, `video` or `videos`, or in the messages; `None` marks a row without. Every other
+            column is passed to the reward functions.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
         reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
-            Processing classes of reward models, as for [`~trl.GRPOTrainer`]. A reward model gets media through its processor
-            (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media raise.
+            Processing classes of reward models, as for [`~trl.GRPOTrainer`]. A reward model gets media through its
+            processor (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media
+            raise.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -175,8 +176,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             )
         if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
             raise ValueError(
-                "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; pass a "
-                "`Dataset`."
+                "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; "
+                "pass a `Dataset`."
             )
         self._replay = GroupBuffer(
             args.replay_buffer_size, args.replay_max_age, args.seed + self.accelerator.process_index
@@ -227,7 +228,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
 
     @torch.no_grad()
     def _score_rollout(self, model, inputs: dict[str, Any], extra: bool = False) -> Scores:
-        """Scores of a generation batch, or of a part of one; `extra` ones are those that TRL's trainer doesn't compute."""
+        """Scores of a generation batch, or of a part of it; those that TRL doesn't compute are `extra`."""
         start = time.perf_counter()
         args, completion_ids = self.args, inputs["completion_ids"]
         with (
@@ -282,8 +283,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
                 option = "loss_type" if args.loss_type == "gmpo" else "importance_sampling_level"
                 raise ValueError(
-                    f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage estimator "
-                    "return (N,)."
+                    f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
+                    "estimator return (N,)."
                 )
             output["advantages"] = advantages[rows] if advantages.dim() == 1 else advantages[rows, :n_tokens]
             self._log_advantages(advantages)
@@ -500,7 +501,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         return loss
 
     def _own_loss(self, scores: Scores, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """A loss type that TRL doesn't have, with the terms that TRL's have: KL divergence, entropy bonus, balancing."""
+        """A loss type that TRL doesn't have, with the terms of those it has: KL, entropy bonus, balancing."""
         loss = self._policy_loss(scores.logps, mask, inputs)
         if self._has_own_kl and not self.args.kl_in_reward:
             loss = loss + self._kl_loss(scores.logps, mask, inputs)

@@ -190,8 +190,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         per_device, group = args.per_device_train_batch_size, args.num_generations
         if per_device % group != 0:
             logger.warning(
-                f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), so "
-                "part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
+                f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
+                "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
                 f"multiple of {group}."
             )
 
@@ -580,7 +580,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
     def _processor_as_loaded(self):
-        """The processor as transformers loads it, for what is compared with it; a processor that was passed as it is."""
+        """The processor as transformers loads it, to compare with; a processor that was passed stays as it is."""
         source = self._processor_source
         return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
 
@@ -589,9 +589,10 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         if len(self._train_sampler) == 0:
             prompts = self.args.generation_batch_size // self.num_generations
             raise ValueError(
-                f"The training dataset has {len(self._train_sampler.data_source)} rows, fewer than the {prompts} prompts "
-                "of a generation batch, so there would be nothing to train on. Lower `per_device_train_batch_size`, "
-                "`gradient_accumulation_steps` or `steps_per_generation`, raise `num_generations`, or add rows."
+                f"The training dataset has {len(self._train_sampler.data_source)} rows, fewer than the {prompts} "
+                "prompts of a generation batch, so there would be nothing to train on. Lower "
+                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`, raise "
+                "`num_generations`, or add rows."
             )
         return self._train_sampler
 

@@ -60,11 +60,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     Trainer for Proximal Policy Optimization (PPO) of models that see and hear, see
     [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347).
 
-    [`MultimodalGRPOTrainer`] with a critic: advantages come from [GAE](https://huggingface.co/papers/1506.02438) instead
-    of comparing the completions of a prompt, of which one is enough. The critic forwards each prompt and its media once
-    for all its completions, as the policy does. It is a submodule of the policy, so that one engine and one optimizer
-    (with their own learning rates and schedules) train both in one backward; it is saved beside the policy, in the folder
-    `critic`, and the policy alone is a plain Hugging Face model.
+    [`MultimodalGRPOTrainer`] with a critic: advantages come from [GAE](https://huggingface.co/papers/1506.02438)
+    instead of comparing the completions of a prompt, of which one is enough. The critic forwards each prompt and its
+    media once for all its completions, as the policy does. It is a submodule of the policy, so that one engine and one
+    optimizer (with their own learning rates and schedules) train both in one backward; it is saved beside the policy,
+    in the folder `critic`, and the policy alone is a plain Hugging Face model.
 
     Example:
 
@@ -101,8 +101,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
-            Optimizer and scheduler to use. An optimizer must hold the critic's weights in groups of their own, so pass the
-            critic as `value_model`.
+            Optimizer and scheduler to use. An optimizer must hold the critic's weights in groups of their own, so pass
+            the critic as `value_model`.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Quantization of a policy given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
@@ -114,13 +114,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference of the KL divergence, as for [`MultimodalGRPOTrainer`].
         ptx_dataset ([`~datasets.Dataset`], *optional*):
-            Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media columns.
+            Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media
+            columns.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own or of another trainer.
-        `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be copied,
-            if there is a supervised dataset without `ptx_coef` or the other way round, or one with reentrant checkpointing
-            under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
+        `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be
+            copied, if there is a supervised dataset without `ptx_coef` or the other way round, or one with reentrant
+            checkpointing under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
     """
 
     _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
@@ -189,9 +190,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
         if args.ptx_coef > 0 and reentrant and once:
             raise ValueError(
-                "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives apart, and "
-                "DDP and DeepSpeed take only once. Set `gradient_checkpointing_kwargs={'use_reentrant': False}`, or, for an "
-                "adapter under ZeRO-3, where TRL sets it to True, `gradient_checkpointing=False`."
+                "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives "
+                "apart, and DDP and DeepSpeed take only once. Set "
+                "`gradient_checkpointing_kwargs={'use_reentrant': False}`, or, for an adapter under ZeRO-3, where TRL "
+                "sets it to True, `gradient_checkpointing=False`."
             )
         policy = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if args.advantage_estimator == "gae":
@@ -279,8 +281,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return optimizer
         if isinstance(optimizer, DummyOptim):
             raise ValueError(
-                "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, so that "
-                "`optim`, `learning_rate` and `value_learning_rate` count."
+                "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, "
+                "so that `optim`, `learning_rate` and `value_learning_rate` count."
             )
         critic = {id(parameter) for parameter in self.critic.parameters()}
         if created:
@@ -295,8 +297,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         owners = [{id(parameter) in critic for parameter in group["params"]} for group in optimizer.param_groups]
         if {True} not in owners or {True, False} in owners:
             raise ValueError(
-                "The optimizer must hold the critic's weights in parameter groups of their own. Make the critic first, and "
-                "pass it as `value_model`."
+                "The optimizer must hold the critic's weights in parameter groups of their own. Make the critic "
+                "first, and pass it as `value_model`."
             )
         self._critic_groups = [owner == {True} for owner in owners]
         for group, is_critic in zip(optimizer.param_groups, self._critic_groups, strict=True):
@@ -322,8 +324,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         for group in optimizer.param_groups:
             if "thawed_lr" in group:
                 group["lr"] = group.pop("thawed_lr")
-                # Checkpoints need a state of every weight. Counted as steps, though, gradients of 0 would be a part of Adam's
-                # average, and make later steps several times too large.
+                # Checkpoints need a state of every weight. Counted as steps, though, gradients of 0 would be a part of
+                # Adam's average, and make later steps several times too large.
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     if "step" in state:
@@ -354,8 +356,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             self._created_lr_scheduler = True
         elif not isinstance(self.lr_scheduler, LambdaLR):
             raise ValueError(
-                f"A {type(self.lr_scheduler).__name__} can't give policy and critic schedules of their own; remove the "
-                "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
+                f"A {type(self.lr_scheduler).__name__} can't give policy and critic schedules of their own; remove "
+                "the `scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
             )
         return self.lr_scheduler
 
@@ -382,8 +384,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
-        The loss of a part from its scores, or a zero in its place, whatever the loss is: engines wait for the gradients of
-        all weights.
+        The loss of a part from its scores, or a zero in its place, whatever the loss is: engines wait for the
+        gradients of all weights.
         """
         return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
 
@@ -420,7 +422,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     @torch.no_grad()
     def _score_values(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of the states before each completion token, `(B, C)`, and of those after a completion was cut off, `(B,)`."""
+        """Values of the states before each completion token, `(B, C)`, and after the cut of truncated ones, `(B,)`."""
         args = self.args
         ids, mask = batch["completion_ids"], batch["completion_mask"]
         lengths = mask.sum(1, keepdim=True)

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import Remedies
+from ..trainer_mixin import TrainerMixin
 from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
 from .self_check import SelfCheck
 
@@ -28,7 +29,7 @@ _PARTIAL = "_partial_checkpoint"
 _REPLACED = "replaced"
 
 
-class ResumingMixin:
+class ResumingMixin(TrainerMixin):
     """Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all."""
 
     _partial: Path | None = None  # where a checkpoint is being written
@@ -111,8 +112,8 @@ class ResumingMixin:
 
     def _save_checkpoint(self, model, trial):
         """
-        Writes a checkpoint aside and moves it to its place when it is whole, and aside what is to be deleted, so that none is
-        ever half there.
+        Writes a checkpoint aside and moves it to its place when it is whole, and aside what is to be deleted, so that
+        none is ever half there.
         """
         run_folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         partial = run_folder / _PARTIAL
@@ -170,8 +171,8 @@ class ResumingMixin:
             if not Path(checkpoint, _REFERENCE).is_dir():
                 raise ValueError(
                     f"{checkpoint} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
-                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved with it "
-                    "and without `save_only_model`, or set `sync_ref_model=False`."
+                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
+                    "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
             load_whole(self.accelerator, self.ref_model, Path(checkpoint, _REFERENCE))
         # A process that the run before hadn't takes what is the same for all from the first
@@ -190,8 +191,8 @@ class ResumingMixin:
         self._reload_weights(self.state.best_model_checkpoint)
 
     def _reload_weights(self, folder: str | Path) -> None:
-        # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and restores
-        # nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
+        # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and
+        # restores nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
         if is_whole(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
             load_whole(self.accelerator, self.model, folder)
 

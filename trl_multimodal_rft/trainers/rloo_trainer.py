@@ -24,8 +24,8 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
     Trainer for REINFORCE Leave-One-Out (RLOO) of models that see and hear, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
-    [`~trl.RLOOTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Each prompt's media
-    is decoded, encoded, prefilled and forwarded once for all its completions.
+    [`~trl.RLOOTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Each prompt's
+    media is decoded, encoded, prefilled and forwarded once for all its completions.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -41,8 +41,9 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
         reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
-            Processing classes of reward models, as for [`~trl.RLOOTrainer`]. A reward model gets media through its processor
-            (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media raise.
+            Processing classes of reward models, as for [`~trl.RLOOTrainer`]. A reward model gets media through its
+            processor (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media
+            raise.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):

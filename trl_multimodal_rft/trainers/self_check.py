@@ -33,8 +33,8 @@ logger = get_logger(__name__)
 
 _NEW_TOKENS = 4
 
-# Prompts with media of different shapes that are forwarded together, at most. Which shapes disturb each other depends on the
-# strides of an encoder.
+# Prompts with media of different shapes that are forwarded together, at most. Which shapes disturb each other depends
+# on the strides of an encoder.
 _PARTNERS = 3
 
 # Integers that a tensor of sizes has at most
@@ -49,20 +49,21 @@ class SelfCheck:
     """
     What the self-check measured, as largest absolute differences of log-probabilities over all processes, in nats.
 
-    The truth is the model's own forward on what its processor returns, one prompt and one completion at a time, without
-    anything of this package: its own positions, masks and logits. Where that isn't what its `generate` computes, because
-    attention is different within a prompt, the truth are the logits of `generate`.
+    The truth is the model's own forward on what its processor returns, one prompt and one completion at a time,
+    without anything of this package: its own positions, masks and logits. Where that isn't what its `generate`
+    computes, because attention is different within a prompt, the truth are the logits of `generate`.
 
     Args:
         features (`float` or `None`):
-            Media tensors against those of the processor as it is loaded, relative to the largest value; `None` if there are
-            no media.
+            Media tensors against those of the processor as it is loaded, relative to the largest value; `None` if
+            there are no media.
         padded (`float`):
             Padded rows against the truth.
         packed (`float` or `None`):
             Packed rows against the truth; `None` where packing is off.
         media (`dict[str, float]`):
-            By modality, how much the log-probabilities move with another medium in its place; NaN if there is no other.
+            By modality, how much the log-probabilities move with another medium in its place; NaN if there is no
+            other.
         rows (`float`):
             Prompts in one forward, as far as they share one, against each alone.
         sampled (`float` or `None`):
@@ -186,8 +187,9 @@ def check_engine(
     # Engines run in half precision whatever the trainer does
     if not check.engine <= max(check.tolerance, _tolerance(torch.bfloat16)):
         raise RuntimeError(
-            f"{check}: the engine's log-probabilities are {check.engine:.0e} from the trainer's, which more than rounding "
-            "explains, so it gets other tokens, media or weights. Set `use_vllm=False`, or `self_check=False` to go on."
+            f"{check}: the engine's log-probabilities are {check.engine:.0e} from the trainer's, which more than "
+            "rounding explains, so it gets other tokens, media or weights. Set `use_vllm=False`, or "
+            "`self_check=False` to go on."
         )
 
 
@@ -232,8 +234,8 @@ class _Check:
 
     def _choose(self, messages, prompts) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
         """
-        The longest prompt of all and of each modality, whose masks are the hardest case; other media to swap in; and partners
-        for a common forward: media of other shapes, and text alone.
+        The longest prompt of all and of each modality, whose masks are the hardest case; other media to swap in; and
+        partners for a common forward: media of other shapes, and text alone.
         """
         own = {prompt: messages[rows[0]] for prompt, rows in group_by_prompt(prompts).items()}
         process = self.trainer.accelerator.process_index
@@ -305,15 +307,15 @@ class _Check:
         worst = self._worst(worst)
         if not worst <= self.tolerance:
             raise self._cannot(
-                f"its media tensors differ by {worst:.0e} from those of its processor as `AutoProcessor.from_pretrained` loads "
-                "it; pass that as `processing_class`"
+                f"its media tensors differ by {worst:.0e} from those of its processor as "
+                "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
             )
         return worst
 
     def _sample_and_recompute(self, target: _Case):
         """
-        Two short completions of a prompt, their mask, how far the log-probabilities that they were sampled with are from the
-        truth, and the truth.
+        Two short completions of a prompt, their mask, how far the log-probabilities that they were sampled with are
+        from the truth, and the truth.
         """
         ids, mask, sampled = self._sample(target.prompt)
         truth = self._truth(target, ids, mask, sampled)
@@ -398,7 +400,7 @@ class _Check:
         return self._logps(logits[:, -n_new - 1 : -1], ids)
 
     def _own_generate(self, plain: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
-        """Log-probabilities of completions, `(B, N)`, by the model's `generate`, one by one; `None` if it tells none."""
+        """Log-probabilities of completions, `(B, N)`, by `generate`, one by one; `None` if it has none."""
         config = copy.deepcopy(self.trainer.generation_config)
         config.update(
             max_new_tokens=ids.size(1),
@@ -442,7 +444,8 @@ class _Check:
             raise self._cannot(f"it fails at scoring padded rows ({self.failure})")
         if self.remedies.own_logits:
             raise self._cannot(
-                f"its log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one prompt"
+                f"its log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one "
+                "prompt"
             )
         found = (
             "fails" if scores is None else f"gives log-probabilities that are {difference:.0e} from the model's own"
@@ -474,9 +477,9 @@ class _Check:
         moved = self.media[kind] = self._difference(other, scores, mask)
         if moved <= _MOVES * self.tolerance:
             raise RuntimeError(
-                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), so "
-                f"training would ignore it. Check that the chat template writes a placeholder for each {kind}, that the model "
-                "is the one the processor belongs to, and that its weights are loaded."
+                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "
+                f"so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
+                "that the model is the one the processor belongs to, and that its weights are loaded."
             )
 
     def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
@@ -534,7 +537,8 @@ class _Check:
 
     def _cannot(self, reason: str) -> RuntimeError:
         return RuntimeError(
-            f"self-check: {self.model_type} can't be trained exactly: {reason}. To train nevertheless, set `self_check=False`."
+            f"self-check: {self.model_type} can't be trained exactly: {reason}. To train nevertheless, set "
+            "`self_check=False`."
         )
 
 
