@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Every public name says what it does. Those of the modules that the reference pages list, and those that packages export,
-also document their parameters, results and errors; for the others a sentence is enough.
+Every public name says what it does. Those of the modules that the reference pages list, and those that packages
+export, also document their parameters, results and errors; for the others a sentence is enough.
 """
 
 import ast
