@@ -110,6 +110,7 @@ def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
 
 
 def has_unknown_columns(dataset) -> bool:
+    """Whether only the rows of a dataset tell its columns."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(each is not None and not columns_known(each) for each in datasets)
 
