@@ -16,17 +16,7 @@ from ..models.towers import freeze_as_built
 
 
 def cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """
-    Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model.
-        base ([`~transformers.PreTrainedModel`]):
-            The same without adapter.
-        dtype (`torch.dtype`):
-            What to.
-    """
+    """Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions."""
     kept = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
@@ -41,18 +31,7 @@ def load_model(
     load_in_4bit: bool,
     device_map: dict | str | None,
 ) -> PreTrainedModel:
-    """
-    Loads a model with the class that its config names, see [`Actor`].
-
-    Args:
-        path (`str` or `Path`):
-            Name or path.
-        model_class, use_flash_attention_2, bf16, load_in_4bit, device_map:
-            See there.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model.
-    """
+    """Loads a model with the class that its config names, see [`Actor`]."""
     if model_class is None:
         model_class = trained_part(path)
     if model_class is None:
@@ -86,27 +65,8 @@ def add_lora(
     frozen: list[str],
 ) -> nn.Module:
     """
-    Puts a LoRA adapter into a model, which keeps its mode.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-        rank (`int`):
-            Rank.
-        alpha (`int`):
-            Scale, over the rank.
-        dropout (`float`):
-            Dropout before the adapter.
-        target_modules (`str` or `list[str]`, *optional*):
-            Ends of the names of the layers to adapt; `None` and `"all-linear"` take all linear ones but the LM head.
-        frozen (`list[str]`):
-            Modules in which nothing is adapted.
-
-    Returns:
-        [`~peft.PeftModel`]: The model with its adapter.
-
-    Raises:
-        `ValueError`: If no layer is left.
+    Puts a LoRA adapter into a model, which keeps its mode. Adapts layers whose names end in one of `target_modules`,
+    or all linear ones but the LM head, and none in the modules `frozen`.
     """
     if not is_peft_available():
         raise ImportError("LoRA needs peft: `pip install peft`.")

@@ -19,23 +19,6 @@ def bare_inputs(
     """
     Checks media against the ids and adds the per-token fields that the model needs. Positions are the model's own
     business.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        sequences (`torch.Tensor`):
-            Prompts and completions, shape `(B, S)`.
-        media (`dict[str, torch.Tensor]`):
-            Media of all sequences, and per-token fields if they are known.
-        num_actions (`int`):
-            Number of action tokens, the last ones.
-
-    Returns:
-        `dict[str, torch.Tensor]`: Media on the device and in the dtype of the forward, and per-token fields.
-
-    Raises:
-        [`MediaError`]: If placeholders and media don't agree, if clips would be mixed with their padding, or if the
-            fields can't be told from the ids.
     """
     own = {name: media[name] for name in TOKEN_FIELDS if name in media}
     media = {name: value for name, value in media.items() if name not in own}
@@ -68,22 +51,7 @@ def bare_prompt(
     media: dict[str, torch.Tensor],
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
-    """
-    A prompt from bare tensors, on the CPU.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        input_ids (`torch.Tensor`):
-            Ids of the prompt, shape `(P,)`.
-        media (`dict[str, torch.Tensor]`):
-            Its media by the names of the model's forward.
-        fields (`dict[str, torch.Tensor]`, *optional*):
-            Per-token fields, each of shape `(P,)`. By default they are told from the ids.
-
-    Returns:
-        [`EncodedPrompt`]: The prompt.
-    """
+    """A prompt from bare tensors, on the CPU; per-token fields are told from the ids unless `fields` has them."""
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
     fields = {name: value.cpu() for name, value in (fields or {}).items()} or token_fields(model, ids)
@@ -99,26 +67,8 @@ def packed_prompts(
     media: dict[str, torch.Tensor],
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
-    Takes samples apart that lie one after the other in one row.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        sequences (`torch.Tensor`):
-            Prompts and completions, shape `(1, sum of S)`.
-        num_actions (`int` or `list[int]`):
-            Number of action tokens of each sample, the last ones.
-        lengths (`Sequence[int]`):
-            Length of each sample.
-        media (`dict[str, torch.Tensor]`):
-            Media of all samples, and per-token fields if they are known.
-
-    Returns:
-        `tuple`: Prompts, completions padded on the right, `(B, A)`, and their boolean mask.
-
-    Raises:
-        [`MediaError`]: If placeholders and media don't agree, or if completions hold media.
-        `ValueError`: If numbers don't fit the sequences.
+    Takes samples apart that lie one after the other in one row: their prompts, their completions padded on the right,
+    `(B, A)`, and the mask of these.
     """
     lengths = list(map(int, lengths))
     if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
@@ -152,20 +102,7 @@ def packed_prompts(
 
 
 def check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
-    """
-    Checks a number of actions.
-
-    Args:
-        num_actions (`int`):
-            The number.
-        length (`int`):
-            Tokens of the sequence.
-        whose (`str`, *optional*, defaults to `""`):
-            What errors add to the name.
-
-    Raises:
-        `ValueError`: If there are more than a token before them could predict.
-    """
+    """Checks that each action has a token before it that could predict it."""
     if not 0 <= num_actions < length:
         raise ValueError(
             f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: the first token has no token "

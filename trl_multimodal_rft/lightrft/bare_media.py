@@ -18,19 +18,10 @@ _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    The per-token fields that a model takes, from its placeholders.
+    The per-token fields that a model takes, from its placeholders. Videos that a family writes with the image token
+    count as images.
 
     Without them, models of the Qwen family would silently number the positions of media as those of text.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        input_ids (`torch.Tensor`):
-            Token ids, any shape.
-
-    Returns:
-        `dict[str, torch.Tensor]`: Fields of the shape of the ids; empty if the model takes none. Videos that a family
-        writes with the image token count as images.
     """
     accepted = inspect.signature(type(model).forward).parameters
     names = [name for name in TOKEN_FIELDS if name in accepted]
@@ -46,24 +37,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
 def split_media(
     model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dict[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
-    """
-    Tells which part of a batch's media belongs to which row, by the rows' placeholders.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        rows (`Sequence[torch.Tensor]`):
-            Token ids of each row, of any length.
-        media (`dict[str, torch.Tensor]`):
-            Media of all rows, one after the other on the first dimension.
-
-    Returns:
-        `list[dict[str, torch.Tensor]]`: Media of each row, without those that the row hasn't. Slices of the tensors.
-
-    Raises:
-        [`MediaError`]: If placeholders and media don't agree, see [`check_media`], or if it can't be told whose media
-            they are. The message names the row.
-    """
+    """Media of each row, as slices of those of all rows, which lie one after the other, by the rows' placeholders."""
     check_media(model, rows, media)
     placeholders = _placeholders(model)
     result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
@@ -103,18 +77,6 @@ def check_media(model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dic
     Checks that a batch's placeholders agree with its media, row by row as far as that can be told.
 
     Models don't: with too few features most raise, with too many or with none some go on as if nothing had happened.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        rows (`Sequence[torch.Tensor]`):
-            Token ids of each row.
-        media (`dict[str, torch.Tensor]`):
-            Media of all rows.
-
-    Raises:
-        [`MediaError`]: If there are media without placeholders, placeholders without media, pixels without the grid
-            that the model needs, or, where grids or masks tell how many tokens a medium has, another number of them.
     """
     placeholders = _placeholders(model)
     masks = {modality: _masks(rows, ids) for modality, ids in placeholders.items()}

@@ -31,18 +31,7 @@ MEDIA_COUNTS = (
 
 
 def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]) -> dict[str, Any]:
-    """
-    Media of prompts as fields of an experience.
-
-    Args:
-        prompts (`list[EncodedPrompt]`):
-            Prompt of each sample.
-        experience_type (`type`):
-            Class of the experience.
-
-    Returns:
-        `dict[str, Any]`: The fields, `media_rows` among them.
-    """
+    """Media of prompts as fields of an experience, `media_rows` among them."""
     own = set(experience_type.__dataclass_fields__)
     result: dict[str, Any] = {"extra_media": {}, "media_rows": {}}
     for name, value in join_media(prompts).items():
@@ -59,19 +48,7 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
 
 
 def media_tensors(record: Record) -> dict[str, torch.Tensor]:
-    """
-    All media of a batch or sample.
-
-    Args:
-        record ([`Record`]):
-            An experience or a sample.
-
-    Returns:
-        `dict[str, torch.Tensor]`: The tensors that there are, by the names of experiences.
-
-    Raises:
-        `ValueError`: If `extra_media` gives one a second time.
-    """
+    """All media of a batch or sample, by the names of experiences."""
     names = {field.name for field in fields(record)}
     own = {name: getattr(record, name) for name in VISION_FIELDS + AUDIO_FIELDS if name in names}
     own = {name: tensor for name, tensor in own.items() if tensor is not None}
@@ -82,15 +59,7 @@ def media_tensors(record: Record) -> dict[str, torch.Tensor]:
 
 
 def share_media(previous: Record, items: Sequence[Record]) -> None:
-    """
-    Gives samples the media tensors of the one before them where they are equal, in place.
-
-    Args:
-        previous ([`Record`]):
-            The sample before.
-        items (`Sequence[Record]`):
-            Samples of one experience, adjacent ones of a group with the same tensors.
-    """
+    """Gives samples the media tensors of the one before them where they are equal, in place."""
     names = [name for name in (*VISION_FIELDS, *AUDIO_FIELDS) if hasattr(previous, name) and hasattr(items[0], name)]
     for name in names:
         known, new = getattr(previous, name), getattr(items[0], name)
@@ -107,18 +76,7 @@ def share_media(previous: Record, items: Sequence[Record]) -> None:
 
 
 def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | None]:
-    """
-    Takes a tensor apart. Equal neighbours become one tensor.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Media of all samples.
-        rows (`list[int]`):
-            How many of its rows belong to each sample.
-
-    Returns:
-        `list[torch.Tensor | None]`: Copies of the rows of each sample, `None` without any.
-    """
+    """Copies of each sample's rows, `None` without any. Equal neighbours become one tensor."""
     parts: list[torch.Tensor | None] = []
     for part in tensor.split(rows):
         if len(part) == 0:
@@ -131,21 +89,7 @@ def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | Non
 
 
 def media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    """
-    Finds out how many rows of each media tensor belong to each sample, see [`split_experience_batch`].
-
-    Args:
-        experience ([`Experience`]):
-            The batch.
-        media (`dict[str, torch.Tensor]`):
-            Its media, as [`media_tensors`] gives them.
-
-    Returns:
-        `dict[str, list[int]]`: Numbers of rows by the names of the tensors.
-
-    Raises:
-        `ValueError`: If what the batch says doesn't fit its tensors, or isn't enough.
-    """
+    """How many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
     if not media:
         return {}
     size = len(experience.sequences)

@@ -49,16 +49,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     """
     [`MultimodalPPOTrainer`] for samples that are there already. Its loop is the caller's, since a step may come from a
     single micro-batch; its checkpoints hold the buffer too.
-
-    Args:
-        actor ([`Actor`]):
-            Policy.
-        args ([`MultimodalPPOConfig`]):
-            The config.
-        replay_buffer ([`ReplayBuffer`]):
-            Samples that checkpoints hold.
-        kwargs:
-            Other arguments of [`MultimodalPPOTrainer`].
     """
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
@@ -109,16 +99,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Before the first step
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
-        """
-        Takes the supervised rows, if there is a loss for them.
-
-        Args:
-            dataloader (`DataLoader`, *optional*):
-                Gives the rows and their number in a micro-batch.
-
-        Raises:
-            `ValueError`: If there are none.
-        """
+        """Takes the supervised rows, if there is a loss for them."""
         args = self.args
         if args.ptx_coef == 0:
             return
@@ -132,12 +113,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         args.per_device_ptx_batch_size = dataloader.batch_size
 
     def prepare_without_fit(self) -> None:
-        """
-        Prepares for steps of a loop of one's own, once.
-
-        Raises:
-            `ValueError`: If a schedule needs to know how long the run is, or if there are to be supervised rows.
-        """
+        """Prepares for steps of a loop of one's own, once."""
         if self.is_prepared:
             return
         args = self.args
@@ -153,17 +129,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_for(args, args.max_steps, None)
 
     def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
-        """
-        Hands models and optimizer to the engine, once, with what a checkpoint holds.
-
-        Args:
-            args ([`MultimodalPPOConfig`]):
-                Intervals of the run.
-            max_steps (`int`):
-                Its optimizer steps.
-            checkpoint (`str`, *optional*):
-                Folder to resume from.
-        """
+        """Hands models and optimizer to the engine, once, with what a checkpoint holds."""
         self.state.compute_steps(args, max_steps)
         if checkpoint is not None and is_whole(self.accelerator):
             self._load_from_checkpoint(checkpoint)
@@ -178,16 +144,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Updates
 
     def train_on_buffer(self) -> dict[str, float]:
-        """
-        Trains on the buffer, see [`PPOTrainerVL.ppo_train`].
-
-        Returns:
-            `dict[str, float]`: As there.
-
-        Raises:
-            `ValueError`: If the buffer doesn't fill whole optimizer steps.
-            `RuntimeError`: If an update is half done.
-        """
+        """Trains on the buffer, see [`PPOTrainerVL.ppo_train`]."""
         args, items = self.args, self.replay_buffer[:]
         n, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
         if n == 0 or n % (size * window) != 0:
@@ -224,25 +181,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         trained: set[str],
         entropy_mask: torch.Tensor | list[torch.Tensor] | None = None,
     ) -> dict[str, float]:
-        """
-        Trains on a micro-batch, see [`PPOTrainerVL.training_step`].
-
-        Args:
-            experience ([`Experience`]):
-                As there.
-            global_steps (`int`):
-                As there.
-            trained (`set[str]`):
-                Which of `"policy"` and `"critic"` move.
-            entropy_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-                As there.
-
-        Returns:
-            `dict[str, float]`: Metrics.
-
-        Raises:
-            `RuntimeError`: If the micro-batch before began an update of another part.
-        """
+        """Trains on a micro-batch, see [`PPOTrainerVL.training_step`]."""
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
@@ -451,18 +390,7 @@ def _rewards_of_the_maker(**kwargs):
 
 
 def check_samples(items: list[BufferItem], *names: str) -> None:
-    """
-    Checks that samples have what an update needs.
-
-    Args:
-        items (`list[BufferItem]`):
-            Samples without padding.
-        names (`str`):
-            Fields that they need.
-
-    Raises:
-        `ValueError`: If a field is missing, or an attention mask has gaps.
-    """
+    """Checks that samples have what an update needs."""
     for name in names:
         if any(getattr(item, name) is None for item in items):
             raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")

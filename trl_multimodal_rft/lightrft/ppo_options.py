@@ -48,21 +48,7 @@ OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "
 
 
 def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Module | None) -> None:
-    """
-    Refuses a config that would have no effect in part.
-
-    Args:
-        strategy ([`MultimodalPPOConfig`]):
-            The config.
-        actor ([`Actor`]):
-            Policy.
-        critic (`torch.nn.Module`, *optional*):
-            Critic.
-
-    Raises:
-        `TypeError`: If the config is another one.
-        `ValueError`: If an option has no effect, or doesn't go with the models.
-    """
+    """Refuses a config that would have no effect in part, or doesn't go with the models."""
     if not isinstance(strategy, MultimodalPPOConfig):
         raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
     if critic is not None and strategy.advantage_estimator != "gae":
@@ -86,18 +72,7 @@ def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Modul
 
 
 def changed(strategy: MultimodalPPOConfig, **options) -> MultimodalPPOConfig:
-    """
-    A copy with other options. Unlike `dataclasses.replace`, it doesn't set up devices and processes again.
-
-    Args:
-        strategy ([`MultimodalPPOConfig`]):
-            The config.
-        options:
-            Options by name.
-
-    Returns:
-        [`MultimodalPPOConfig`]: The copy, checked.
-    """
+    """A copy with other options. Unlike `dataclasses.replace`, it doesn't set up devices and processes again."""
     config = copy.copy(strategy)
     vars(config).update(options)
     config.__post_init__()
@@ -105,18 +80,7 @@ def changed(strategy: MultimodalPPOConfig, **options) -> MultimodalPPOConfig:
 
 
 def check_average(own: dict[str, torch.Tensor], ema_model: Actor) -> None:
-    """
-    Checks that an actor can take averages of weights.
-
-    Args:
-        own (`dict[str, torch.Tensor]`):
-            The weights that are averaged.
-        ema_model ([`Actor`]):
-            The actor.
-
-    Raises:
-        `ValueError`: If it isn't a copy of the policy, or is the policy.
-    """
+    """Checks that an actor can take averages of weights: it is a copy of the policy, and not the policy."""
     averages = dict(ema_model.model.named_parameters())
     for name, parameter in own.items():
         if name not in averages or averages[name].shape != parameter.shape:
@@ -135,29 +99,7 @@ def joined_optimizers(
     actor_scheduler: LambdaLR | None,
     critic_scheduler: LambdaLR | None,
 ) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
-    """
-    One optimizer and one schedule of those of policy and critic.
-
-    Args:
-        config ([`MultimodalPPOConfig`]):
-            The config.
-        critic (`torch.nn.Module`, *optional*):
-            Critic.
-        actor_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizer of the policy.
-        critic_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizer of the critic, of the same class.
-        actor_scheduler (`LambdaLR`, *optional*):
-            Schedule of the policy, which waits while the policy is frozen.
-        critic_scheduler (`LambdaLR`, *optional*):
-            Schedule of the critic.
-
-    Returns:
-        `tuple`: Optimizer and schedule, `None` where nothing was given.
-
-    Raises:
-        `ValueError`: If some are missing or can't become one.
-    """
+    """One optimizer and one schedule of those of policy and critic, `None` where nothing was given."""
     optimizers, schedulers = {"actor_optim": actor_optim}, {"actor_scheduler": actor_scheduler}
     if config.advantage_estimator == "gae":
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler

@@ -10,21 +10,7 @@ from ..trainers.ppo_config import MultimodalPPOConfig
 
 
 def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """
-    Rows of a batch of prompts, see [`PPOTrainerVL.fit`].
-
-    Args:
-        batch (`list[dict]` or `tuple`):
-            Rows, or columns.
-        columns (`Sequence[tuple[str, ...]]`):
-            Names of the media columns that a tuple may hold after the prompts.
-
-    Returns:
-        `list[dict]`: The rows.
-
-    Raises:
-        `ValueError`: If the batch is neither.
-    """
+    """Rows of a batch of prompts, see [`PPOTrainerVL.fit`]; a tuple may hold one of these sets of media columns."""
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
     media = next((names for names in columns if len(names) + 3 == len(batch)), None)
@@ -48,23 +34,8 @@ def check_rollout(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
 ) -> tuple[int, int]:
     """
-    Checks that batches of prompts make whole optimizer steps.
-
-    Args:
-        dataloader (`DataLoader`):
-            Batches of prompts.
-        args ([`MultimodalPPOConfig`]):
-            The config.
-        buffer_limit (`int`):
-            Samples that the buffer keeps; 0 keeps all.
-        n_processes (`int`):
-            Number of processes.
-
-    Returns:
-        `tuple`: Optimizer steps on the experience of a batch, and prompts of all processes in one.
-
-    Raises:
-        `ValueError`: If the prompts don't fill whole batches, or their samples no whole steps.
+    Checks that batches of prompts make whole optimizer steps. Returns the steps on the experience of a batch, and the
+    prompts of all processes in one.
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")

@@ -22,20 +22,7 @@ from .experience import Samples
 
 
 class RewardSources:
-    """
-    Rewards of samples, as [`NaiveExperienceMaker`] takes them.
-
-    Args:
-        reward_model, remote_rm_url, reward_fn (*optional*):
-            See there.
-        label_map, recipe (*optional*):
-            See `reward_fn_label_map` and `reward_recipe` there.
-        label_column (`str`, *optional*, defaults to `"labels"`):
-            Column with the ground truth.
-
-    Raises:
-        `ValueError`: If there is no source of reward.
-    """
+    """Rewards of samples, as [`NaiveExperienceMaker`] takes them."""
 
     def __init__(
         self,
@@ -59,20 +46,7 @@ class RewardSources:
     def __call__(
         self, samples: Samples, tokenizer: PreTrainedTokenizerBase, media: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """
-        Rewards samples.
-
-        Args:
-            samples ([`Samples`]):
-                What was sampled.
-            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-                The policy's.
-            media (`dict[str, torch.Tensor]`):
-                Media of all samples, for reward models.
-
-        Returns:
-            `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`.
-        """
+        """Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`."""
         n, known = len(samples.sequences), self._known(samples, tokenizer)
         rewards = []
         for model in self.models:

@@ -14,17 +14,7 @@ from .experience_config import ExperienceConfig
 
 
 class RolloutAdvantages:
-    """
-    What the experience maker does once all experience of a rollout is there.
-
-    Args:
-        strategy ([`ExperienceConfig`]):
-            How experience is made.
-        kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
-            Has the coefficient of the KL divergence as its `value`, 0 by default.
-        has_reference (`bool`, *optional*, defaults to `False`):
-            Whether there is a reference to diverge from.
-    """
+    """What the experience maker does once all experience of a rollout is there."""
 
     def __init__(
         self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None, has_reference: bool = False

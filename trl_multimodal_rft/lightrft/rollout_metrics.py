@@ -12,34 +12,14 @@ _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "t
 
 
 def of_all_processes(values: dict[str, list[float]]) -> dict[str, list[float]]:
-    """
-    Joins lists of all processes, each of which may have names of its own.
-
-    Args:
-        values (`dict[str, list[float]]`):
-            Lists of this process.
-
-    Returns:
-        `dict[str, list[float]]`: Lists of all.
-    """
+    """Joins lists of all processes, each of which may have names of its own."""
     gathered = gather_object([values])
     names = sorted({name for each in gathered for name in each})
     return {name: [number for each in gathered for number in each.get(name, [])] for name in names}
 
 
 def mean(numbers: list[float], weights: list[float] | None = None) -> float:
-    """
-    Mean of the numbers that are known.
-
-    Args:
-        numbers (`list[float]`):
-            Numbers, `NaN` where not known.
-        weights (`list[float]`, *optional*):
-            How much each counts; equally much by default. What counts nothing may be anything.
-
-    Returns:
-        `float`: The mean, `NaN` of nothing.
-    """
+    """Mean of the numbers that are known (not `NaN`); with weights, what counts nothing may be anything."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if weights is None:
         return values.nanmean().item()
@@ -48,31 +28,13 @@ def mean(numbers: list[float], weights: list[float] | None = None) -> float:
 
 
 def std(numbers: list[float]) -> float:
-    """
-    Standard deviation, that of the population, of the numbers that are known.
-
-    Args:
-        numbers (`list[float]`):
-            Numbers, `NaN` where not known.
-
-    Returns:
-        `float`: The deviation, `NaN` of nothing.
-    """
+    """Standard deviation, that of the population, of the numbers that are known."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return (values - values.nanmean()).square().nanmean().sqrt().item()
 
 
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
-    """
-    Means over the samples of all processes.
-
-    Args:
-        experiences (`list[Experience]`):
-            This process's experience of a rollout.
-
-    Returns:
-        `dict[str, float]`: Means of what the experience maker knows about a sample, and `reward_std`.
-    """
+    """Means over the samples of all processes."""
     values: dict[str, list[float]] = {}
     for info in (experience.info for experience in experiences):
         logged = {name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {})

@@ -14,18 +14,7 @@ from .experience import Samples
 
 
 def action_log_probs(actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """
-    Log-probabilities of the actions and the entropies there, in evaluation mode.
-
-    Args:
-        actor ([`Actor`]):
-            Policy.
-        samples ([`Samples`]):
-            What was sampled. Without `encoded_prompts`, the sequences are text.
-
-    Returns:
-        `tuple`: Both of shape `(B, A)`, float32, 0 outside the mask; no entropies where the policy gives none.
-    """
+    """Log-probabilities of the actions and, where the policy gives them, entropies, in evaluation mode: `(B, A)`."""
     mask = samples.action_mask
     with evaluation_mode(actor):
         if samples.encoded_prompts is None:
@@ -53,23 +42,8 @@ def state_values(
     critic: nn.Module, actor: Actor, samples: Samples, media: dict[str, torch.Tensor], bootstrap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Values of the states before the actions, in evaluation mode.
-
-    Args:
-        critic (`torch.nn.Module`):
-            A [`~lightrft.Critic`], or what is called like one.
-        actor ([`Actor`]):
-            Policy, which says whether prompts are shared.
-        samples ([`Samples`]):
-            What was sampled.
-        media (`dict[str, torch.Tensor]`):
-            Media of all samples.
-        bootstrap (`bool`, *optional*, defaults to `False`):
-            Whether completions that were cut off get a value for what would have come.
-
-    Returns:
-        `tuple`: Values, shape `(B, A)`, 0 outside the mask, and with `bootstrap` those after a completion that was cut
-        off, else 0, shape `(B,)`.
+    Values of the states before the actions, `(B, A)`, in evaluation mode, and with `bootstrap` those after completions
+    that were cut off, `(B,)`, 0 after others.
     """
     sequences, n_actions = samples.sequences, samples.num_actions
     mask, attention_mask = samples.action_mask, samples.attention_mask
