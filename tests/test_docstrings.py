@@ -46,7 +46,7 @@ def public_names():
 NAMES = dict(public_names())
 # They override hooks of the trainers that they are mixed into
 MIXINS = {
-    name: trl_multimodal_rft.MultimodalGRPOTrainer
+    name: trl_multimodal_rft.MultimodalPPOTrainer
     for name, value in NAMES.items()
     if inspect.isclass(value) and name.endswith("Mixin")
 }

@@ -189,7 +189,7 @@ def _all_companions(prompts, row) -> bool:
 
 
 def _own_scores(model, unwrapped_model, batch: "_Batch", router, temperature: float) -> FusedCausalLMOutput:
-    """What TRL's fused head returns with `shift_labels`, from the model's own logits at the positions that are scored."""
+    """What TRL's fused head returns with `shift_labels`, from the model's own logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
     outputs = model(**batch.inputs, **router, use_cache=False, **({"logits_to_keep": kept} if part else {}))
     logits = outputs.logits if part else outputs.logits[:, kept]
@@ -258,8 +258,8 @@ def _batch(model, prompts, completion_ids, completion_mask, packed: bool) -> _Ba
 
 def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
     """
-    One row that holds each prompt, and its media, once. It is exact: every token sees what it would see in a row of its
-    own. The idea of sharing a prefix in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
+    One row that holds each prompt, and its media, once. It is exact: every token sees what it would see in a row of
+    its own. The idea of sharing a prefix in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
     """
     longest = int(completion_mask.sum(1).max())
     masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]

@@ -15,18 +15,18 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import use_adapter
 
 from ..algorithms.advantages import estimate_advantages, group_statistics
-from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LOSSES, log_ratios
 from ..algorithms.shaping import RunningScale
-from ..data.fetch import EndlessRows
 from ..forward.scores import Scores
 from ..reporting.pending_metrics import PendingMetrics
 from ..rewards.checks import checked_reward, distinct_names
-from .groups import Group, GroupBuffer, join_groups, split_groups
+from .group_exchange import GroupExchangeMixin
+from .groups import GroupBuffer
 from .grpo_config import MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
 from .setup import own_config
+from .token_filter import TokenFilterMixin
 
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
+class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixin, GRPOTrainer):
     """
     Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear, see
     [DeepSeekMath](https://huggingface.co/papers/2402.03300).
@@ -335,140 +335,12 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         """Rows of all processes, padded on the right."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
 
-    # Groups without signal
-
-    def _exchange_groups(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Puts groups with signal in the place of groups whose completions all have the same reward."""
-        args, step = self.args, self.state.global_step
-        drawn = split_groups(batch, self.num_generations, step)
-        size, rounds = len(drawn), 1
-        chosen = self._surplus.take(len(self._surplus)) + _with_signal(drawn)
-        while (
-            args.dynamic_sampling
-            and rounds < args.dynamic_sampling_max_rounds
-            and self._any_process(len(chosen) < size)
-        ):
-            more = split_groups(self._draw(self._draw_prompts(size)), self.num_generations, step)
-            drawn, chosen, rounds = drawn + more, chosen + _with_signal(more), rounds + 1
-        if args.dynamic_sampling:
-            self._surplus.append(chosen[size:])
-        chosen = chosen[:size]
-        replayed = self._replay.sample(size - len(chosen), step)
-        if args.replay_buffer_size > 0:
-            self._replay.append(chosen)
-        live = _with_signal(drawn)
-        dead = [group for group in drawn if group not in live]
-        joined = chosen + replayed + dead[: size - len(chosen) - len(replayed)]
-
-        result = join_groups(joined, self._tokenizer.pad_token_id, self.accelerator.device)
-        del result["live"]
-        result["packed"] = batch["packed"]
-        if self._any_process(any(group.step != step for group in joined)) and "ref_per_token_logps" in result:
-            # The reference may have moved since
-            result["ref_per_token_logps"] = self._score_reference(result, extra=True)
-        result["num_items_in_batch"] = self.accelerator.gather(self._loss_mask(result).sum()).sum()
-
-        counts = torch.tensor([[len(drawn), len(live), size, len(replayed)]], device=self.accelerator.device)
-        n_drawn, n_live, n_used, n_replayed = self.accelerator.gather(counts).sum(0).tolist()
-        metrics = self._metrics["train"]
-        metrics["sampling/kept_frac"].append(n_live / n_drawn)
-        if args.dynamic_sampling:
-            metrics["sampling/rounds"].append(rounds)
-        if args.replay_buffer_size > 0:
-            metrics["replay/frac"].append(n_replayed / n_used)
-            age = sum(step - group.step for group in replayed)
-            ages = self.accelerator.gather(torch.tensor([age], device=self.accelerator.device)).sum().item()
-            metrics["replay/age"].append(ages / n_replayed if n_replayed else 0.0)
-        return result
-
-    def _draw_prompts(self, n: int) -> list[dict[str, Any]]:
-        """This process's next rows of dynamic sampling, each as often as it has completions."""
-        if self._extra_rows is None:
-            dataset = self._remove_unused_columns(self.train_dataset, description="Training")
-            self._extra_rows = EndlessRows(dataset, self.args.seed + 1)
-        start = self._n_extra_prompts + self.accelerator.process_index * n
-        self._n_extra_prompts += self.accelerator.num_processes * n
-        rows = self._extra_rows.at(start, n)
-        return [row for row in rows for _ in range(self.num_generations)]
-
     def _score_reference(self, inputs: dict[str, Any], extra: bool = False) -> torch.Tensor:
         if self.ref_model is not None:
             return self._score_rollout(self.ref_model, inputs, extra).logps
         model = self.accelerator.unwrap_model(self.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._score_rollout(self.model, inputs, extra).logps
-
-    # High-entropy tokens
-
-    def _prepare_inputs(self, generation_batch):
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        args = self.args
-        if not self.model.training or args.top_entropy_quantile == 1:
-            return inputs
-        window = {"batch": args.gradient_accumulation_steps, "micro_batch": 1}.get(args.entropy_scope)
-        if args.entropy_source == "rollout" and self._buffered_inputs is not before:
-            window = window or len(self._buffered_inputs)  # sequences don't compete, so any will do
-            for start in range(0, len(self._buffered_inputs), window):
-                batches = self._buffered_inputs[start : start + window]
-                self._mark_tokens(batches, [batch.pop("rollout_entropies") for batch in batches])
-        elif args.entropy_source == "current" and args.entropy_scope == "batch" and self._step % window == 0:
-            start = self._step % args.steps_per_generation
-            batches = self._buffered_inputs[start : start + window]
-            self._mark_tokens(
-                batches, [self._score_rollout(self.model, batch, extra=True).entropies for batch in batches]
-            )
-        return inputs
-
-    def _mark_tokens(self, batches: list[dict[str, Any]], entropies: list[torch.Tensor]) -> None:
-        """Chooses tokens among micro-batches of all processes."""
-        mask = torch.cat([self._loss_mask(batch) for batch in batches])
-        weights = self._high_entropy_weights(torch.cat(entropies), mask)
-        for batch, part in zip(batches, weights.chunk(len(batches)), strict=True):
-            batch["high_entropy_weights"] = part
-
-    def _high_entropy_weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        args = self.args
-        options = {"ratio": args.top_entropy_quantile, "renormalize": args.entropy_renormalize}
-        if args.entropy_scope == "sequence":
-            return high_entropy_mask(entropies, mask, scope="sequence", **options)
-        weights = high_entropy_mask(self._gather_rows(entropies.detach()), self._gather_rows(mask), **options)
-        start = self.accelerator.process_index * len(mask)
-        return weights[start : start + len(mask), : mask.size(1)]
-
-    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
-        """
-        Tokens whose entropy is in the top quantile. In the policy loss, they are chosen and weighted as the arguments
-        `entropy_*` say.
-
-        Args:
-            entropies (`torch.Tensor`):
-                Entropy at each token, shape `(B, C)`.
-            mask (`torch.Tensor`):
-                1 on the tokens that count, shape `(B, C)`.
-            threshold (`float`):
-                The quantile. In the loss, 1 minus `top_entropy_quantile`.
-
-        Returns:
-            `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't
-            trained on. Shape `(B, C)`.
-        """
-        if self._batch is None or self._batch.token_weights is None:  # not asked for the loss of a micro-batch
-            return super().get_high_entropy_mask(entropies, mask, threshold)
-        return self._batch.token_weights
-
-    def _token_weights(
-        self, inputs: dict[str, Any], entropies: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Weights of the tokens in the policy loss, `(B, C)`; `None` for 1."""
-        args = self.args
-        if "high_entropy_weights" in inputs:
-            return inputs["high_entropy_weights"]
-        if args.top_entropy_quantile == 1:
-            return None
-        if args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
-            return super().get_high_entropy_mask(entropies, mask, 1 - args.top_entropy_quantile)
-        return self._high_entropy_weights(entropies, mask)
 
     # Loss
 
@@ -669,10 +541,6 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             if self.args.dynamic_sampling:
                 self._surplus.load_state_dict(state["surplus"])
         self._n_extra_prompts = state["n_extra_prompts"]
-
-
-def _with_signal(groups: list[Group]) -> list[Group]:
-    return [group for group in groups if group.rows["live"].all()]
 
 
 def old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:

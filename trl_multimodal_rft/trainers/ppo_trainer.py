@@ -2,25 +2,18 @@
 """PPO: a critic beside the policy, in one module, one forward and one backward."""
 
 import copy
-import math
 import textwrap
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
-from accelerate.utils.deepspeed import DummyOptim
-from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
-    get_scheduler,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
@@ -38,11 +31,12 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..models.towers import freeze_as_built
-from ..models.wrapped import is_whole
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer, old_logps
 from .ppo_config import MultimodalPPOConfig
+from .saved_parts import SavedPartsMixin
 from .setup import own_config, warn_of_unread
+from .two_part_optimizer import TwoPartOptimizerMixin
 
 
 if TYPE_CHECKING:
@@ -50,12 +44,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-# Folders beside the policy, in a checkpoint and in what is saved at the end
-_CRITIC = "critic"
-_AVERAGE = "ema"
-
-
-class MultimodalPPOTrainer(MultimodalGRPOTrainer):
+class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRPOTrainer):
     """
     Trainer for Proximal Policy Optimization (PPO) of models that see and hear, see
     [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347).
@@ -139,7 +128,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     }
 
     critic: Critic | ValueHead | None = None
-    _folders_beside_model = (_CRITIC,)
 
     def __init__(
         self,
@@ -213,8 +201,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
             self.ema = MovingAverage(policy, args.ema_decay)
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
-        self._critic_groups: list[bool] = []  # which parameter groups of the optimizer are the critic's
-        self._trained = {"policy", "critic"}  # what an update may change
         if self.pop_callback(SyncRefModelCallback) is not None:
             self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
         self.add_callback(_Averaging(self))
@@ -252,142 +238,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 f"{type(critic.model).__name__} with {theirs} tokens, the policy a {type(policy).__name__} with {own}."
             )
         return critic
-
-    @contextmanager
-    def _policy_alone(self):
-        """Leaves the critic out of what is saved, loaded or synchronized."""
-        modules = self.accelerator.unwrap_model(self.model)._modules
-        critic = modules.pop("critic", None)
-        try:
-            yield
-        finally:
-            if critic is not None:
-                modules["critic"] = critic
-
-    # Optimizer
-
-    def _prepare_for_training(self, *args, **kwargs):
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        if self.ema is not None:
-            # FSDP replaces the weights, and DeepSpeed moves them
-            parameters = self.accelerator.unwrap_model(self.model).named_parameters()
-            self.ema.follow(fsdp2_canonicalize_names(dict(parameters)))
-        return prepared
-
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        created = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if self.critic is None or self._critic_groups:
-            return optimizer
-        if isinstance(optimizer, DummyOptim):
-            raise ValueError(
-                "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, "
-                "so that `optim`, `learning_rate` and `value_learning_rate` count."
-            )
-        critic = {id(parameter) for parameter in self.critic.parameters()}
-        if created:
-            rate = self.args.value_learning_rate
-            rates = [{}, {} if rate is None else {"lr": rate}]
-            parts = [
-                {**group, **rates[is_critic], "params": [p for p in group["params"] if (id(p) in critic) == is_critic]}
-                for group in optimizer.param_groups
-                for is_critic in (False, True)
-            ]
-            optimizer.param_groups[:] = [part for part in parts if part["params"]]
-        owners = [{id(parameter) in critic for parameter in group["params"]} for group in optimizer.param_groups]
-        if {True} not in owners or {True, False} in owners:
-            raise ValueError(
-                "The optimizer must hold the critic's weights in parameter groups of their own. Make the critic "
-                "first, and pass it as `value_model`."
-            )
-        self._critic_groups = [owner == {True} for owner in owners]
-        for group, is_critic in zip(optimizer.param_groups, self._critic_groups, strict=True):
-            group["part"] = "critic" if is_critic else "policy"
-        # Engines step from anywhere, some with one group at a time
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        return optimizer
-
-    def _before_step(self, optimizer, args, kwargs) -> None:
-        for group in optimizer.param_groups:
-            if group["part"] not in self._trained:
-                # Not even momentum or weight decay touch what has no gradient
-                for parameter in group["params"]:
-                    parameter.grad = None
-            elif not self._trains(group["part"]):
-                group["thawed_lr"], group["lr"] = group["lr"], 0.0
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.zero_()  # that of the value loss, with a shared trunk
-
-    def _after_step(self, optimizer, args, kwargs) -> None:
-        for group in optimizer.param_groups:
-            if "thawed_lr" in group:
-                group["lr"] = group.pop("thawed_lr")
-                # Checkpoints need a state of every weight. Counted as steps, though, gradients of 0 would be a part of
-                # Adam's average, and make later steps several times too large.
-                for parameter in group["params"]:
-                    state = optimizer.state.get(parameter, {})
-                    if "step" in state:
-                        state["step"] = state["step"] * 0
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        if self.critic is None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        if self.lr_scheduler is None:
-            args, n_frozen = self.args, self.args.freezing_actor_steps
-            policy = self._schedule(
-                args.lr_scheduler_type, args.warmup_steps, num_training_steps - n_frozen, args.learning_rate
-            )
-            critic = self._schedule(
-                args.value_lr_scheduler_type or args.lr_scheduler_type,
-                args.warmup_steps if args.value_warmup_steps is None else args.value_warmup_steps,
-                num_training_steps,
-                args.value_learning_rate or args.learning_rate,
-            )
-
-            def thawed(step: int) -> float:
-                return 0.0 if step < n_frozen else policy(step - n_frozen)
-
-            self.lr_scheduler = LambdaLR(
-                self.optimizer if optimizer is None else optimizer,
-                [critic if is_critic else thawed for is_critic in self._critic_groups],
-            )
-            self._created_lr_scheduler = True
-        elif not isinstance(self.lr_scheduler, LambdaLR):
-            raise ValueError(
-                f"A {type(self.lr_scheduler).__name__} can't give policy and critic schedules of their own; remove "
-                "the `scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
-            )
-        return self.lr_scheduler
-
-    def _schedule(self, name: str, warmup_steps: float, n_steps: int, rate: float):
-        """Factor of the initial learning rate at each step."""
-        args, n_steps = self.args, max(n_steps, 1)
-        scheduler = get_scheduler(
-            name,
-            torch.optim.SGD([torch.zeros(1)], lr=rate),  # some schedules end at a rate of their own
-            num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
-            num_training_steps=n_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs if name == args.lr_scheduler_type else None,
-        )
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError(
-                f"The schedule {name!r} follows a metric or is no plain function of the step; choose another."
-            )
-        return scheduler.lr_lambdas[0]
-
-    def _trains(self, part: str) -> bool:
-        """Whether this update changes the `"policy"`, or the `"critic"`."""
-        frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
-        return part in self._trained and not frozen
-
-    def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """
-        The loss of a part from its scores, or a zero in its place, whatever the loss is: engines wait for the
-        gradients of all weights.
-        """
-        return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
 
     # Rollout
 
@@ -550,107 +400,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             ignored_media_columns=self.args.ignored_media_columns or (),
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
-
-    # Checkpoints
-
-    @contextmanager
-    def ema_weights(self):
-        """
-        Gives the policy its averaged weights within the context, for evaluation or to save them.
-
-        Raises:
-            `ValueError`: If there is no average.
-        """
-        if self.ema is None:
-            raise ValueError("There is no average of the weights; set `ema_decay`.")
-        with self.ema.applied():
-            yield
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not _internal_call:
-            self._save_average(output_dir)
-        super().save_model(output_dir, _internal_call)
-
-    def push_to_hub(self, *args, **kwargs):
-        self._save_average()
-        return super().push_to_hub(*args, **kwargs)
-
-    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
-        found = []
-        if self.args.shared_trunk and self.critic is not None:
-            found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
-        elif self.critic is not None:
-            load = (
-                f'trl_multimodal_rft.models.Critic.from_pretrained("{folder}", {model_class}, subfolder="{_CRITIC}")'
-            )
-            found.append((_CRITIC, f"the critic, `{load}`"))
-        if self.ema is not None:
-            found.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
-        return found
-
-    def _save_average(self, output_dir: str | None = None) -> None:
-        """Saves the averaged policy beside the model."""
-        if self.ema is None:
-            return
-        folder = Path(self.args.output_dir if output_dir is None else output_dir, _AVERAGE)
-        critic, self.critic = self.critic, None
-        try:
-            with self.ema_weights():
-                super().save_model(str(folder), _internal_call=True)
-        finally:
-            self.critic = critic
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        policy = None
-        if state_dict is not None:
-            policy = {name: value for name, value in state_dict.items() if not name.startswith("critic.")}
-        with self._policy_alone():
-            super()._save(output_dir, policy)
-        if self.critic is not None and self.args.should_save and state_dict != {}:
-            own = None
-            if state_dict is not None:
-                own = {n.removeprefix("critic."): v for n, v in state_dict.items() if n.startswith("critic.")}
-            self.critic.save_pretrained(Path(output_dir or self.args.output_dir, _CRITIC), own)
-
-    def _save_beside_model(self, folder: Path) -> None:
-        super()._save_beside_model(folder)
-        if self.ema is not None:
-            self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.ema is not None:
-            path = Path(checkpoint, f"{_AVERAGE}.safetensors")
-            if not path.exists():
-                raise ValueError(f"{checkpoint} has no average of the weights; resume without `ema_decay`.")
-            self.ema.load(path)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if self.is_fsdp_enabled:  # whose checkpoint holds both
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        with self._policy_alone():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._reload_critic(resume_from_checkpoint)
-
-    def _load_best_model(self):
-        if is_whole(self.accelerator):
-            with self._policy_alone():
-                super()._load_best_model()
-            self._reload_critic(self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
-
-    def _reload_critic(self, checkpoint: str | Path) -> None:
-        folder = Path(checkpoint, _CRITIC)
-        if self.critic is None:
-            return
-        head = self.critic if self.args.shared_trunk else self.critic.head
-        if not folder.is_dir() or not head.load(folder):
-            raise ValueError(f"{checkpoint} has no critic; it is no checkpoint of PPO with one.")
-        if not self.args.shared_trunk:
-            saved = Critic.from_pretrained(folder, type(self.critic.model), dtype=self.critic.model.dtype)
-            self.critic.load_state_dict(saved.state_dict())
 
     def _batches(self) -> dict[str, Any]:
         args = self.args

@@ -3,11 +3,12 @@
 
 import logging
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
 from ..data.columns import iter_refs, rows_to_messages
@@ -20,11 +21,13 @@ from ..models.towers import freeze_as_built
 
 logger = get_logger(__name__)
 
+Config = TypeVar("Config", bound=TrainingArguments)
+
 # Rows of a dataset in which media are looked for before training
 _ROWS_TO_LOOK_AT = 16
 
 
-def own_config(config_class: type, args, model):
+def own_config(config_class: type[Config], args: Any, model) -> Config:
     """
     The config of a trainer.
 
@@ -55,7 +58,24 @@ def own_config(config_class: type, args, model):
 
 
 def check_name(model, args, processing_class, ref_model, peft_config) -> None:
-    """An instance that was built in memory has no name to load anything else by."""
+    """
+    An instance that was built in memory has no name to load anything else by.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The policy.
+        args ([`MultimodalArguments`]):
+            The config.
+        processing_class ([`~transformers.ProcessorMixin`], *optional*):
+            What the user passed.
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            What the user passed.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapter to come, without which the policy is its own reference.
+
+    Raises:
+        `ValueError`: If a processor or a reference is to be loaded by a name.
+    """
     if get_config_model_id(model.config):
         return
     lacks = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
@@ -69,7 +89,22 @@ def check_name(model, args, processing_class, ref_model, peft_config) -> None:
 
 
 def check_takes_media(model, processing_class, args, *datasets) -> None:
-    """A tokenizer does for text, of a model that takes media, too, but not for rows that have some."""
+    """
+    A tokenizer is enough for text, with a model that takes media, too, but not for rows with media.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The policy.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
+            What encodes prompts.
+        args ([`MultimodalArguments`]):
+            The config.
+        datasets:
+            Datasets and dictionaries of them, whose first rows are looked at.
+
+    Raises:
+        `MediaError`: If a row has media and a tokenizer is to encode them.
+    """
     takes_media = any(kind in model.input_modalities for kind in MODALITIES)
     if isinstance(processing_class, ProcessorMixin) or not takes_media:
         return
@@ -110,7 +145,16 @@ def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
 
 
 def has_unknown_columns(dataset) -> bool:
-    """Whether only the rows of a dataset tell its columns."""
+    """
+    Whether columns can be named only once rows are read, see [`columns_known`].
+
+    Args:
+        dataset:
+            A dataset, a dictionary of them, or `None`.
+
+    Returns:
+        `bool`: Whether one of them has such columns.
+    """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(each is not None and not columns_known(each) for each in datasets)
 
@@ -119,34 +163,59 @@ def refuse_several_runs(args) -> None:
     """
     Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor
     `Trainer` when it takes several GPUs for one process.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Raises:
+        `RuntimeError`: In either case.
     """
     refuse_runs_apart(
         args.world_size,
         ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
-        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train on "
-        "GPUs, make them visible and start the script with `accelerate launch`.",
+        "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
+        "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
     if args.n_gpu > 1:
         raise RuntimeError(
-            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start the script "
-            f"with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: `CUDA_VISIBLE_DEVICES=0`."
+            f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start "
+            f"the script with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: "
+            "`CUDA_VISIBLE_DEVICES=0`."
         )
 
 
 def refuse_unchecked_steps(args) -> None:
-    """DeepSpeed steps before anybody else has seen the gradient, so that only its own checks can leave out an update."""
+    """
+    DeepSpeed steps before anybody else has seen the gradient, so that only its own checks can leave out an update.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Raises:
+        `ValueError`: If its config turns them off.
+    """
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if config.get(section, {}).get(option) is False:
             raise ValueError(
-                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that aren't "
-                "finite; remove it."
+                f"`{section}.{option}` is false in the DeepSpeed config, so that it would step with gradients that "
+                "aren't finite; remove it."
             )
 
 
 @contextmanager
 def image_token_id(config, placeholders: set[int]):
-    """TRL reads `config.image_token_id` for every processor; a model without images has none."""
+    """
+    TRL reads `config.image_token_id` for every processor; a model without images has none.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's config, which has one in this context.
+        placeholders (`set[int]`):
+            Placeholder ids of all kinds, of which one stands in.
+    """
     missing = not hasattr(config, "image_token_id")
     if missing:
         config.image_token_id = min(placeholders, default=None)
@@ -159,7 +228,13 @@ def image_token_id(config, placeholders: set[int]):
 
 @contextmanager
 def no_warning_about_init_kwargs(active: bool):
-    """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
+    """
+    TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way.
+
+    Args:
+        active (`bool`):
+            Whether the model was loaded here.
+    """
 
     def keep(record):
         return not (active and "but your model is already instantiated" in record.getMessage())
