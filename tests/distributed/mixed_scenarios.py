@@ -11,6 +11,7 @@ from peft import LoraConfig
 from training import GROUP, RecordingTrainer, injected, row, start, train
 
 from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.forward import processes
 from trl_multimodal_rft.trainers import multimodal
 
 
@@ -26,6 +27,7 @@ class MixedTrainer(RecordingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.samples, self.forwards = [], []
+        self._companions, self._policy.processes.companions = self._policy.processes.companions, self._watched
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if not self.model.training or self.state.global_step == self.args.max_steps - 1:
@@ -34,10 +36,10 @@ class MixedTrainer(RecordingTrainer):
             return completions, logprobs
         return injected(self, prompt_ids), None
 
-    def _companions(self, model, samples, *args):
-        companions = super()._companions(model, samples, *args)
+    def _watched(self, model, prompts, *args):
+        companions = self._companions(model, prompts, *args)
         if torch.is_grad_enabled():
-            self.forwards.append([kinds(samples), kinds(companions)])
+            self.forwards.append([kinds(prompts), kinds(companions)])
         return companions
 
 
@@ -92,7 +94,7 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
         objects["peft_config"] = LoraConfig(
             r=4, target_modules="all-linear", exclude_modules=frozen, init_lora_weights=False
         )
-    with mock.patch.object(multimodal, "find_tower", wraps=multimodal.find_tower) as find_tower:
+    with mock.patch.object(processes, "find_tower", wraps=processes.find_tower) as find_tower:
         trainer, result = train(
             folder,
             family,

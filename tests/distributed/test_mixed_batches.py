@@ -11,7 +11,8 @@ from launcher import Run
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers import multimodal
+from trl_multimodal_rft.families import MODALITIES
+from trl_multimodal_rft.forward import processes
 
 
 TIMEOUT = 600  # seconds; a run takes a tenth of it, and a process that waits in vain fails after a minute
@@ -127,9 +128,13 @@ def norm(tensors):
 class Accompanied(Injected, MultimodalGRPOTrainer):
     """Has companions of all kinds in each forward that is differentiated."""
 
-    def _companions(self, model, samples):
-        kinds = [kind for kind in multimodal.MODALITIES if kind in self._unwrapped(self.model).input_modalities]
-        return [self._companion(kind) for kind in kinds] if torch.is_grad_enabled() else []
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._policy.processes.companions = self._companions_of_all_kinds
+
+    def _companions_of_all_kinds(self, model, prompts, beside_others=False):
+        kinds = [kind for kind in MODALITIES if kind in self._unwrapped(self.model).input_modalities]
+        return [self._policy.processes._companion(kind, model) for kind in kinds] if torch.is_grad_enabled() else []
 
 
 class Gradients(TrainerCallback):
@@ -175,7 +180,7 @@ def test_companions_change_no_gradient(family, n_kinds, options):
     moe = family == "qwen3_vl_moe"
     dtype, tolerance = (torch.float32, 1e-6) if moe else (torch.float64, 1e-7)
     plain = gradients(type("Plain", (Injected, MultimodalGRPOTrainer), {}), family, rows, dtype, **options)
-    with mock.patch.object(multimodal, "companion_prompt", wraps=multimodal.companion_prompt) as made:
+    with mock.patch.object(processes, "companion_prompt", wraps=processes.companion_prompt) as made:
         accompanied = gradients(Accompanied, family, rows, dtype, **options)
     assert made.call_count == n_kinds  # though there were two steps
     assert len(plain) == len(accompanied) == 2
