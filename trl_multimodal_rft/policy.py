@@ -4,14 +4,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
-from transformers.utils import ModelOutput
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection
 
@@ -51,7 +51,7 @@ class Remedies:
     """
 
     can_pack: bool = True
-    apart: str | None = None
+    apart: Literal["media", "prompt"] | None = None
     own_logits: bool = False
     share_prefill: bool = True
 
@@ -76,7 +76,7 @@ class PolicyForward:
     """
 
     accelerator: Accelerator
-    processor: ProcessorMixin | None = None
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None
     remedies: Remedies = field(default_factory=Remedies)
     temperature: float = 1.0
     max_tokens: int | None = None
@@ -232,7 +232,7 @@ class PolicyForward:
             others_options = self._forwards(others, False, remedies)
         _gather_head(policy)
 
-        def score(call) -> dict[str, torch.Tensor]:
+        def score(call) -> dict[str, Any]:
             results = completion_scores(
                 call, policy, *rows, output_router_logits=compute_aux_loss, value_head=own_head, **options, **head
             ).tensors()
@@ -289,7 +289,7 @@ class PolicyForward:
         *,
         share_prefill: bool | None = None,
         generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
-    ) -> torch.Tensor | ModelOutput:
+    ) -> Any:
         """
         Samples a completion of each prompt, with transformers.
 

@@ -211,7 +211,7 @@ class _Policy:
     processor: ProcessorMixin | PreTrainedTokenizerBase
     sample: Callable[[list[EncodedPrompt], GenerationConfig], torch.Tensor]
     template_kwargs: dict[str, Any]
-    audio_overlong: str
+    audio_overlong: Literal["raise", "truncate"]
     ignored_media_columns: Sequence[str] = ()
     in_step: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
@@ -283,9 +283,8 @@ def evaluate(
         ", so that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
-    if hasattr(model, "model_for"):  # an actor
-        model = model.model
-    base = unwrapped(accelerator, model)
+    own: Any = model.model if hasattr(model, "model_for") else model  # an actor's
+    base = unwrapped(accelerator, own)
     if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
         raise ValueError(
             "The weights of the model are spread over processes, where `evaluate` can't tell how to sample; load it "
@@ -295,9 +294,9 @@ def evaluate(
     forward = PolicyForward(accelerator, processing_class, remedies=Remedies(apart=family_of(base).apart))
 
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
-        return forward.sample(model, prompts, config, config.pad_token_id)
+        return forward.sample(own, prompts, config, config.pad_token_id)
 
-    policy = _Policy(model, base, processing_class, sample, template_kwargs or {}, audio_overlong)
+    policy = _Policy(own, base, processing_class, sample, template_kwargs or {}, audio_overlong)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
 
 
@@ -572,7 +571,7 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
     """
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
-    return answer if index is None else choices[index]
+    return answer if index is None or choices is None else choices[index]
 
 
 def _rewards(reward_funcs, prompts, texts, ids, rows, trainer_state, loop):
@@ -633,7 +632,7 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         if len(values) and one_each:
             low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
         elif len(values) > 1:
-            low, high = (min(max(end, 0.0), 1.0) for end in mean_interval(values, args.confidence))
+            low, high = np.clip(mean_interval(values, args.confidence), 0.0, 1.0).tolist()
         metrics.update({name: _mean(values), f"{name}_low": low, f"{name}_high": high})
 
     add("accuracy", right / n, one_each=n == 1)
@@ -641,7 +640,7 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
     # Answers that differ in case, whitespace or punctuation only agree
     answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
-    for k in args.majority_at:
+    for k in args.majority_at or ():
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
         add(f"majority@{k}", votes, one_each=n < 2 * k)
     if args.group_by is not None:
@@ -659,7 +658,7 @@ def _flat(values: Iterable[list]) -> list:
     return [value for part in values for value in part if value is not None]
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None
 
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .token_budget import DeferredParts
 
 
-def _aligned():
+def _aligned() -> Any:
     """A field with one row per sample."""
     return field(default=None, metadata={"aligned": True})
 
@@ -40,11 +40,12 @@ class Scores:
         `ValueError`: If fields with one row per sample have different shapes.
     """
 
-    logps: torch.Tensor | None = _aligned()
-    entropies: torch.Tensor | None = _aligned()
-    values: torch.Tensor | None = _aligned()
-    aux_loss: torch.Tensor | None = None
-    supervised: torch.Tensor | None = None
+    # Callers know which ones they have asked for
+    logps: Any = _aligned()
+    entropies: Any = _aligned()
+    values: Any = _aligned()
+    aux_loss: Any = None
+    supervised: Any = None
     deferred: "DeferredParts | None" = None
 
     def __post_init__(self):
@@ -52,12 +53,12 @@ class Scores:
         if len(set(shapes.values())) > 1:
             raise ValueError(f"scores of the same samples have different shapes: {shapes}")
 
-    def _chosen(self, aligned: bool) -> dict[str, torch.Tensor]:
+    def _chosen(self, aligned: bool) -> dict[str, Any]:
         tensors = [each for each in fields(self) if each.name != "deferred"]
         names = [each.name for each in tensors if ("aligned" in each.metadata) == aligned]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """
         What there is, by the names of the fields.
 
@@ -118,7 +119,8 @@ class Scores:
                 shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in aligned]
                 raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
         order = [row for own in places for row in own]
-        joined = cls(**{name: torch.cat([part[name] for part in aligned]) for name in aligned[0]})
+        tensors: dict[str, Any] = {name: torch.cat([part[name] for part in aligned]) for name in aligned[0]}
+        joined = cls(**tensors)
         if order != sorted(order):
             joined = joined.rows(torch.tensor(order).argsort())
         losses = [part.aux_loss for part in parts if part.aux_loss is not None]

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +172,8 @@ def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwar
     # Surplus forwards weigh nothing, but have a backward like the others
     name, first = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(rows) :])
-    return replace(joined, **{name: first + zero})
+    setattr(joined, name, first + zero)
+    return joined
 
 
 def _all_companions(prompts, row) -> bool:
@@ -219,9 +220,9 @@ def packed_scores(
     row, inputs = _packed_inputs(unwrapped_model, prompts, completion_ids, completion_mask)
     router, mask = {}, {}
     if output_router_logits:
-        prompts = [segment for segment in row.layout.segments if segment[3] == 0]
+        segments = [segment for segment in row.layout.segments if segment[3] == 0]
         uncounted = torch.zeros_like(row.input_ids, dtype=torch.bool)
-        for prompt, (start, length, _, _) in zip(row.prompts, prompts, strict=True):
+        for prompt, (start, length, _, _) in zip(row.prompts, segments, strict=True):
             uncounted[0, start : start + length] = isinstance(prompt, CompanionPrompt)
         router, mask = {"output_router_logits": True}, _uncount(uncounted, inputs)
     with (
@@ -310,7 +311,7 @@ def padded_scores(
     )
 
 
-def _own_scores(model, unwrapped_model, inputs, kept, labels, temperature: float) -> FusedCausalLMOutput:
+def _own_scores(model, unwrapped_model, inputs, kept, labels, temperature: float) -> Any:
     """What TRL's fused head returns with `shift_labels`, from the model's own logits at the kept positions."""
     part = takes_logits_to_keep(unwrapped_model)
     outputs = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ def generate_completions(
     *,
     share_prefill: bool = True,
     companions: Sequence[EncodedPrompt] = (),
-) -> torch.Tensor | ModelOutput:
+) -> Any:
     """
     Generates one completion per sample, equal to what `generate` would give on repeated prompts.
 
@@ -67,7 +68,7 @@ def generate_completions(
     fields = {name: value.to(device) for name, value in batch["fields"].items()}
     media = to_model(join_media(rows), unwrapped_model, device)
     if cached:
-        cache = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
+        cache: Any = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
         cache.activate_past_recording()  # a sliding window would forget what cropping brings back
         stop = input_ids.size(1) + min(cached, 0)
         prefill = {name: value[:, :stop] for name, value in fields.items()}
@@ -113,7 +114,7 @@ def generate_in_parts(
     *,
     surplus: int = 0,
     **options,
-) -> torch.Tensor | ModelOutput:
+) -> Any:
     """
     [`generate_completions`] for parts of the samples, one after the other.
 

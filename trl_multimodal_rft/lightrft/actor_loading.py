@@ -54,7 +54,7 @@ def load_model(
         [`~transformers.PreTrainedModel`]: The model.
     """
     if model_class is None:
-        model_class = trained_part(path)
+        model_class = trained_part(str(path))
     if model_class is None:
         config = AutoConfig.from_pretrained(path)
         model_class = getattr(

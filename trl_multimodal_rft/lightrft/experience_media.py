@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..encoding.prompts import EncodedPrompt, join_media
-from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience, Record
+from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience
 
 
 # Names of media tensors of models in experiences, where they aren't the same
@@ -58,7 +58,7 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
     return result
 
 
-def media_tensors(record: Record) -> dict[str, torch.Tensor]:
+def media_tensors(record: Any) -> dict[str, torch.Tensor]:
     """
     All media of a batch or sample.
 
@@ -81,7 +81,7 @@ def media_tensors(record: Record) -> dict[str, torch.Tensor]:
     return own | extra
 
 
-def share_media(previous: Record, items: Sequence[Record]) -> None:
+def share_media(previous: Any, items: Sequence[Any]) -> None:
     """
     Gives samples the media tensors of the one before them where they are equal, in place.
 
@@ -130,7 +130,7 @@ def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | Non
     return parts
 
 
-def media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+def media_rows(experience: Any, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """
     Finds out how many rows of each media tensor belong to each sample, see [`split_experience_batch`].
 

@@ -95,7 +95,7 @@ class MediaLog:
         self.max_bytes = max_megabytes * 1e6
         self.process_index, self.num_processes = process_index, num_processes
         self.n_seen = 0
-        self._refs: dict[int, list[MediaRef] | None] = {}  # by the first row of the prompt; None where too many
+        self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; None where too many
         self._groups: deque[int] = deque(maxlen=n_rows)  # first row of the prompt of each row
         self._gathered: int | None = None  # what `n_seen` was at the last gathering
         self._with_media: set[int] = set()

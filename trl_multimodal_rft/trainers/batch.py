@@ -39,7 +39,7 @@ class Batch:
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None
-    rewards_per_func: torch.Tensor | None = None
+    rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)
     current: Scores | None = None
     supervised: Rows | None = None

@@ -214,7 +214,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         need_old = callable(args.advantage_estimator) or args.kl_in_reward or (training and self._exchanges_groups)
         need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
         # TRL scores with the sampling policy first, if at all
-        old = batch.scores[0] if "old_per_token_logps" in output else None
+        old: Any = batch.scores[0] if "old_per_token_logps" in output else None
         if (need_old and old is None) or (need_entropies and (old is None or old.entropies is None)):
             old = self._score_rollout(self.model, output, extra=True)
         if need_old:
@@ -307,7 +307,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
     ) -> torch.Tensor:
         """Advantages of all processes' completions from their shaped rewards; the mask is that of this process's."""
         args = self.args
-        old_logps, ref_logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
+        ref_logps = output.get("ref_per_token_logps")
         need_logps = callable(args.advantage_estimator) or args.kl_in_reward
         return estimate_advantages(
             args.advantage_estimator,
@@ -315,7 +315,7 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
             rewards_per_func=per_func,
             group_ids=group_ids,
             mask=self._gather_rows(mask),
-            old_logps=self._gather_rows(old_logps) if need_logps else None,
+            old_logps=self._gather_rows(output["old_per_token_logps"]) if need_logps else None,
             ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
