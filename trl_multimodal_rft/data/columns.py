@@ -64,8 +64,9 @@ class MediaRef:
     """
     Opaque handle to one medium of a dataset row, made to travel inside chat messages.
 
-    TRL deep-copies prompts and gathers them across ranks. A reference is never copied, and is pickled as the short
-    text `"<audio>"`, so that the medium stays where it is. Two references are equal only if they are the same object.
+    TRL deep-copies prompts and gathers them from all processes. A reference is never copied, and is pickled as the
+    short text `"<audio>"`, so that the medium stays where it is. Two references are equal only if they are the same
+    object.
 
     Args:
         kind (`str`):

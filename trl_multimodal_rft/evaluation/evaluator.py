@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Answers to the rows of a dataset, and what reward functions say about them."""
+"""Completions of the prompts of a dataset, and what reward functions say about them."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate",
 @dataclass
 class EvaluationConfig:
     """
-    How answers are sampled and counted.
+    How completions are sampled and counted.
 
     Args:
         num_samples (`int`, *optional*, defaults to `1`):
@@ -83,7 +83,7 @@ class EvaluationConfig:
             Most tokens of a completion.
         batch_size (`int`, *optional*, defaults to `8`):
             Completions sampled at once on each process. A batch has the `batch_size // num_samples` prompts that fit,
-            or one, whose samples are drawn in turns where they don't.
+            or one, whose completions are drawn in turns where they don't.
         pass_at (`list[int]`, *optional*, defaults to `[1]`):
             The `k` of pass@k, at most `num_samples`.
         majority_at (`list[int]`, *optional*):
@@ -160,15 +160,15 @@ class EvaluationResult:
 
     Args:
         metrics (`dict[str, float | None]`):
-            `accuracy` (of all samples, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`, the
-            ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length` in
-            tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
+            `accuracy` (of all completions, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`,
+            the ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length`
+            in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
             samples the first reward function all gave a value; `accuracy/<value>` of each value of `group_by`; and
             `metric/<name>`, means over batches of what reward functions gave to `log_metric`. `None` where there is
             nothing to take a mean of, or too little for an interval.
         rows (`list[dict]`):
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which media are marks such
-            as `"<audio>"`; lists with an entry for each sample: `completions`, `extracted_answers`, `correct`,
+            as `"<audio>"`; lists with an entry for each completion: `completions`, `extracted_answers`, `correct`,
             `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions gave to
             `log_extra`; and the dataset's other columns, if they hold text and numbers and have none of these names.
         settings (`dict`):
@@ -200,7 +200,7 @@ class EvaluationResult:
 @dataclass
 class _Policy:
     """
-    What answers.
+    What completes prompts.
 
     `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `sample(prompts,
     config)` gives the ids of completions. With `in_step`, processes must call it equally often.
@@ -233,18 +233,18 @@ def evaluate(
     audio_overlong: Literal["raise", "truncate"] = "raise",
 ) -> EvaluationResult:
     """
-    Lets a model answer the rows of a dataset and counts what is right.
+    Lets a model complete the prompts of a dataset and counts what is right.
 
-    Each prompt and its media are decoded, encoded and prefilled once for all its samples. Processes take turns with
-    the batches, and each row counts once, whatever the number of rows and processes. What a batch holds and its seed
-    don't depend on the processes either, so neither do the completions. Placeholder tokens can't be sampled. Of the
-    model's own generation config, the ends of sequence and suppressed tokens count, and nothing else.
+    Each prompt and its media are decoded, encoded and prefilled once for all its completions. Processes take turns
+    with the batches, and each row counts once, whatever the number of rows and processes. What a batch holds and its
+    seed don't depend on the processes either, so neither do the completions. Placeholder tokens can't be sampled. Of
+    the model's own generation config, the ends of sequence and suppressed tokens count, and nothing else.
 
     The modes of the model's modules and the random states of Python, NumPy and torch are the same afterwards.
 
     Args:
         model ([`~transformers.PreTrainedModel`], [`~peft.PeftModel`] or [`Actor`]):
-            Model that answers, where it is to run, and whole on each process; what [`~accelerate.Accelerator`] has
+            Model to evaluate, where it is to run, and whole on each process; what [`~accelerate.Accelerator`] has
             wrapped for DDP is fine. For models in training under FSDP or ZeRO-3 there is [`evaluate_trainer`].
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor, or its tokenizer for text.
@@ -316,7 +316,7 @@ def evaluate_trainer(
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
             Trainer.
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
-            Rows to answer. By default the trainer's `eval_dataset`.
+            Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions; the first tells what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):
@@ -521,10 +521,10 @@ def _answer(
         for index, prompt in enumerate(prompts)
     ]
     n = args.num_samples
-    samples = [prompt for prompt in encoded for _ in range(n)]
+    repeated = [prompt for prompt in encoded for _ in range(n)]
     ids = []
-    for start in range(0, len(samples), args.batch_size):
-        output = policy.sample(samples[start : start + args.batch_size], config)
+    for start in range(0, len(repeated), args.batch_size):
+        output = policy.sample(repeated[start : start + args.batch_size], config)
         ids += trim_after_eos(output, config.eos_token_id)
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     rewards, extras, metrics = _rewards(
@@ -557,7 +557,7 @@ def _answer(
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
     """
-    The answer in a completion, by which samples are compared.
+    The answer in a completion, by which completions are compared.
 
     Args:
         completion (`str`):
@@ -601,8 +601,8 @@ def _rewards(reward_funcs, prompts, texts, ids, rows, trainer_state, loop):
         async def together():
             return await asyncio.gather(*waiting.values())
 
-        answers = asyncio.run_coroutine_threadsafe(together(), loop).result()
-        results.update(zip(waiting, answers, strict=True))
+        awaited = asyncio.run_coroutine_threadsafe(together(), loop).result()
+        results.update(zip(waiting, awaited, strict=True))
     for column, values in extras.items():
         if len(values) != len(texts):
             raise ValueError(

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def _aligned() -> Any:
-    """A field with one row per sample."""
+    """A field with one row per completion."""
     return field(default=None, metadata={"aligned": True})
 
 
 @dataclass
 class Scores:
     """
-    Scores of completions. Choosing and joining rows acts on all fields that have one per sample, and on no other.
+    Scores of completions. Choosing and joining rows acts on all fields that have one per completion, and on no other.
 
     Args:
         logps (`torch.Tensor`, *optional*):
@@ -30,14 +30,14 @@ class Scores:
         values (`torch.Tensor`, *optional*):
             Values of the states before each token, `(B, C)`, where there is a critic.
         aux_loss (`torch.Tensor`, *optional*):
-            Load-balancing loss of a mixture of experts, a scalar of all rows.
+            Load-balancing loss of a mixture of experts, a scalar of all completions.
         supervised (`torch.Tensor`, *optional*):
-            Log-probabilities of supervised completions, which are others than the samples'.
+            Log-probabilities of supervised completions, which are others than those scored.
         deferred ([`~forward.token_budget.DeferredParts`], *optional*):
             The parts that these scores were computed in, whose gradients are still to come.
 
     Raises:
-        `ValueError`: If fields with one row per sample have different shapes.
+        `ValueError`: If fields with one row per completion have different shapes.
     """
 
     # Callers know which ones they have asked for
@@ -51,7 +51,7 @@ class Scores:
     def __post_init__(self):
         shapes = {name: tuple(value.shape) for name, value in self._chosen(aligned=True).items()}
         if len(set(shapes.values())) > 1:
-            raise ValueError(f"scores of the same samples have different shapes: {shapes}")
+            raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def _chosen(self, aligned: bool) -> dict[str, Any]:
         tensors = [each for each in fields(self) if each.name != "deferred"]
@@ -82,14 +82,14 @@ class Scores:
 
     def rows(self, index: slice | Sequence[int] | torch.Tensor) -> "Scores":
         """
-        Scores of some of the samples.
+        Scores of some of the completions.
 
         Args:
             index (`slice` or `Sequence[int]` or `torch.Tensor`):
                 Which ones, in which order.
 
         Returns:
-            [`Scores`]: Theirs. What has no row per sample stays.
+            [`Scores`]: Theirs. What has no row per completion stays.
         """
         chosen = {name: value[index] for name, value in self._chosen(aligned=True).items()}
         return Scores(**chosen, **self._chosen(aligned=False))
@@ -118,7 +118,7 @@ class Scores:
             if part.keys() != aligned[0].keys() or any(len(value) != len(own) for value in part.values()):
                 shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in aligned]
                 raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
-        order = [row for own in places for row in own]
+        order = [place for own in places for place in own]
         tensors: dict[str, Any] = {name: torch.cat([part[name] for part in aligned]) for name in aligned[0]}
         joined = cls(**tensors)
         if order != sorted(order):

@@ -30,10 +30,11 @@ def generate_completions(
     companions: Sequence[EncodedPrompt] = (),
 ) -> Any:
     """
-    Generates one completion per sample, equal to what `generate` would give on repeated prompts.
+    Generates a completion of each prompt, equal to what `generate` would give on repeated prompts.
 
-    The unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their samples.
-    Where the family or the options don't allow that, the prompts are repeated and `generate` does everything.
+    The unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their
+    completions. Where the family or the options don't allow that, the prompts are repeated and `generate` does
+    everything.
 
     Args:
         model (`torch.nn.Module`):
@@ -41,7 +42,7 @@ def generate_completions(
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             The same model without wrappers.
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`; samples of a group hold the same object.
+            Each completion's prompt, length `B`; those of a group hold the same object.
         generation_config ([`~transformers.GenerationConfig`]):
             How to sample.
         pad_token_id (`int`):
@@ -51,7 +52,7 @@ def generate_completions(
         share_prefill (`bool`, *optional*, defaults to `True`):
             Whether to prefill each prompt once.
         companions (`Sequence[EncodedPrompt]`, *optional*):
-            Further prompts that are prefilled, for the sake of their encoders, but not answered.
+            Further prompts that are prefilled, for the sake of their encoders, but not completed.
 
     Returns:
         `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
@@ -116,7 +117,7 @@ def generate_in_parts(
     **options,
 ) -> Any:
     """
-    [`generate_completions`] for parts of the samples, one after the other.
+    [`generate_completions`] for parts of the completions, one after the other.
 
     Args:
         model (`torch.nn.Module`):
@@ -124,9 +125,9 @@ def generate_in_parts(
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             As there.
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`.
+            Each completion's prompt, length `B`.
         parts (`Sequence[Sequence[int]]`):
-            Sample indices of each part, together all, as [`split_samples`] gives them.
+            Indices of completions of each part, together all, as [`split_samples`] gives them.
         generation_config ([`~transformers.GenerationConfig`]):
             As there.
         pad_token_id (`int`):
@@ -139,14 +140,14 @@ def generate_in_parts(
             Further arguments of [`generate_completions`].
 
     Returns:
-        `torch.Tensor`: Generated ids in the order of the samples, shape `(B, N)`; of one part, what
+        `torch.Tensor`: Generated ids in the order of the prompts, shape `(B, N)`; of one part, what
         [`generate_completions`] returns.
     """
     outputs = []
     for part in [*parts, *[parts[-1]] * surplus]:
-        samples = [prompts[i] for i in part]
+        own = [prompts[i] for i in part]
         outputs.append(
-            generate_completions(model, unwrapped_model, samples, generation_config, pad_token_id, device, **options)
+            generate_completions(model, unwrapped_model, own, generation_config, pad_token_id, device, **options)
         )
     if len(parts) == 1:
         return outputs[0]

@@ -99,7 +99,7 @@ def quick_start(
         kinds (`Sequence[str]`):
             Media of a question, of `"image"`, `"audio"` and `"video"`.
         max_new_tokens (`int`):
-            Length of an answer at most.
+            Length of a completion at most.
         base_model (`str`, *optional*):
             Folder or repository of the model without its adapter, where there is one.
         rate (`int`, *optional*):

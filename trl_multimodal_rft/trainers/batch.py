@@ -8,7 +8,7 @@ import torch
 
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scores import Scores
-from ..policy import Rows
+from ..policy import Completions
 
 
 @dataclass
@@ -42,5 +42,5 @@ class Batch:
     rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)
     current: Scores | None = None
-    supervised: Rows | None = None
+    supervised: Completions | None = None
     token_weights: torch.Tensor | None = None
