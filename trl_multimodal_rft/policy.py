@@ -145,7 +145,7 @@ class PolicyForward:
             critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
                 What gives values of the states, in the same forward of the wrapper; a head does on the model itself.
             supervised (`tuple`, *optional*):
-                Prompts, completions and their mask whose log-probabilities are computed beside, in the same forward of
+                Prompts, supervised completions and their mask, whose log-probabilities come from the same forward of
                 the wrapper.
 
         Returns:
@@ -164,8 +164,8 @@ class PolicyForward:
 
         def score(index: int, part: list[int]) -> Scores:
             own = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
-            beside = supervised if index == 0 else None
-            return self._score_part(model, own, packed, remedies, compute_aux_loss, critic, beside)
+            own_supervised = supervised if index == 0 else None
+            return self._score_part(model, own, packed, remedies, compute_aux_loss, critic, own_supervised)
 
         if n_parts == 1:
             return score(0, list(range(len(prompts))))  # a part has an order of its own

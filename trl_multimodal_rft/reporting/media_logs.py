@@ -333,7 +333,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     """
     import trackio
 
-    beside = {}
+    played = {}
 
     def cell(found):
         pictures = []
@@ -342,13 +342,13 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
             if medium.kind == "image":
                 pictures.append(trackio.Image(path))
             elif medium.kind == "audio":
-                beside[label] = trackio.Audio(path)
+                played[label] = trackio.Audio(path)
             else:
-                beside[label] = trackio.Video(path)
+                played[label] = trackio.Video(path)
                 pictures += [trackio.Image(frame) for frame in spread_frames(medium.ref(), _FRAMES_SHOWN)[0]]
         return pictures or _labels(found)
 
-    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **beside}
+    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **played}
 
 
 def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:

@@ -624,8 +624,8 @@ class MultimodalGRPOTrainer(MultimodalMixin, GRPOTrainer):
         if self.accelerator.sync_gradients:
             if self._kl_window:
                 window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
-                total, n_tokens, n_samples = window.tolist()
-                self._kl_controller.update(total / max(n_tokens, 1.0), int(n_samples))
+                total, n_tokens, n_completions = window.tolist()
+                self._kl_controller.update(total / max(n_tokens, 1.0), int(n_completions))
                 self._set_kl_coef()
                 self._kl_window.clear()
             self._metrics["train"]["kl_coef"].append(self.kl_coef)

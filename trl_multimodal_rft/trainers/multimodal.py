@@ -76,7 +76,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
     """
 
     _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
-    _batch: Any = None  # a `Batch` while TRL's code is at work on rows, see `_at_hand`
+    _batch: Any = None  # a `Batch` while TRL's code works on one, see `_at_hand`
 
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
@@ -249,7 +249,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
 
     @contextmanager
     def _at_hand(self, **fields):
-        """Within this context TRL's code works on rows of ours; outside of it, all methods are TRL's own."""
+        """Within this context TRL's code works on a batch of ours; outside of it, all methods are TRL's own."""
         outer, self._batch = self._batch, Batch(**fields)
         try:
             yield self._batch
