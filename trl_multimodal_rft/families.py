@@ -128,7 +128,7 @@ FAMILIES = (
     Family(
         model_types=("paligemma",),
         token_field_fill={"token_type_ids": 1},  # marks causal text
-        token_fields_mark_media=False,  # they tell the prompt from the answer
+        token_fields_mark_media=False,  # they tell the prompt from the completion
     ),
     Family(
         model_types=("phi4_multimodal",),

@@ -4,14 +4,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
-from transformers.utils import ModelOutput
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection
 
@@ -31,7 +31,7 @@ from .models.wrapped import unwrapped
 _WORTH_PACKING = 0.9
 
 # Prompts, completions `(B, C)` and their mask `(B, C)`
-Rows = tuple[Sequence[EncodedPrompt], torch.Tensor, torch.Tensor]
+Completions = tuple[Sequence[EncodedPrompt], torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Remedies:
     """
 
     can_pack: bool = True
-    apart: str | None = None
+    apart: Literal["media", "prompt"] | None = None
     own_logits: bool = False
     share_prefill: bool = True
 
@@ -76,7 +76,7 @@ class PolicyForward:
     """
 
     accelerator: Accelerator
-    processor: ProcessorMixin | None = None
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None
     remedies: Remedies = field(default_factory=Remedies)
     temperature: float = 1.0
     max_tokens: int | None = None
@@ -122,7 +122,7 @@ class PolicyForward:
         remedies: Remedies | None = None,
         compute_aux_loss: bool = False,
         critic: Critic | ValueHead | None = None,
-        supervised: Rows | None = None,
+        supervised: Completions | None = None,
     ) -> Scores:
         """
         Scores of completions, differentiable where gradients are on.
@@ -145,7 +145,7 @@ class PolicyForward:
             critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
                 What gives values of the states, in the same forward of the wrapper; a head does on the model itself.
             supervised (`tuple`, *optional*):
-                Prompts, completions and their mask whose log-probabilities are computed beside, in the same forward of
+                Prompts, supervised completions and their mask, whose log-probabilities come from the same forward of
                 the wrapper.
 
         Returns:
@@ -163,9 +163,9 @@ class PolicyForward:
             n_parts = int(self.accelerator.gather(count).max())
 
         def score(index: int, part: list[int]) -> Scores:
-            rows = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
-            beside = supervised if index == 0 else None
-            return self._score_part(model, rows, packed, remedies, compute_aux_loss, critic, beside)
+            own = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
+            own_supervised = supervised if index == 0 else None
+            return self._score_part(model, own, packed, remedies, compute_aux_loss, critic, own_supervised)
 
         if n_parts == 1:
             return score(0, list(range(len(prompts))))  # a part has an order of its own
@@ -207,23 +207,25 @@ class PolicyForward:
             `torch.Tensor`: Values, shape `(B, C)`, 0 where the mask is 0.
         """
         n = len(prompts)
-        rows = self._with_companions(model, (prompts, completion_ids, completion_mask))
-        options = self._forwards(rows, packed, self.remedies)
+        completions = self._with_companions(model, (prompts, completion_ids, completion_mask))
+        options = self._forwards(completions, packed, self.remedies)
         policy = self.unwrapped(model)
 
         def values(call) -> torch.Tensor:
             if isinstance(critic, ValueHead):
-                return completion_scores(call, policy, *rows, value_head=critic, **options).values
-            return completion_values(critic, critic.model, *rows, **options)
+                return completion_scores(call, policy, *completions, value_head=critic, **options).values
+            return completion_values(critic, critic.model, *completions, **options)
 
         with self.accelerator.autocast():
             return self._as_one_forward(model, values)[:n]
 
-    def _score_part(self, model, rows: Rows, packed, remedies, compute_aux_loss, critic, supervised) -> Scores:
+    def _score_part(
+        self, model, completions: Completions, packed, remedies, compute_aux_loss, critic, supervised
+    ) -> Scores:
         """Scores of what fits into the token budget."""
-        n, policy = len(rows[0]), self.unwrapped(model)
-        rows = self._with_companions(model, rows)
-        options = self._forwards(rows, packed, remedies)
+        n, policy = len(completions[0]), self.unwrapped(model)
+        completions = self._with_companions(model, completions)
+        options = self._forwards(completions, packed, remedies)
         head = {"logits_temperature": self.temperature if remedies.own_logits else None}
         own_head = critic if isinstance(critic, ValueHead) else None
         own_critic = None if own_head is not None else critic
@@ -232,12 +234,18 @@ class PolicyForward:
             others_options = self._forwards(others, False, remedies)
         _gather_head(policy)
 
-        def score(call) -> dict[str, torch.Tensor]:
+        def score(call) -> dict[str, Any]:
             results = completion_scores(
-                call, policy, *rows, output_router_logits=compute_aux_loss, value_head=own_head, **options, **head
+                call,
+                policy,
+                *completions,
+                output_router_logits=compute_aux_loss,
+                value_head=own_head,
+                **options,
+                **head,
             ).tensors()
             if own_critic is not None:
-                results["values"] = completion_values(own_critic, own_critic.model, *rows, **options)
+                results["values"] = completion_values(own_critic, own_critic.model, *completions, **options)
             if supervised is not None:
                 likelihoods = completion_scores(call, policy, *others, **others_options, **head).logps
                 results["supervised"] = likelihoods[: len(supervised[0])]
@@ -252,17 +260,17 @@ class PolicyForward:
             tensors["logps"] = tensors["logps"] + self._touch_unreached(model, list(tensors.values()))
         return Scores(**tensors).rows(slice(n))  # without companions
 
-    def _forwards(self, rows: Rows, packed: bool, remedies: Remedies) -> dict:
-        """How rows are split over forwards."""
-        n_forwards = self.processes.n_forwards(rows[0], remedies.apart)
+    def _forwards(self, completions: Completions, packed: bool, remedies: Remedies) -> dict:
+        """How completions are split over forwards."""
+        n_forwards = self.processes.n_forwards(completions[0], remedies.apart)
         return {"packed": packed, "apart": remedies.apart, "min_forwards": n_forwards}
 
-    def _with_companions(self, model, rows: Rows, beside_others: bool = False) -> Rows:
+    def _with_companions(self, model, completions: Completions, beside_others: bool = False) -> Completions:
         """Adds companions without a completion, which the others don't see, see [`Processes.companions`]."""
-        prompts, completion_ids, completion_mask = rows
+        prompts, completion_ids, completion_mask = completions
         companions = self.processes.companions(model, prompts, beside_others)
         if not companions:
-            return rows
+            return completions
         padding = (0, 0, 0, len(companions))
         ids, mask = (nn.functional.pad(each, padding) for each in (completion_ids, completion_mask))
         return [*prompts, *companions], ids, mask
@@ -289,7 +297,7 @@ class PolicyForward:
         *,
         share_prefill: bool | None = None,
         generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
-    ) -> torch.Tensor | ModelOutput:
+    ) -> Any:
         """
         Samples a completion of each prompt, with transformers.
 
@@ -336,7 +344,7 @@ class PolicyForward:
 def _gather_head(policy: PreTrainedModel) -> None:
     """
     TRL's fused head reads the weight of a module that never runs. What FSDP2 gathers itself gets a gradient that isn't
-    reduced: each process would train its rows of the head on its own samples alone.
+    reduced: each process would train its rows of the head on its own completions alone.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         processing_class: Any
         accelerator: Any
         num_generations: Any
+        num_generations_eval: Any
         chat_template_kwargs: Any
         reward_funcs: Any
         reward_processing_classes: Any
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
         model_wrapped: Any
         max_completion_length: Any
         num_completions_to_print: Any
+
+        # Of one mixin for another
+        _policy: Any
+        _check_weights: Any
+        _pushes: Any
+        _uploaded: Any
 
 else:
     TrainerMixin = object

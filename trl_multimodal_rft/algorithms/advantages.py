@@ -10,7 +10,7 @@ scored: it takes part in no statistic and gets the advantage 0. Statistics are c
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -444,7 +444,7 @@ def estimate_advantages(
     Raises:
         `ValueError`: If the function returns another shape or a value that isn't finite, or the name isn't known here.
     """
-    tensors = {
+    tensors: dict[str, Any] = {
         "rewards": rewards,
         "rewards_per_func": rewards_per_func,
         "group_ids": group_ids,
@@ -458,7 +458,8 @@ def estimate_advantages(
     if own is None or own.needs == "critic":
         raise ValueError(f"No advantages from rewards alone for {name!r}.")
     if kl_coef and not own.per_token:
-        tensors["rewards"] = rewards - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1").sum(1)
+        kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
+        tensors["rewards"] = rewards - kl_coef * kl.sum(1)
     known = {**tensors, "kl_coef": kl_coef, "scale": scale, "norm_level": norm_level, "weight": weight}
     return own.function(**{key: known[key] for key in inspect.signature(own.function).parameters if key in known})
 

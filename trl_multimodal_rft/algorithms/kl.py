@@ -85,7 +85,7 @@ class FixedKLController:
             kl (`float`):
                 Mean divergence per token, in nats.
             n_samples (`int`):
-                Samples since the last update, over all ranks.
+                Completions since the last update, over all processes.
         """
 
     def state_dict(self) -> dict:
@@ -117,7 +117,7 @@ class AdaptiveKLController(FixedKLController):
         target (`float`):
             Divergence to hold, in nats per token, above 0.
         horizon (`int`):
-            Samples over which the coefficient adapts.
+            Completions over which the coefficient adapts.
 
     Raises:
         `ValueError`: If one of them isn't above 0.
@@ -137,9 +137,9 @@ class AdaptiveKLController(FixedKLController):
 
         Args:
             kl (`float`):
-                Mean divergence over all tokens of all ranks, in nats. If it isn't finite, nothing is changed.
+                Mean divergence over all tokens of all processes, in nats. If it isn't finite, nothing is changed.
             n_samples (`int`):
-                Samples since the last update, over all ranks.
+                Completions since the last update, over all processes.
         """
         if not math.isfinite(kl):
             return

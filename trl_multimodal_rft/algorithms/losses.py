@@ -381,7 +381,7 @@ def aggregate(
     denominator: torch.Tensor | float,
 ) -> torch.Tensor:
     r"""
-    Sums the losses of a micro-batch so that the sum over micro-batches and ranks is the loss of the whole batch.
+    Sums the losses of a micro-batch so that the sum over micro-batches and processes is the loss of the whole batch.
 
     A denominator of the whole batch makes the result independent of how the batch is split.
 

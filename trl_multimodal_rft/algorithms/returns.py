@@ -6,6 +6,7 @@ Masks may be padded on either side and have gaps; results are exactly 0 outside 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -38,8 +39,8 @@ def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def token_rewards(
     rewards: torch.Tensor,
     mask: torch.Tensor,
-    old_logps: torch.Tensor | None = None,
-    ref_logps: torch.Tensor | None = None,
+    old_logps: Any = None,
+    ref_logps: Any = None,
     *,
     kl_coef: float = 0.0,
 ) -> torch.Tensor:

@@ -25,7 +25,7 @@ class RunningScale:
 
         Args:
             rewards (`torch.Tensor`):
-                Rewards of all ranks, `NaN` where unscorable, shape `(N,)`.
+                Rewards of all processes, `NaN` where unscorable, shape `(N,)`.
         """
         rewards = rewards[~rewards.isnan()].double()
         if len(rewards) == 0:

@@ -5,6 +5,7 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -159,7 +160,7 @@ def read_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         `ValueError`: If there is no such config, or none of a model that can be trained.
     """
     try:
-        part = trained_part(name)
+        part: Any = trained_part(name)
         config = (transformers.AutoConfig if part is None else part.config_class).from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -219,7 +220,7 @@ def measure(args: argparse.Namespace) -> Measured:
         critic = Critic(_build(args, config, model_class)) if args.trainer == "ppo" and not args.shared_trunk else None
         head = ValueHead(config.get_text_config().hidden_size) if args.trainer == "ppo" and args.shared_trunk else None
     packed = args.packing == "prefix" and not sharing_obstacle(base)
-    for each in (base, critic and critic.model):
+    for each in (base, None if critic is None else critic.model):
         if packed and each is not None:
             install_prefix_attention(each)
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
@@ -408,7 +409,10 @@ def _states(args, trained: int, frozen: int, own: int, loaded: int) -> tuple[flo
     else:
         sizes = own * trained + loaded * frozen, own * trained, state(own) * trained
     divides = DIVIDES[args.strategy]
-    return tuple(size / (args.gpus if divided else 1) for size, divided in zip(sizes, divides, strict=True))
+    weights, gradients, state_ = (
+        size / (args.gpus if divided else 1) for size, divided in zip(sizes, divides, strict=True)
+    )
+    return weights, gradients, state_
 
 
 def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
             Parsed options.
     """
     header = ("model_type", "takes", "apart", "trained part")
-    table = [header, *rows(args.only_known)]
+    table: list[tuple[str, ...]] = [header, *rows(args.only_known)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     table.insert(1, tuple("-" * width for width in widths))
     for row in table:

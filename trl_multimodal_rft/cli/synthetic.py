@@ -3,9 +3,10 @@
 
 import argparse
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -58,7 +59,7 @@ class EncoderInputs:
 def _tensors(output) -> list[torch.Tensor]:
     if isinstance(output, ModelOutput):
         pooled = getattr(output, "pooler_output", None)
-        output = output.last_hidden_state if pooled is None else pooled
+        output = output["last_hidden_state"] if pooled is None else pooled
     return [output] if isinstance(output, torch.Tensor) else [each for part in output for each in _tensors(part)]
 
 
@@ -117,7 +118,7 @@ def _encoded(model, processor, images: int, size: int, seconds: float) -> Encode
     return encode_prompt([{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}], processor, model)
 
 
-def _lengthened(prompt: EncodedPrompt, length: int, fill: dict[str, int]) -> EncodedPrompt:
+def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
     """With text after it, up to a length that it may already have."""
     more = max(length - len(prompt), 0)
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
@@ -137,7 +138,8 @@ def _from_config(model: PreTrainedModel, images: int, size: int, seconds: float)
     inputs = {}
     if images:
         vision = model.config.vision_config
-        names = inspect.signature(model.get_image_features).parameters
+        encode: Any = model.get_image_features
+        names = inspect.signature(encode).parameters
         channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
         if "image_grid_thw" in names:  # patches in a row
             cell = vision.patch_size * vision.spatial_merge_size

@@ -31,4 +31,4 @@ def without_letters(choices: Sequence[str]) -> list[str]:
         letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)
         for i, letter in enumerate(letters)
     )
-    return [letter[4] for letter in letters] if in_order else list(choices)
+    return [letter[4] for letter in letters if letter] if in_order else list(choices)

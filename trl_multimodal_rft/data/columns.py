@@ -64,8 +64,9 @@ class MediaRef:
     """
     Opaque handle to one medium of a dataset row, made to travel inside chat messages.
 
-    TRL deep-copies prompts and gathers them across ranks. A reference is never copied, and is pickled as the short
-    text `"<audio>"`, so that the medium stays where it is. Two references are equal only if they are the same object.
+    TRL deep-copies prompts and gathers them from all processes. A reference is never copied, and is pickled as the
+    short text `"<audio>"`, so that the medium stays where it is. Two references are equal only if they are the same
+    object.
 
     Args:
         kind (`str`):
@@ -490,14 +491,14 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         )
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
-    beside = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
+    stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
     if isinstance(content, list):
         message["content"] = [_parse_block(block, f"{where}.content[{b}]", row) for b, block in enumerate(content)]
     elif not isinstance(content, str) and next(find_media(content), None) is not None:
-        beside = "content"
-    if beside is not None:
+        stray = "content"
+    if stray is not None:
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads the media in '{beside}' of a message; give each as a block "
+            f"row {row}, column '{where}': nothing reads the media in '{stray}' of a message; give each as a block "
             "in a list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
         )
     return message

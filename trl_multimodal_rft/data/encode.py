@@ -81,11 +81,12 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
         `ImportError`: If a library that it needs is missing.
     """
     with decoding(ref):
-        file = _source_file(ref)
+        file: Any = _source_file(ref)
         suffix = _viewable_suffix(ref, file)
         if suffix is None:
             suffix, encode = _ENCODERS[ref.kind]
             file = encode(ref)
+
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
             raise ref.error(f"{size / 1e6:.1f} MB to log are too many; raise `max_logged_megabytes`")
@@ -208,6 +209,13 @@ def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]
     return load_video(ref, indices)
 
 
+def _encode_audio(ref: MediaRef) -> bytes:
+    samples, rate = read_audio(ref)
+    if rate is None:
+        raise ref.error("its sampling rate isn't known")
+    return wav(samples, rate)
+
+
 def _encode_video(ref: MediaRef) -> bytes:
     frames, metadata = spread_frames(ref, _MOST_FRAMES)
     return mp4(frames, (metadata["fps"] or _UNKNOWN_FPS) * len(frames) / metadata["total_num_frames"])
@@ -215,6 +223,6 @@ def _encode_video(ref: MediaRef) -> bytes:
 
 _ENCODERS = {
     "image": ("png", lambda ref: png(load_image(ref))),
-    "audio": ("wav", lambda ref: wav(*read_audio(ref))),
+    "audio": ("wav", _encode_audio),
     "video": ("mp4", _encode_video),
 }

@@ -59,9 +59,7 @@ class EncodedPrompt:
         return {**self.__dict__, "images": [], "mask_cache": {}}
 
 
-def placeholder_token_ids(
-    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase
-) -> dict[str, set]:
+def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, set]:
     """
     Ids of the tokens that stand for media, by modality.
 
@@ -84,7 +82,7 @@ def placeholder_token_ids(
     return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
 
 
-def all_placeholder_ids(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> set[int]:
+def all_placeholder_ids(model: PreTrainedModel, processor: Any) -> set[int]:
     """
     The ids of [`placeholder_token_ids`], whatever they stand for.
 

@@ -55,20 +55,20 @@ def encode_supervised(
     placeholders = all_placeholder_ids(model, processing_class)
     chats = [_chat(row, index) for index, row in enumerate(rows)]
     placed = rows_to_messages(
-        [{**row, "prompt": [*chat, *answer]} for row, (chat, answer) in zip(rows, chats, strict=True)],
+        [{**row, "prompt": [*chat, *completion]} for row, (chat, completion) in zip(rows, chats, strict=True)],
         ignored_media_columns,
     )
     encoded, completions = [], []
-    for index, (row, (chat, answer)) in enumerate(zip(rows, chats, strict=True)):
+    for index, (row, (chat, completion)) in enumerate(zip(rows, chats, strict=True)):
         messages = placed[index]["prompt"]
-        prompt, answer = messages[: len(chat)], messages[len(chat) :]
-        medium = next(iter_refs(answer), None)
+        prompt, completion = messages[: len(chat)], messages[len(chat) :]
+        medium = next(iter_refs(completion), None)
         if medium is not None:
             raise medium.error("a completion is text; put media into the messages before it")
         if _is_text(row) and next(iter_refs(prompt), None) is None:
             prompt, before, whole = row["prompt"], row["prompt"], row["prompt"] + row["completion"]
         else:
-            before, whole = _written(prompt, answer, processing_class, template_kwargs or {}, index)
+            before, whole = _written(prompt, completion, processing_class, template_kwargs or {}, index)
         encoded.append(
             encode_prompt(
                 prompt,
@@ -96,27 +96,27 @@ def _is_text(row: dict[str, Any]) -> bool:
 
 def _chat(row: dict[str, Any], index: int) -> tuple[list, list]:
     """The messages of the prompt, and those of the completion."""
-    prompt, answer, column = row.get("prompt"), row.get("completion"), "completion"
+    prompt, completion, column = row.get("prompt"), row.get("completion"), "completion"
     if row.get("messages"):
         (*prompt, last), column = row["messages"], "messages"
-        answer = [last]
-    if not prompt or not answer:
+        completion = [last]
+    if not prompt or not completion:
         raise ValueError(
             f"row {index} of `ptx_dataset` has {sorted(key for key in row if row[key] is not None)}; it needs "
             "`prompt` and `completion`, or `messages` with the assistant's answer at the end."
         )
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if answer[0]["role"] != "assistant":
+    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if completion[0]["role"] != "assistant":
         raise ValueError(
             f"row {index}, column '{column}': the answer to learn must be the assistant's, got one of "
-            f"{answer[0]['role']!r}."
+            f"{completion[0]['role']!r}."
         )
-    return prompt, answer
+    return prompt, completion
 
 
-def _written(prompt: list, answer: list, processing_class, template_kwargs: dict, index: int) -> tuple[str, str]:
-    """What the chat template writes, without the answer and with it."""
+def _written(prompt: list, completion: list, processing_class, template_kwargs: dict, index: int) -> tuple[str, str]:
+    """What the chat template writes, without the completion and with it."""
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
             f"row {index} of `ptx_dataset`: {type(processing_class).__name__} has no chat template that could write "
@@ -125,7 +125,7 @@ def _written(prompt: list, answer: list, processing_class, template_kwargs: dict
     before = processing_class.apply_chat_template(
         prompt, tokenize=False, add_generation_prompt=True, **template_kwargs
     )
-    whole = processing_class.apply_chat_template([*prompt, *answer], tokenize=False, **template_kwargs)
+    whole = processing_class.apply_chat_template([*prompt, *completion], tokenize=False, **template_kwargs)
     if not whole.startswith(before):
         raise ValueError(
             f"row {index} of `ptx_dataset`: the chat template writes the prompt otherwise when an answer follows, so "

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How good a model's answers are: accuracy, pass@k and majority votes on a dataset, also during training."""
+"""How good a model's completions are: accuracy, pass@k and majority votes on a dataset, also during training."""
 
 from .callbacks import GenerationEvalCallback
 from .evaluator import EvaluationConfig, EvaluationResult, evaluate, evaluate_trainer

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Evaluation of answers during training."""
+"""Evaluation of completions during training."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _chec
 
 class GenerationEvalCallback(TrainerCallback):
     """
-    A [`~transformers.TrainerCallback`] that lets the model answer held-out rows and logs what is right.
+    A [`~transformers.TrainerCallback`] that lets the model complete held-out prompts and logs what is right.
 
     A trainer's own evaluation samples as in training, `num_generations` completions at the training temperature, and
     logs mean rewards. This one decodes greedily unless told otherwise, counts each row once, and logs `eval_accuracy`,
@@ -27,7 +27,7 @@ class GenerationEvalCallback(TrainerCallback):
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
             Trainer to which the callback will be attached.
         eval_dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
-            Rows to answer. By default the trainer's `eval_dataset`.
+            Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions; the first tells what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):

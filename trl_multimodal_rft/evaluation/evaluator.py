@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Answers to the rows of a dataset, and what reward functions say about them."""
+"""Completions of the prompts of a dataset, and what reward functions say about them."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate",
 @dataclass
 class EvaluationConfig:
     """
-    How answers are sampled and counted.
+    How completions are sampled and counted.
 
     Args:
         num_samples (`int`, *optional*, defaults to `1`):
@@ -76,7 +76,7 @@ class EvaluationConfig:
             Most tokens of a completion.
         batch_size (`int`, *optional*, defaults to `8`):
             Completions sampled at once on each process. A batch has the `batch_size // num_samples` prompts that fit,
-            or one, whose samples are drawn in turns where they don't.
+            or one, whose completions are drawn in turns where they don't.
         pass_at (`list[int]`, *optional*, defaults to `[1]`):
             The `k` of pass@k, at most `num_samples`.
         majority_at (`list[int]`, *optional*):
@@ -153,15 +153,15 @@ class EvaluationResult:
 
     Args:
         metrics (`dict[str, float | None]`):
-            `accuracy` (of all samples, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`, the
-            ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length` in
-            tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
+            `accuracy` (of all completions, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`,
+            the ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length`
+            in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
             samples the first reward function all gave a value; `accuracy/<value>` of each value of `group_by`; and
             `metric/<name>`, means over batches of what reward functions gave to `log_metric`. `None` where there is
             nothing to take a mean of, or too little for an interval.
         rows (`list[dict]`):
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which media are marks such
-            as `"<audio>"`; lists with an entry for each sample: `completions`, `extracted_answers`, `correct`,
+            as `"<audio>"`; lists with an entry for each completion: `completions`, `extracted_answers`, `correct`,
             `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions gave to
             `log_extra`; and the dataset's other columns, if they hold text and numbers and have none of these names.
         settings (`dict`):
@@ -193,7 +193,7 @@ class EvaluationResult:
 @dataclass
 class _Policy:
     """
-    What answers.
+    What completes prompts.
 
     `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `sample(prompts,
     config)` gives the ids of completions. With `in_step`, processes must call it equally often.
@@ -204,7 +204,7 @@ class _Policy:
     processor: ProcessorMixin | PreTrainedTokenizerBase
     sample: Callable[[list[EncodedPrompt], GenerationConfig], torch.Tensor]
     template_kwargs: dict[str, Any]
-    audio_overlong: str
+    audio_overlong: Literal["raise", "truncate"]
     ignored_media_columns: Sequence[str] = ()
     in_step: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
@@ -226,18 +226,18 @@ def evaluate(
     audio_overlong: Literal["raise", "truncate"] = "raise",
 ) -> EvaluationResult:
     """
-    Lets a model answer the rows of a dataset and counts what is right.
+    Lets a model complete the prompts of a dataset and counts what is right.
 
-    Each prompt and its media are decoded, encoded and prefilled once for all its samples. Processes take turns with
-    the batches, and each row counts once, whatever the number of rows and processes. What a batch holds and its seed
-    don't depend on the processes either, so neither do the completions. Placeholder tokens can't be sampled. Of the
-    model's own generation config, the ends of sequence and suppressed tokens count, and nothing else.
+    Each prompt and its media are decoded, encoded and prefilled once for all its completions. Processes take turns
+    with the batches, and each row counts once, whatever the number of rows and processes. What a batch holds and its
+    seed don't depend on the processes either, so neither do the completions. Placeholder tokens can't be sampled. Of
+    the model's own generation config, the ends of sequence and suppressed tokens count, and nothing else.
 
     The modes of the model's modules and the random states of Python, NumPy and torch are the same afterwards.
 
     Args:
         model ([`~transformers.PreTrainedModel`], [`~peft.PeftModel`] or [`Actor`]):
-            Model that answers, where it is to run, and whole on each process; what [`~accelerate.Accelerator`] has
+            Model to evaluate, where it is to run, and whole on each process; what [`~accelerate.Accelerator`] has
             wrapped for DDP is fine. For models in training under FSDP or ZeRO-3 there is [`evaluate_trainer`].
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor, or its tokenizer for text.
@@ -276,9 +276,8 @@ def evaluate(
         ", so that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
-    if hasattr(model, "model_for"):  # an actor
-        model = model.model
-    base = unwrapped(accelerator, model)
+    own: Any = model.model if hasattr(model, "model_for") else model  # an actor's
+    base = unwrapped(accelerator, own)
     if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
         raise ValueError(
             "The weights of the model are spread over processes, where `evaluate` can't tell how to sample; load it "
@@ -288,9 +287,9 @@ def evaluate(
     forward = PolicyForward(accelerator, processing_class, remedies=Remedies(apart=family_of(base).apart))
 
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
-        return forward.sample(model, prompts, config, config.pad_token_id)
+        return forward.sample(own, prompts, config, config.pad_token_id)
 
-    policy = _Policy(model, base, processing_class, sample, template_kwargs or {}, audio_overlong)
+    policy = _Policy(own, base, processing_class, sample, template_kwargs or {}, audio_overlong)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
 
 
@@ -310,7 +309,7 @@ def evaluate_trainer(
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
             Trainer.
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
-            Rows to answer. By default the trainer's `eval_dataset`.
+            Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions; the first tells what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):
@@ -515,10 +514,10 @@ def _answer(
         for index, prompt in enumerate(prompts)
     ]
     n = args.num_samples
-    samples = [prompt for prompt in encoded for _ in range(n)]
+    repeated = [prompt for prompt in encoded for _ in range(n)]
     ids = []
-    for start in range(0, len(samples), args.batch_size):
-        output = policy.sample(samples[start : start + args.batch_size], config)
+    for start in range(0, len(repeated), args.batch_size):
+        output = policy.sample(repeated[start : start + args.batch_size], config)
         ids += trim_after_eos(output, config.eos_token_id)
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     rewards, extras, metrics = call_rewards(
@@ -551,7 +550,7 @@ def _answer(
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
     """
-    The answer in a completion, by which samples are compared.
+    The answer in a completion, by which completions are compared.
 
     Args:
         completion (`str`):
@@ -565,7 +564,7 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
     """
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
-    return answer if index is None else choices[index]
+    return answer if index is None or choices is None else choices[index]
 
 
 def _is_plain(value: Any) -> bool:
@@ -588,7 +587,7 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         if len(values) and one_each:
             low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
         elif len(values) > 1:
-            low, high = (min(max(end, 0.0), 1.0) for end in mean_interval(values, args.confidence))
+            low, high = np.clip(mean_interval(values, args.confidence), 0.0, 1.0).tolist()
         metrics.update({name: _mean(values), f"{name}_low": low, f"{name}_high": high})
 
     add("accuracy", right / n, one_each=n == 1)
@@ -596,7 +595,7 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
     # Answers that differ in case, whitespace or punctuation only agree
     answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
-    for k in args.majority_at:
+    for k in args.majority_at or ():
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
         add(f"majority@{k}", votes, one_each=n < 2 * k)
     if args.group_by is not None:
@@ -614,5 +613,5 @@ def _flat(values: Iterable[list]) -> list:
     return [value for part in values for value in part if value is not None]
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None

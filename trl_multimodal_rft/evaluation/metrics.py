@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What samples of a model's answers say about it, and how sure one can be. Arrays in, arrays out."""
+"""What completions say about a model, and how sure one can be. Arrays in, arrays out."""
 
 import math
 from collections import Counter
@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
     """
-    Probability that at least one of `k` samples is right, estimated without bias from `n` samples of which `c` are,
+    Probability that at least one of `k` completions is right, estimated without bias from `n` of which `c` are,
     see [Evaluating Large Language Models Trained on Code](https://huggingface.co/papers/2107.03374).
 
-    It is `1 - C(n - c, k) / C(n, k)`: the share of the sets of `k` samples that hold a right one.
+    It is `1 - C(n - c, k) / C(n, k)`: the share of the sets of `k` completions that hold a right one.
 
     Args:
         n (`int` or array of `int`):
-            Number of samples of each row.
+            Number of completions of each row.
         c (`int` or array of `int`):
             Number of right ones, of a shape that broadcasts with `n`.
         k (`int`):
@@ -51,19 +51,20 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
 
 def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Sequence[bool]], k: int) -> np.ndarray:
     """
-    How often the answer that most of `k` samples agree on is right, see
+    How often the answer that most of `k` completions agree on is right, see
     [Self-Consistency](https://huggingface.co/papers/2203.11171).
 
-    Each row's samples are cut into blocks of `k` in their order, which vote apart; what is left over doesn't vote. Of
-    answers with equally many votes the one given first wins, so that the result depends on nothing but the samples.
+    Each row's completions are cut into blocks of `k` in their order, which vote apart; what is left over doesn't vote.
+    Of answers with equally many votes the one given first wins, so that the result depends on nothing but the
+    completions.
 
     Args:
         answers (`Sequence[Sequence[Hashable]]`):
-            Answers of each row's samples; equal ones agree.
+            Answers in each row's completions; equal ones agree.
         correct (`Sequence[Sequence[bool]]`):
-            Whether each is right. For a block, that of the first sample with the winning answer counts.
+            Whether each is right. For a block, that of the first completion with the winning answer counts.
         k (`int`):
-            Number of votes, between 1 and the smallest number of samples.
+            Number of votes, between 1 and the smallest number of completions.
 
     Returns:
         `np.ndarray`: Share of each row's blocks that are right, shape `(rows,)`.
@@ -140,7 +141,7 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
     [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
 
     Questions are what is drawn at random, so a value is what a row gives, such as its pass@k, and not one of its
-    samples: those of one question resemble each other, and counting them one by one would make the interval too
+    completions: those of one question resemble each other, and counting them one by one would make the interval too
     narrow. The interval is normal, for dozens of rows and more.
 
     Args:

@@ -231,14 +231,14 @@ class PackedRow:
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
     """
-    Which samples share a prompt.
+    Which completions share a prompt.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt; samples of a group hold the same object.
+            Each completion's prompt; those of a group hold the same object.
 
     Returns:
-        `dict[EncodedPrompt, list[int]]`: Sample indices by prompt, in order of first appearance.
+        `dict[EncodedPrompt, list[int]]`: Indices of completions by prompt, in order of first appearance.
     """
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -248,21 +248,21 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits samples into the parts that share a forward.
+    Splits completions into the parts that share a forward.
 
     Some encoders have no mask for padding, so that a clip's features depend on the longest clip beside it, and some
     models take one modality a call.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt.
+            Each completion's prompt.
         apart (`str` or `None`):
             `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding,
             and images of the same sizes; a prompt without media goes with any other. `"prompt"` gives each prompt a
             part, `None` makes one part of all.
 
     Returns:
-        `list[list[int]]`: Sample indices of each part. Samples of a group stay together.
+        `list[list[int]]`: Indices of completions of each part. Those of a group stay together.
     """
     if apart is None:
         return [list(range(len(prompts)))]
@@ -270,47 +270,47 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
         return list(group_by_prompt(prompts).values())
     parts: dict[tuple, list[int]] = {}
     text_only = []
-    for prompt, samples in group_by_prompt(prompts).items():
+    for prompt, members in group_by_prompt(prompts).items():
         if not prompt.media:
-            text_only += samples
+            text_only += members
             continue
         key = tuple(sorted((name, tuple(value.shape[1:])) for name, value in prompt.media.items()))
         # Where the processor pads images to one shape, only these tell them apart
         sizes = [prompt.media[name].tolist() for name in IMAGE_SIZES if name in prompt.media]
-        parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(samples)
-    rows = list(parts.values())
+        parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(members)
+    split = list(parts.values())
     if text_only:
-        rows = [rows[0] + text_only, *rows[1:]] if rows else [text_only]
-    return rows
+        split = [split[0] + text_only, *split[1:]] if split else [text_only]
+    return split
 
 
 def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
     """
-    An order of samples that keeps groups together and balances packed lengths over equally large micro-batches.
+    An order of completions that keeps groups together and balances packed lengths over equally large micro-batches.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`.
+            Each completion's prompt, length `B`.
         lengths (`Sequence[int]`):
-            Each sample's number of completion tokens.
+            Each completion's number of tokens.
         n_batches (`int`):
             Number of micro-batches; divides `B`.
 
     Returns:
-        `list[int]`: Sample indices; each consecutive `B / n_batches` of them are a micro-batch. A group that fits in
-        no micro-batch whole is split over as few as possible. The micro-batches come in random order.
+        `list[int]`: Indices of completions; each consecutive `B / n_batches` of them are a micro-batch. A group that
+        fits in no micro-batch whole is split over as few as possible. The micro-batches come in random order.
     """
     size = len(prompts) // n_batches
-    groups = [(len(p) + sum(lengths[i] for i in samples), samples) for p, samples in group_by_prompt(prompts).items()]
+    groups = [(len(p) + sum(lengths[i] for i in members), members) for p, members in group_by_prompt(prompts).items()]
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches
-    for load, samples in sorted(groups, key=lambda group: -group[0]):
-        while samples:
+    for load, members in sorted(groups, key=lambda group: -group[0]):
+        while members:
             room = [size - len(batch) for batch in batches]
-            fitting = [b for b in range(n_batches) if room[b] >= len(samples)]
+            fitting = [b for b in range(n_batches) if room[b] >= len(members)]
             # The lightest that takes the whole group, else the one that takes most of it
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
-            taken, samples = samples[: room[b]], samples[room[b] :]
+            taken, members = members[: room[b]], members[room[b] :]
             batches[b] += taken
             loads[b] += load
     return [i for b in torch.randperm(n_batches).tolist() for i in batches[b]]
@@ -318,13 +318,13 @@ def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], 
 
 def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
     """
-    Tokens of the packed row that holds these samples.
+    Tokens of the packed row that holds these completions.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt.
+            Each completion's prompt.
         lengths (`Sequence[int]`):
-            Each sample's number of completion tokens.
+            Each completion's number of tokens.
 
     Returns:
         `int`: The row's length.
@@ -336,27 +336,27 @@ def split_by_tokens(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
 ) -> list[list[int]]:
     """
-    Splits samples into parts of so many tokens at most, by first-fit decreasing. Samples of a prompt stay together.
+    Splits completions into parts of so many tokens at most, by first-fit decreasing. Those of a prompt stay together.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt.
+            Each completion's prompt.
         lengths (`Sequence[int]`):
-            Each sample's number of completion tokens.
+            Each completion's number of tokens.
         max_tokens (`int`):
             Tokens of a part. A prompt that takes more with its completions is a part by itself.
         packed (`bool`, *optional*, defaults to `True`):
             Whether a prompt counts once, or padded rows of prompt and completion count.
 
     Returns:
-        `list[list[int]]`: Sample indices of each part.
+        `list[list[int]]`: Indices of completions of each part.
     """
 
     def size(part: list[list[int]]) -> int:
-        samples = sum(part, [])
+        members = sum(part, [])
         if packed:
-            return packed_length([prompts[i] for i in samples], [lengths[i] for i in samples])
-        return len(samples) * (max(len(prompts[i]) for i in samples) + max(lengths[i] for i in samples))
+            return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
+        return len(members) * (max(len(prompts[i]) for i in members) + max(lengths[i] for i in members))
 
     return [sum(part, []) for part in first_fit(list(group_by_prompt(prompts).values()), size, max_tokens)]
 
@@ -398,7 +398,7 @@ def pack(
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`.
+            Each completion's prompt, length `B`.
         completion_ids (`torch.Tensor`):
             Right-padded completions, shape `(B, C)`.
         completion_mask (`torch.Tensor`):
@@ -424,7 +424,7 @@ def pack(
     score_start = torch.zeros(len(prompts), dtype=torch.long)
     units = []  # for each prompt: start, length and [(start, length) of its branches]
     offset = 0
-    for prompt, samples in groups.items():
+    for prompt, members in groups.items():
         start, size = offset, len(prompt)
         segments.append((start, size, start, 0))
         ids.append(prompt.input_ids)
@@ -433,17 +433,17 @@ def pack(
         offset += size
         branches = []
         last_position = prompt.position_ids[..., -1:]
-        for sample in samples:
-            length = lengths[sample]
+        for member in members:
+            length = lengths[member]
             if length == 0:
                 continue
-            completion = completions[sample, :length]
+            completion = completions[member, :length]
             ids.append(torch.cat([prompt.input_ids[-1:], completion[:-1]]))
             labels.append(completion)
             positions.append(last_position + torch.arange(length))
             segments.append((offset, length, start, size - 1))
             branches.append((offset, length))
-            score_start[sample] = offset
+            score_start[member] = offset
             offset += length
         units.append((start, size, branches))
         for name in fields:

@@ -3,12 +3,13 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..encoding.companions import companion_prompt
@@ -30,7 +31,7 @@ class Processes:
             The model's processor, which several processes need.
     """
 
-    def __init__(self, accelerator: Accelerator, processor: ProcessorMixin | None = None):
+    def __init__(self, accelerator: Accelerator, processor: Any = None):
         self.accelerator = accelerator
         self.processor = processor
         self._companions: dict[str, EncodedPrompt] = {}
@@ -78,7 +79,7 @@ class Processes:
     def n_forwards(
         self,
         prompts: Sequence[EncodedPrompt],
-        apart: str | None,
+        apart: Literal["media", "prompt"] | None,
         companions: Sequence[EncodedPrompt] = (),
     ) -> int:
         """

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from .token_budget import DeferredParts
 
 
-def _aligned():
-    """A field with one row per sample."""
+def _aligned() -> Any:
+    """A field with one row per completion."""
     return field(default=None, metadata={"aligned": True})
 
 
 @dataclass
 class Scores:
     """
-    Scores of completions. Choosing and joining rows acts on all fields that have one per sample, and on no other.
+    Scores of completions. Choosing and joining rows acts on all fields that have one per completion, and on no other.
 
     Args:
         logps (`torch.Tensor`, *optional*):
@@ -30,34 +30,35 @@ class Scores:
         values (`torch.Tensor`, *optional*):
             Values of the states before each token, `(B, C)`, where there is a critic.
         aux_loss (`torch.Tensor`, *optional*):
-            Load-balancing loss of a mixture of experts, a scalar of all rows.
+            Load-balancing loss of a mixture of experts, a scalar of all completions.
         supervised (`torch.Tensor`, *optional*):
-            Log-probabilities of supervised completions, which are others than the samples'.
+            Log-probabilities of supervised completions, which are others than those scored.
         deferred ([`~forward.token_budget.DeferredParts`], *optional*):
             The parts that these scores were computed in, whose gradients are still to come.
 
     Raises:
-        `ValueError`: If fields with one row per sample have different shapes.
+        `ValueError`: If fields with one row per completion have different shapes.
     """
 
-    logps: torch.Tensor | None = _aligned()
-    entropies: torch.Tensor | None = _aligned()
-    values: torch.Tensor | None = _aligned()
-    aux_loss: torch.Tensor | None = None
-    supervised: torch.Tensor | None = None
+    # Callers know which ones they have asked for
+    logps: Any = _aligned()
+    entropies: Any = _aligned()
+    values: Any = _aligned()
+    aux_loss: Any = None
+    supervised: Any = None
     deferred: "DeferredParts | None" = None
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape) for name, value in self._chosen(aligned=True).items()}
         if len(set(shapes.values())) > 1:
-            raise ValueError(f"scores of the same samples have different shapes: {shapes}")
+            raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
-    def _chosen(self, aligned: bool) -> dict[str, torch.Tensor]:
+    def _chosen(self, aligned: bool) -> dict[str, Any]:
         tensors = [each for each in fields(self) if each.name != "deferred"]
         names = [each.name for each in tensors if ("aligned" in each.metadata) == aligned]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """
         What there is, by the names of the fields.
 
@@ -81,14 +82,14 @@ class Scores:
 
     def rows(self, index: slice | Sequence[int] | torch.Tensor) -> "Scores":
         """
-        Scores of some of the samples.
+        Scores of some of the completions.
 
         Args:
             index (`slice` or `Sequence[int]` or `torch.Tensor`):
                 Which ones, in which order.
 
         Returns:
-            [`Scores`]: Theirs. What has no row per sample stays.
+            [`Scores`]: Theirs. What has no row per completion stays.
         """
         chosen = {name: value[index] for name, value in self._chosen(aligned=True).items()}
         return Scores(**chosen, **self._chosen(aligned=False))
@@ -117,8 +118,9 @@ class Scores:
             if part.keys() != aligned[0].keys() or any(len(value) != len(own) for value in part.values()):
                 shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in aligned]
                 raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
-        order = [row for own in places for row in own]
-        joined = cls(**{name: torch.cat([part[name] for part in aligned]) for name in aligned[0]})
+        order = [place for own in places for place in own]
+        tensors: dict[str, Any] = {name: torch.cat([part[name] for part in aligned]) for name in aligned[0]}
+        joined = cls(**tensors)
         if order != sorted(order):
             joined = joined.rows(torch.tensor(order).argsort())
         losses = [part.aux_loss for part in parts if part.aux_loss is not None]

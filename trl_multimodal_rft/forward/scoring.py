@@ -69,7 +69,7 @@ def completion_scores(
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             The same model without wrappers.
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`; samples of a group hold the same object.
+            Each completion's prompt, length `B`; those of a group hold the same object.
         completion_ids (`torch.Tensor`):
             Right-padded completions, shape `(B, C)`.
         completion_mask (`torch.Tensor`):
@@ -80,8 +80,8 @@ def completion_scores(
             Which prompts get forwards of their own: `"media"` those whose media don't join exactly, `"prompt"` all. By
             default all prompts share one.
         min_forwards (`int`, *optional*, defaults to `1`):
-            With `apart`, how many forwards to run at least, so that ranks of a sharded model run equally many. Surplus
-            ones repeat the last and weigh nothing.
+            With `apart`, how many forwards to run at least, so that processes of a sharded model run equally many.
+            Surplus ones repeat the last and weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute the load-balancing loss of a mixture of experts. Packed, prompt tokens count once in it,
             not once per completion.
@@ -138,7 +138,7 @@ def completion_values(
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             Its model.
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`; samples of a group hold the same object.
+            Each completion's prompt, length `B`; those of a group hold the same object.
         completion_ids (`torch.Tensor`):
             Right-padded completions, shape `(B, C)`.
         completion_mask (`torch.Tensor`):
@@ -167,25 +167,26 @@ def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwar
     """Scores with as many forwards as `apart` asks for."""
     if apart is None:
         return score(prompts, completion_ids, completion_mask)
-    rows = split_samples(prompts, apart)
-    surplus = max(min_forwards - len(rows), 0)
+    parts = split_samples(prompts, apart)
+    surplus = max(min_forwards - len(parts), 0)
     results = []
-    for row in rows + rows[-1:] * surplus:
-        results.append(score([prompts[i] for i in row], completion_ids[row], completion_mask[row]))
+    for part in parts + parts[-1:] * surplus:
+        results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part]))
     # Companions count in no loss
     own = [
-        replace(result, aux_loss=None) if _all_companions(prompts, row) else result
-        for result, row in zip(results, rows, strict=False)
+        replace(result, aux_loss=None) if _all_companions(prompts, part) else result
+        for result, part in zip(results, parts, strict=False)
     ]
-    joined = Scores.join(own, rows)
+    joined = Scores.join(own, parts)
     # Surplus forwards weigh nothing, but have a backward like the others
     name, first = next(iter(joined.tensors().items()))
-    zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(rows) :])
-    return replace(joined, **{name: first + zero})
+    zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
+    setattr(joined, name, first + zero)
+    return joined
 
 
-def _all_companions(prompts, row) -> bool:
-    return all(isinstance(prompts[i], CompanionPrompt) for i in row)
+def _all_companions(prompts, part) -> bool:
+    return all(isinstance(prompts[i], CompanionPrompt) for i in part)
 
 
 def _own_scores(model, unwrapped_model, batch: "_Batch", router, temperature: float) -> FusedCausalLMOutput:
@@ -341,10 +342,10 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     def stack(tensors, value=0):
         return torch.stack([F.pad(t, (gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)])
 
-    rank = max(prompt.position_ids.dim() for prompt in prompts)
-    rows = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == rank)
+    n_dims = max(prompt.position_ids.dim() for prompt in prompts)
+    axes = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == n_dims)
     positions = [
-        F.pad(prompt.position_ids.expand(*rows, 1, -1), (gap, 0)) for prompt, gap in zip(prompts, gaps, strict=True)
+        F.pad(prompt.position_ids.expand(*axes, 1, -1), (gap, 0)) for prompt, gap in zip(prompts, gaps, strict=True)
     ]
     return {
         "input_ids": stack([prompt.input_ids for prompt in prompts], pad_token_id),

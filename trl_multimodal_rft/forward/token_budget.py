@@ -99,6 +99,7 @@ def backward_by_parts(
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
+    surrogate = loss.new_zeros(())
     for index, outputs in enumerate(deferred.outputs):
         last = index == len(deferred.outputs) - 1
         with _accumulating(accelerator, model, not last):

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,13 @@ def generate_completions(
     *,
     share_prefill: bool = True,
     companions: Sequence[EncodedPrompt] = (),
-) -> torch.Tensor | ModelOutput:
+) -> Any:
     """
-    Generates one completion per sample, equal to what `generate` would give on repeated prompts.
+    Generates a completion of each prompt, equal to what `generate` would give on repeated prompts.
 
-    The unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their samples.
-    Where the family or the options don't allow that, the prompts are repeated and `generate` does everything.
+    The unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their
+    completions. Where the family or the options don't allow that, the prompts are repeated and `generate` does
+    everything.
 
     Args:
         model (`torch.nn.Module`):
@@ -40,7 +42,7 @@ def generate_completions(
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             The same model without wrappers.
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`; samples of a group hold the same object.
+            Each completion's prompt, length `B`; those of a group hold the same object.
         generation_config ([`~transformers.GenerationConfig`]):
             How to sample.
         pad_token_id (`int`):
@@ -50,7 +52,7 @@ def generate_completions(
         share_prefill (`bool`, *optional*, defaults to `True`):
             Whether to prefill each prompt once.
         companions (`Sequence[EncodedPrompt]`, *optional*):
-            Further prompts that are prefilled, for the sake of their encoders, but not answered.
+            Further prompts that are prefilled, for the sake of their encoders, but not completed.
 
     Returns:
         `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
@@ -67,7 +69,7 @@ def generate_completions(
     fields = {name: value.to(device) for name, value in batch["fields"].items()}
     media = to_model(join_media(rows), unwrapped_model, device)
     if cached:
-        cache = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
+        cache: Any = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
         cache.activate_past_recording()  # a sliding window would forget what cropping brings back
         stop = input_ids.size(1) + min(cached, 0)
         prefill = {name: value[:, :stop] for name, value in fields.items()}
@@ -113,9 +115,9 @@ def generate_in_parts(
     *,
     surplus: int = 0,
     **options,
-) -> torch.Tensor | ModelOutput:
+) -> Any:
     """
-    [`generate_completions`] for parts of the samples, one after the other.
+    [`generate_completions`] for parts of the completions, one after the other.
 
     Args:
         model (`torch.nn.Module`):
@@ -123,9 +125,9 @@ def generate_in_parts(
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             As there.
         prompts (`Sequence[EncodedPrompt]`):
-            Each sample's prompt, length `B`.
+            Each completion's prompt, length `B`.
         parts (`Sequence[Sequence[int]]`):
-            Sample indices of each part, together all, as [`split_samples`] gives them.
+            Indices of completions of each part, together all, as [`split_samples`] gives them.
         generation_config ([`~transformers.GenerationConfig`]):
             As there.
         pad_token_id (`int`):
@@ -138,14 +140,14 @@ def generate_in_parts(
             Further arguments of [`generate_completions`].
 
     Returns:
-        `torch.Tensor`: Generated ids in the order of the samples, shape `(B, N)`; of one part, what
+        `torch.Tensor`: Generated ids in the order of the prompts, shape `(B, N)`; of one part, what
         [`generate_completions`] returns.
     """
     outputs = []
     for part in [*parts, *[parts[-1]] * surplus]:
-        samples = [prompts[i] for i in part]
+        own = [prompts[i] for i in part]
         outputs.append(
-            generate_completions(model, unwrapped_model, samples, generation_config, pad_token_id, device, **options)
+            generate_completions(model, unwrapped_model, own, generation_config, pad_token_id, device, **options)
         )
     if len(parts) == 1:
         return outputs[0]

@@ -153,14 +153,14 @@ class Actor(nn.Module):
             install_prefix_attention(base)
         add_fused_lm_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
         if lora_rank > 0:
-            model = add_lora(model, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
+            model = add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
             raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
         self.model = model
         self.training = base.training
 
     @staticmethod
-    def _base(model: nn.Module) -> PreTrainedModel:
+    def _base(model: Any) -> PreTrainedModel:
         return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
     @property
@@ -187,7 +187,7 @@ class Actor(nn.Module):
         attention_mask: torch.Tensor | None = None,
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
-        **media: torch.Tensor | None,
+        **media: Any,
     ) -> torch.Tensor | ModelOutput | tuple[torch.Tensor, ModelOutput]:
         """
         Log-probabilities of the actions, the last tokens of each sequence.
@@ -284,7 +284,7 @@ class Actor(nn.Module):
     def _has_router(self) -> bool:
         return hasattr(self.config.get_text_config(), "output_router_logits")
 
-    def _known(self, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _known(self, media: dict[str, Any]) -> dict[str, torch.Tensor]:
         given = {name: value for name, value in media.items() if value is not None}
         for name in _GRIDS - self._accepted:
             given.pop(name, None)
@@ -298,7 +298,7 @@ class Actor(nn.Module):
         """Names of media and per-token fields that the model's forward has."""
         return set(inspect.signature(type(self.base_model).forward).parameters) - _NOT_MEDIA
 
-    def _inputs(self, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int) -> dict[str, Any]:
+    def _inputs(self, sequences: torch.Tensor, media: dict[str, Any], num_actions: int) -> dict[str, Any]:
         router = {"output_router_logits": True} if self._has_router else {}
         return {**bare_inputs(self.base_model, sequences, media, num_actions), **router}
 
@@ -354,14 +354,15 @@ class Actor(nn.Module):
         if options["do_sample"]:
             kwargs = {**kwargs, **self.sampling_options(options)}
         with evaluation_mode(self):
-            sequences = self.model.generate(
+            sequences: Any = self.model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 **inputs,
                 use_cache=True,
                 **{**kwargs, "pad_token_id": pad_id},
             )
-        return mask_completions(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
+        results: Any = mask_completions(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
+        return results
 
     def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What `generate` will go by: its arguments, then a generation config among them, then the model's."""

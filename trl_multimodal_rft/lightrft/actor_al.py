@@ -97,4 +97,4 @@ class ActorAL(Actor):
             # Bands come before frames for Whisper's features, after them for others
             bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
             mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
-        return {name: value for name, value in ((features, values), (mask_name, mask)) if value is not None}
+        return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}

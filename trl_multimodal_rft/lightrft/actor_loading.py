@@ -33,7 +33,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model with the class that its config names, see [`Actor`]."""
     if model_class is None:
-        model_class = trained_part(path)
+        model_class = trained_part(str(path))
     if model_class is None:
         config = AutoConfig.from_pretrained(path)
         model_class = getattr(

@@ -2,7 +2,7 @@
 """Media that come as bare tensors beside token ids, without the processor that made them."""
 
 import inspect
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -72,7 +72,7 @@ def split_media(
     return result
 
 
-def check_media(model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dict[str, torch.Tensor]) -> None:
+def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> None:
     """
     Checks that a batch's placeholders agree with its media, row by row as far as that can be told.
 

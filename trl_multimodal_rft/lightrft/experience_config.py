@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from transformers import GenerationConfig
@@ -65,13 +65,13 @@ class ExperienceConfig:
     micro_rollout_batch_size: int = 8
     norm_level: str = "token"
     cpgd_weight: str = "clip_filter_like"
-    kl_estimator: str = "k1"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     kl_in_reward: bool | None = None
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: tuple[float, float] | None = None
     bootstrap_truncated: bool = False
-    audio_overlong: str = "raise"
+    audio_overlong: Literal["raise", "truncate"] = "raise"
     label_column: str = "labels"
     progress: bool = True
     accelerator: Accelerator | None = None

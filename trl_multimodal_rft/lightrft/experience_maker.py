@@ -320,7 +320,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             rows=list(rows),
         )
 
-    def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> torch.Tensor:
+    def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> Any:
         parts = split_samples(prompts, family_of(self.actor).apart)
         with evaluation_mode(self.actor), as_generation_config(self.actor.base_model, config):
             return generate_in_parts(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..encoding.prompts import EncodedPrompt, join_media
-from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience, Record
+from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience
 
 
 # Names of media tensors of models in experiences, where they aren't the same

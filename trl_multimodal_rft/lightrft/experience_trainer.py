@@ -54,7 +54,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
         rows = Dataset.from_list([{"prompt": ""}])  # in the place of those that come later
         super().__init__(
-            model=actor,
+            model=actor,  # pyrefly: ignore[bad-argument-type]  an actor gives its model, see `model_for`
             reward_funcs=_rewards_of_the_maker,
             args=args,
             train_dataset=rows,
@@ -108,7 +108,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
         # A subset reads several rows at once of any dataset
-        rows = Subset(dataloader.dataset, range(len(dataloader.dataset)))
+        dataset: Any = dataloader.dataset
+        rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
         args.per_device_ptx_batch_size = dataloader.batch_size
 

@@ -3,6 +3,7 @@
 
 import copy
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,7 +101,8 @@ def joined_optimizers(
     critic_scheduler: LambdaLR | None,
 ) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
     """One optimizer and one schedule of those of policy and critic, `None` where nothing was given."""
-    optimizers, schedulers = {"actor_optim": actor_optim}, {"actor_scheduler": actor_scheduler}
+    optimizers: dict[str, Any] = {"actor_optim": actor_optim}
+    schedulers: dict[str, Any] = {"actor_scheduler": actor_scheduler}
     if config.advantage_estimator == "gae":
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
     elif critic_optim is not None or critic_scheduler is not None:
@@ -115,7 +117,7 @@ def joined_optimizers(
         return None, None
     if not given >= optimizers.keys():
         raise ValueError(f"One optimizer trains all: with {sorted(given)} pass {sorted(optimizers)}, or none.")
-    classes = {type(each) for each in optimizers.values()}
+    classes: set[Any] = {type(each) for each in optimizers.values()}
     if len(classes) > 1:
         names = sorted(each.__name__ for each in classes)
         raise ValueError(f"One optimizer trains policy and critic, so both must be of one class, got {names}.")
@@ -135,7 +137,7 @@ def joined_optimizers(
     def thawed(factor):
         return lambda step: 0.0 if step < n_frozen else factor(step - n_frozen)
 
-    factors = [thawed(factor) for factor in actor_scheduler.lr_lambdas]
+    factors = [thawed(factor) for factor in schedulers["actor_scheduler"].lr_lambdas]
     if "critic_scheduler" in schedulers:
-        factors += critic_scheduler.lr_lambdas
+        factors += schedulers["critic_scheduler"].lr_lambdas
     return optimizer, LambdaLR(optimizer, factors)

@@ -222,7 +222,8 @@ class PPOTrainerVL:
         if config.deepspeed_plugin is not None and config.deepspeed_plugin.zero_stage == 3:
             raise ValueError(WHOLE_WEIGHTS)
         self.strategy, self.actor, self.ema_model = config, actor, ema_model
-        self.tokenizer = processor.tokenizer if tokenizer is None else tokenizer
+        known: Any = processor
+        self.tokenizer = known.tokenizer if tokenizer is None else tokenizer
         self.generate_kwargs = {
             "max_new_tokens": config.max_completion_length,
             **generate_kwargs,
@@ -231,7 +232,7 @@ class PPOTrainerVL:
         }
         self.save_hf_ckpt = save_hf_ckpt
         self.replay_buffer = ReplayBuffer(buffer_limit, seed=config.seed, cpu_offload=buffer_cpu_offload)
-        self.trainer = ExperienceTrainer(
+        self.trainer: Any = ExperienceTrainer(
             actor,
             config,
             self.replay_buffer,
@@ -253,7 +254,8 @@ class PPOTrainerVL:
         if ema_model is not None:
             check_average(self.trainer.ema._parameters, ema_model)
         if gradient_checkpointing:
-            actor.gradient_checkpointing_enable(config.gradient_checkpointing_kwargs)
+            options: Any = config.gradient_checkpointing_kwargs  # a string only before the config has read it
+            actor.gradient_checkpointing_enable(options)
         reward_models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
         self.experience_maker = NaiveExperienceMaker(
             actor,
@@ -557,7 +559,7 @@ class PPOTrainerVL:
         trainer.state.compute_steps(args, max(trainer.state.max_steps, 1))
         for name, value in (logs_dict or {}).items():
             trainer.pending_logs.setdefault(name, []).append(value)
-        if step_bar is not None and "rollout_reward" in (logs_dict or {}):
+        if step_bar is not None and logs_dict and "rollout_reward" in logs_dict:
             step_bar.set_postfix(reward=f"{logs_dict['rollout_reward']:.3f}")
         self._report(args, "steps", client_states, before)
 

@@ -50,7 +50,7 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, index: int | slice) -> BufferItem | list[BufferItem]:
+    def __getitem__(self, index: int | slice) -> Any:
         return self._items[index]
 
     def append(self, experience: Experience) -> None:
@@ -69,7 +69,7 @@ class ReplayBuffer:
                 f"{sorted(self._normalized)} have been normalized; call `clear` before you add to them."
             )
         self._normalized = set()
-        batch = replace(experience)
+        batch: Any = replace(experience)
         kept = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
         if not isinstance(batch.sequences, list):
             kept = remove_padding_in_sequences(kept)
@@ -144,12 +144,13 @@ class ReplayBuffer:
         if batch_size is not None:
             parts = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
         else:
+            capacity: Any = max_tokens
             lengths = [len(item.sequences) for item in items]
 
             def size(part: list[int]) -> int:
                 return sum(map(lengths.__getitem__, part)) if packing_samples else len(part) * lengths[part[0]]
 
-            parts = [[items[i] for i in part] for part in first_fit(range(len(items)), size, max_tokens)]
+            parts = [[items[i] for i in part] for part in first_fit(range(len(items)), size, capacity)]
             if shuffle:
                 parts = [parts[i] for i in torch.randperm(len(parts), generator=self._generator).tolist()]
         return (make_experience_batch(part, packing_samples, pad_token_id) for part in parts)

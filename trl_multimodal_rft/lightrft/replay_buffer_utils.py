@@ -214,7 +214,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     if isinstance(experience, VisionRecord):
         columns["raw_images"] = _raw_images(experience.raw_images, size)
     _, item_type = _TYPES[isinstance(experience, VisionRecord), isinstance(experience, AudioRecord)]
-    items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
+    items: list[Any] = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
     for index, item in enumerate(items):
         _n_actions(item, index)
 
@@ -409,7 +409,7 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
 # Info
 
 
-def _split_info(info: dict | None, size: int) -> list[dict | None]:
+def _split_info(info: dict | None, size: int) -> list[Any]:
     if info is None:
         return [None] * size
     split: list[dict] = [{} for _ in range(size)]
@@ -431,9 +431,9 @@ def _split_value(value: Any, size: int) -> list:
 def _join_info(infos: list[dict | None]) -> dict | None:
     if all(info is None for info in infos):
         return None
-    infos = [info or {} for info in infos]
-    keys = dict.fromkeys(key for info in infos for key in info)
-    return {key: _join_values([info.get(key) for info in infos]) for key in keys}
+    given = [info or {} for info in infos]
+    keys = dict.fromkeys(key for info in given for key in info)
+    return {key: _join_values([info.get(key) for info in given]) for key in keys}
 
 
 def _join_values(values: list) -> Any:

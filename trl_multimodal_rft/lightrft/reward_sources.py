@@ -63,7 +63,8 @@ class RewardSources:
                 result = _call(self.reward_fn, known)
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
-            return combine_rewards(rewards, samples.labels or [None] * n, self.recipe, self.label_map), {}
+            labels: Any = samples.labels or [None] * n
+            return combine_rewards(rewards, labels, self.recipe, self.label_map), {}
         return add_rewards(torch.stack(rewards)), {}
 
     def _known(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _load_reward_func(path: str) -> Callable:
     """`reward_func` of a file that the user names, which is run for that."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path} to load `reward_func` from.")
-    spec = importlib.util.spec_from_file_location("reward_func", path)
+    spec: Any = importlib.util.spec_from_file_location("reward_func", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "reward_func"):

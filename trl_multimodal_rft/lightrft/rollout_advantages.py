@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From the rewards of a rollout to advantages and returns."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -66,7 +68,7 @@ class RolloutAdvantages:
                 experience.info["raw_reward"] = experience.info["reward"]
             experience.info["reward"] = part
         if in_groups:
-            logps = {}
+            logps: dict[str, Any] = {}
             if self._kl_coef:
                 logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
                 logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
@@ -174,7 +176,7 @@ class RolloutAdvantages:
             mask = _rows(action_mask or [torch.ones_like(each) for each in rewards])
             results = cumulative_returns(_rows(rewards), mask, gamma)
             return [row[: len(each)] for row, each in zip(results, rewards, strict=True)]
-        mask = torch.ones_like(rewards) if action_mask is None else action_mask
+        mask: Any = torch.ones_like(rewards) if action_mask is None else action_mask
         return cumulative_returns(rewards, mask, gamma)
 
     # Processes
@@ -213,5 +215,5 @@ def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
     return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
 
 
-def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _rows(tensors: Any) -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True)

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Models within wrappers of engines and adapters."""
 
+from typing import Any
+
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
@@ -20,8 +22,8 @@ def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
     Returns:
         [`~transformers.PreTrainedModel`]: The model itself.
     """
-    model = accelerator.unwrap_model(model)
-    return model.get_base_model() if is_peft_model(model) else model
+    own: Any = accelerator.unwrap_model(model)
+    return own.get_base_model() if is_peft_model(own) else own
 
 
 def is_whole(accelerator: Accelerator) -> bool:

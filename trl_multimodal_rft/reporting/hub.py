@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -251,7 +252,7 @@ class PublishingMixin(TrainerMixin):
 
     def _upload(self, folder, message: str | None, token: str | None = None, revision: str | None = None, **options):
         """Uploads a folder, but for what stays here."""
-        return hf_api().upload_folder(
+        return hf_api().upload_folder(  # pyrefly: ignore[no-matching-overload]  which one is in `options`
             repo_id=self.hub_model_id,
             folder_path=folder,
             commit_message=message,
@@ -280,7 +281,8 @@ class PublishingMixin(TrainerMixin):
         """Of pushes in the background, whose errors nobody would see."""
         if self.push_in_progress is None or self._pushes:
             return
-        errors = [job.exception() for job in self.push_in_progress.jobs]
+        jobs: Any = self.push_in_progress.jobs
+        errors = [job.exception() for job in jobs]
         self.push_in_progress = None
         for error in filter(None, errors):
             logger.warning(

@@ -95,7 +95,7 @@ class MediaLog:
         self.max_bytes = max_megabytes * 1e6
         self.process_index, self.num_processes = process_index, num_processes
         self.n_seen = 0
-        self._refs: dict[int, list[MediaRef] | None] = {}  # by the first row of the prompt; None where too many
+        self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; None where too many
         self._groups: deque[int] = deque(maxlen=n_rows)  # first row of the prompt of each row
         self._gathered: int | None = None  # what `n_seen` was at the last gathering
         self._with_media: set[int] = set()
@@ -333,7 +333,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     """
     import trackio
 
-    beside = {}
+    played = {}
 
     def cell(found):
         pictures = []
@@ -342,13 +342,13 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
             if medium.kind == "image":
                 pictures.append(trackio.Image(path))
             elif medium.kind == "audio":
-                beside[label] = trackio.Audio(path)
+                played[label] = trackio.Audio(path)
             else:
-                beside[label] = trackio.Video(path)
+                played[label] = trackio.Video(path)
                 pictures += [trackio.Image(frame) for frame in spread_frames(medium.ref(), _FRAMES_SHOWN)[0]]
         return pictures or _labels(found)
 
-    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **beside}
+    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **played}
 
 
 def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:

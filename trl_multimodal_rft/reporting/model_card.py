@@ -40,7 +40,7 @@ _TASKS = {
 
 # Papers behind options, as they are listed with the algorithms
 _DAPO = LOSSES["dapo"].paper
-PAPERS: dict[str, Paper | None | dict[str, Paper | None]] = {
+PAPERS: dict[str, Any] = {
     "advantage_estimator": {name: own.paper for name, own in ESTIMATORS.items()},
     "loss_type": {name: loss.paper for name, loss in LOSSES.items()},
     "importance_sampling_level": {"sequence": Paper("GSPO", "2507.18071")},
@@ -99,7 +99,7 @@ def quick_start(
         kinds (`Sequence[str]`):
             Media of a question, of `"image"`, `"audio"` and `"video"`.
         max_new_tokens (`int`):
-            Length of an answer at most.
+            Length of a completion at most.
         base_model (`str`, *optional*):
             Folder or repository of the model without its adapter, where there is one.
         rate (`int`, *optional*):
@@ -170,7 +170,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
     packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
     card = ModelCard.from_template(
         data,
-        template_path=str(files(__package__).joinpath("templates", "model_card.md")),
+        template_path=str(files("trl_multimodal_rft.reporting").joinpath("templates", "model_card.md")),
         model_name=model_name or Path(args.output_dir).name,
         base_model=data.base_model,
         dataset_name=dataset_name,
@@ -303,4 +303,5 @@ def _linked(title: str, number: str) -> str:
 
 def _listed(words) -> str:
     words = list(words)
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    parts = [", ".join(words[:-1]), *words[-1:]]
+    return " and ".join(part for part in parts if part)

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ..data.choices import LETTER
 from .answers import completion_text, extract_answer, normalize_answer
@@ -43,12 +44,12 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
     [1.0, 1.0, 0.0]
     ```
     """
-    for name, column in (("solution", solution), ("choices", choices)):
-        if column is None:
-            raise ValueError(
-                f"choice_reward compares with the dataset column `{name}`, which it was not given: add the column, or "
-                f"use accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
-            )
+    if solution is None or choices is None:
+        name = "solution" if solution is None else "choices"
+        raise ValueError(
+            f"choice_reward compares with the dataset column `{name}`, which it was not given: add the column, or "
+            f"use accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
+        )
     rewards = []
     for row, (completion, reference, options) in enumerate(zip(completions, solution, choices, strict=True)):
         if reference is None or options is None:
@@ -93,7 +94,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
         index = _by_text(answer, choices) if left in lengths else None
         if index is not None:
             break
-        letter = LETTER.match(answer.strip())
+        letter: Any = LETTER.match(answer.strip())
         own = len(choices) if letter is None else ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
         if own >= len(choices):
             index = _by_words(answer, choices)

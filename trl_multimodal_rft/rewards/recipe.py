@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which rewards count for which kind of sample."""
+"""Which rewards count for which kind of completion."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ def combine_rewards(
     label_map: dict[str, int],
 ) -> torch.Tensor:
     """
-    Adds up rewards as the label of each sample says, see [`add_rewards`].
+    Adds up rewards as the label of each completion says, see [`add_rewards`].
 
     Args:
         rewards (`Sequence[torch.Tensor]`):
             Rewards of each source, shape `(B,)`.
         labels (`Sequence[str]`):
-            Label of each sample, such as its task.
+            Label of each completion, such as its task.
         recipe (`dict[str, list[tuple[str, str, float]]]`):
             For each label the rewards that count, as (kind, name, weight); the kind is for the reader.
         label_map (`dict[str, int]`):
@@ -63,7 +63,7 @@ def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[
 
 def add_rewards(rewards: torch.Tensor) -> torch.Tensor:
     """
-    Adds up rewards that may not apply to a sample.
+    Adds up rewards that may not apply to a completion.
 
     Args:
         rewards (`torch.Tensor`):

@@ -8,13 +8,13 @@ import torch
 
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scores import Scores
-from ..policy import Rows
+from ..policy import Completions
 
 
 @dataclass
 class Batch:
     """
-    What belongs to the rows that TRL's code is at work on: those of a rollout, or of a micro-batch whose loss is
+    What belongs to the completions that TRL's code works on: those of a rollout, or of a micro-batch whose loss is
     computed.
 
     Args:
@@ -31,7 +31,7 @@ class Batch:
         current ([`~forward.scores.Scores`], *optional*):
             In a loss, the scores with gradients, once they are computed.
         supervised (`tuple`, *optional*):
-            In a loss of PPO, prompts, completions and mask of supervised rows.
+            In a loss of PPO, prompts, supervised completions and their mask.
         token_weights (`torch.Tensor`, *optional*):
             In a loss, the weight of each token in it, `(B, C)`; `None` for 1.
     """
@@ -39,8 +39,8 @@ class Batch:
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None
-    rewards_per_func: torch.Tensor | None = None
+    rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)
     current: Scores | None = None
-    supervised: Rows | None = None
+    supervised: Completions | None = None
     token_weights: torch.Tensor | None = None

@@ -11,9 +11,9 @@ from .checkpoint import local_part
 
 
 class FiniteMixin(TrainerMixin):
-    """Leaves out updates of a trainer of transformers, and doesn't save weights, that aren't finite."""
+    """Lets a trainer skip updates that aren't finite, and refuse to save weights that aren't."""
 
-    _n_skipped = 0  # updates in a row
+    _n_skipped = 0  # successive updates
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Leaves out an update whose gradient isn't finite."""

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
@@ -206,6 +207,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
     )
 
     _has_critic = False
+
+    if TYPE_CHECKING:  # what TRL fills in where it is `None`
+        num_generations: Any = None
+        steps_per_generation: Any = None
+        max_completion_length: Any = None
 
     def __post_init__(self):
         if callable(self.advantage_estimator):

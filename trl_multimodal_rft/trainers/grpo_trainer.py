@@ -214,7 +214,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         need_old = callable(args.advantage_estimator) or args.kl_in_reward or (training and self._exchanges_groups)
         need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
         # TRL scores with the sampling policy first, if at all
-        old = batch.scores[0] if "old_per_token_logps" in output else None
+        old: Any = batch.scores[0] if "old_per_token_logps" in output else None
         if (need_old and old is None) or (need_entropies and (old is None or old.entropies is None)):
             old = self._score_rollout(self.model, output, extra=True)
         if need_old:
@@ -307,7 +307,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
     ) -> torch.Tensor:
         """Advantages of all processes' completions from their shaped rewards; the mask is that of this process's."""
         args = self.args
-        old_logps, ref_logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
+        ref_logps = output.get("ref_per_token_logps")
         need_logps = callable(args.advantage_estimator) or args.kl_in_reward
         return estimate_advantages(
             args.advantage_estimator,
@@ -315,7 +315,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             rewards_per_func=per_func,
             group_ids=group_ids,
             mask=self._gather_rows(mask),
-            old_logps=self._gather_rows(old_logps) if need_logps else None,
+            old_logps=self._gather_rows(output["old_per_token_logps"]) if need_logps else None,
             ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
@@ -496,8 +496,8 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         if self.accelerator.sync_gradients:
             if self._kl_window:
                 window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
-                total, n_tokens, n_samples = window.tolist()
-                self._kl_controller.update(total / max(n_tokens, 1.0), int(n_samples))
+                total, n_tokens, n_completions = window.tolist()
+                self._kl_controller.update(total / max(n_tokens, 1.0), int(n_completions))
                 self._set_kl_coef()
                 self._kl_window.clear()
             self._metrics["train"]["kl_coef"].append(self.kl_coef)

@@ -76,7 +76,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
     """
 
     _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
-    _batch: Batch | None = None  # the rows that TRL's code is at work on, see `_at_hand`
+    _batch: Any = None  # a `Batch` while TRL's code works on one, see `_at_hand`
 
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
@@ -195,7 +195,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
                 f"multiple of {group}."
             )
 
-    def _set_reference(self, ref_model: PreTrainedModel) -> None:
+    def _set_reference(self, ref_model: Any) -> None:
         """Does for a given reference what TRL does for one that it loads."""
         self.beta = self.args.beta
         if self.args.disable_dropout:
@@ -208,7 +208,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         else:
             self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
         if self.args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
+            prepared: Any = self.ref_model
+            self.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=self.accelerator))
 
     def _set_rewards(self, processors: list, loaded: list[bool]) -> None:
         """Lets reward models see media, checks what functions return, and keeps their names apart."""
@@ -248,7 +249,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
 
     @contextmanager
     def _at_hand(self, **fields):
-        """Within this context TRL's code works on rows of ours; outside of it, all methods are TRL's own."""
+        """Within this context TRL's code works on a batch of ours; outside of it, all methods are TRL's own."""
         outer, self._batch = self._batch, Batch(**fields)
         try:
             yield self._batch

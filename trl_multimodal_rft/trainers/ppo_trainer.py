@@ -127,8 +127,6 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             }"""),
     }
 
-    critic: Critic | ValueHead | None = None
-
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -174,7 +172,8 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             peft_config=peft_config,
             ref_model=ref_model,
         )
-        reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and args.gradient_checkpointing
+        options: Any = args.gradient_checkpointing_kwargs or {}
+        reentrant = options.get("use_reentrant") and args.gradient_checkpointing
         once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
         if args.ptx_coef > 0 and reentrant and once:
             raise ValueError(
@@ -195,7 +194,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             if args.activation_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
                 # PEFT switches it on in the model that it wraps, where the critic isn't
                 self.critic.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
-        self.ema: MovingAverage | None = None
+        self.ema: Any = None  # a `MovingAverage`
         if args.ema_decay is not None:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
@@ -205,7 +204,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
         self.add_callback(_Averaging(self))
 
-    def _make_critic(self, value_model) -> Critic | ValueHead:
+    def _make_critic(self, value_model) -> Any:
         policy = self._unwrapped(self.model)
         if self.args.shared_trunk:
             return ValueHead(policy.config.get_text_config().hidden_size)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Random numbers beside those of training."""
+"""Random numbers apart from those of training."""
 
 import random
 from collections.abc import Iterator

@@ -88,7 +88,8 @@ class ResumingMixin(TrainerMixin):
         if state["checked"] == self._checked():  # else what this run does is measured anew
             self._policy.remedies = Remedies(**state["remedies"])
             if state["self_check"] is not None:
-                self._self_check = SelfCheck(**{**state["self_check"], "remedies": self._policy.remedies})
+                measured: dict[str, Any] = {**state["self_check"], "remedies": self._policy.remedies}
+                self._self_check = SelfCheck(**measured)
         for batch in self._buffered_inputs or ():
             batch["packed"] = [packed and self._policy.remedies.can_pack for packed in batch["packed"]]
         self._n_skipped = state["n_skipped"]

@@ -117,7 +117,7 @@ class _Case:
     """A prompt of any process, as all processes check it."""
 
     prompt: EncodedPrompt
-    plain: dict[str, torch.Tensor] | None  # what the processor returns; only of prompts that are compared with it
+    plain: Any  # what the processor returns; only of prompts that are compared with it, else `None`
     error: str | None = None
 
 
@@ -213,6 +213,7 @@ class _Check:
 
     def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
         targets, donors, partners = self._choose(messages, prompts)
+        ids = mask = None
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
@@ -228,6 +229,7 @@ class _Check:
                 self._swap(kind, target.prompt, donors.get(kind), ids, mask, scores)
         rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
         features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
+        assert padded is not None  # there is a target
         return SelfCheck(features, padded, packed, self.media, rows, sampled, self.tolerance, self.remedies)
 
     # What is checked
@@ -353,11 +355,11 @@ class _Check:
             raise self._cannot(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
             # A `generate` of the user's, which returns ids alone
-            ids = output.sequences[:2] if isinstance(output, ModelOutput) else output[:2]
+            ids = output["sequences"][:2] if isinstance(output, ModelOutput) else output[:2]
             ids = ids[:, -_NEW_TOKENS:]
             return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
-        logits = torch.stack(output.logits, dim=1)[:2].float() / trainer.temperature
-        ids = output.sequences[:2, -logits.size(1) :]
+        logits = torch.stack(output["logits"], dim=1)[:2].float() / trainer.temperature
+        ids = output["sequences"][:2, -logits.size(1) :]
         sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
         return ids, self._mask(ids), sampled
 
@@ -390,7 +392,7 @@ class _Check:
     def _own_forward(self, plain: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of one completion, `(1, N)`, by the model's own forward."""
         trainer, n_new = self.trainer, ids.size(1)
-        inputs = {**plain, "input_ids": torch.cat([plain["input_ids"], ids], dim=1)}
+        inputs: dict[str, Any] = {**plain, "input_ids": torch.cat([plain["input_ids"], ids], dim=1)}
         for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in plain)):
             inputs[name] = torch.nn.functional.pad(inputs[name], (0, n_new), value=value)
         if takes_logits_to_keep(self.model):
@@ -416,7 +418,7 @@ class _Check:
                 output = _generate(model, plain, config, row)
                 if not isinstance(output, ModelOutput) or output.get("logits") is None:
                     return None
-                results.append(self._logps(torch.stack(output.logits, dim=1)[:1], row))
+                results.append(self._logps(torch.stack(output["logits"], dim=1)[:1], row))
         return torch.cat(results)
 
     def _logps(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -552,7 +554,7 @@ class _Force(LogitsProcessor):
         return torch.full_like(scores, -math.inf).scatter(1, next(self.ids)[:, None], 0.0)
 
 
-def _generate(model, plain: dict[str, torch.Tensor], config: GenerationConfig, ids: torch.Tensor):
+def _generate(model, plain: dict[str, torch.Tensor], config: GenerationConfig, ids: torch.Tensor) -> Any:
     return model.generate(**plain, generation_config=config, logits_processor=LogitsProcessorList([_Force(ids)]))
 
 
