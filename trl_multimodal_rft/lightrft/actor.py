@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entro
 
 from ..algorithms.completions import mask_completions
 from ..encoding.prompts import all_placeholder_ids
+from ..families import modality_of
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores
@@ -24,7 +25,6 @@ from ..models.quantization import keep_differentiable
 from ..models.towers import find_tower
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
-from .bare_media import modality_of
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for

@@ -26,11 +26,10 @@ from .critic import Critic
 from .experience import Experience
 from .experience_config import ExperienceConfig, check_options
 from .experience_maker import NaiveExperienceMaker
-from .experience_trainer import ExperienceTrainer
+from .experience_trainer import ExperienceTrainer, mean, of_all_processes, rollout_logs, std
 from .ppo_options import OF_SAMPLING, WHOLE_WEIGHTS, changed, check_average, check_strategy, joined_optimizers
 from .prompt_batches import check_rollout, rows_of
 from .replay_buffer import ReplayBuffer
-from .rollout_metrics import mean, of_all_processes, rollout_logs, std
 
 
 # Options of the config that those of the experience maker are called like
