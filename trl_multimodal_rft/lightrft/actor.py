@@ -348,7 +348,8 @@ class Actor(nn.Module):
         eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
-        suppressed = {*_placeholders(self.base_model), *(options["suppress_tokens"] or [])}
+        base = self.base_model
+        suppressed = {*all_placeholder_ids(base, base), *(options["suppress_tokens"] or [])}
         if suppressed:
             kwargs["suppress_tokens"] = sorted(suppressed)
         if options["do_sample"]:
@@ -403,19 +404,8 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks of sampled sequences. No sampled token is changed; what follows the first end of a completion is padding.
-
-        Args:
-            sequences (`torch.Tensor`):
-                Prompts and completions, shape `(B, S)`.
-            input_len (`int`):
-                Length of the padded prompts.
-            eos_token_id (`int` or `Sequence[int]`):
-                Tokens that end a completion. The one that does is an action.
-            pad_token_id (`int`):
-                Token written after the end. Where it ends no completion, a row of them at the end is padding too.
-            prompt_attention_mask (`torch.Tensor`, *optional*):
-                1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
+        Masks of sampled sequences, see [`~algorithms.completions.mask_completions`]. No sampled token is changed; what
+        follows the first end of a completion is padding.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
@@ -493,7 +483,3 @@ class Actor(nn.Module):
                 Arguments of the model's `save_pretrained`.
         """
         self.model.save_pretrained(folder, **kwargs)
-
-
-def _placeholders(model: PreTrainedModel) -> list[int]:
-    return sorted(all_placeholder_ids(model, model))

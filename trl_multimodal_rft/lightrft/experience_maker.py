@@ -368,24 +368,23 @@ class NaiveExperienceMaker(RolloutAdvantages):
             info["bootstrap"] = bootstrap
         if metrics:
             info["reward_metrics"] = metrics
-        fields = {
-            "sequences": samples.sequences,
-            "action_log_probs": logps,
-            "base_action_log_probs": base_logps,
-            "values": values,
-            "returns": None,
-            "advantages": None,
-            "attention_mask": samples.attention_mask,
-            "action_mask": mask,
-            "info": info,
-            "kl": kl,
-            "action_entropy": entropy if self.actor.high_entropy_token_ratio > 0 else None,
-        }
         kinds = set().union(*(p.modalities for p in samples.encoded_prompts or []))
-        if not kinds:
-            return Experience(**fields)
         cls = ExperienceAL if kinds == {"audio"} else ExperienceOmni if "audio" in kinds else ExperienceVL
-        return cls(**fields, **media_fields(samples.encoded_prompts, cls))
+        cls = cls if kinds else Experience
+        return cls(
+            sequences=samples.sequences,
+            action_log_probs=logps,
+            base_action_log_probs=base_logps,
+            values=values,
+            returns=None,
+            advantages=None,
+            attention_mask=samples.attention_mask,
+            action_mask=mask,
+            info=info,
+            kl=kl,
+            action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
+            **(media_fields(samples.encoded_prompts, cls) if kinds else {}),
+        )
 
     def _action_log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of the actions and, where the policy gives them, entropies, `(B, A)`, 0 outside the mask."""

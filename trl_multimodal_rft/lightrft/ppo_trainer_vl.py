@@ -408,7 +408,7 @@ class PPOTrainerVL:
         Raises:
             `ValueError`: If the buffer doesn't fill whole optimizer steps.
         """
-        self._prepare()
+        self.trainer.prepare_without_fit()
         self.trainer.state.global_step = global_steps
         return self.trainer.train_on_buffer()
 
@@ -533,8 +533,8 @@ class PPOTrainerVL:
             episode (`float`, *optional*, defaults to `0`):
                 Episodes so far, which the log has as `epoch`.
         """
-        self._prepare()
         trainer, before = self.trainer, self._reported_step
+        trainer.prepare_without_fit()
         self._reported_step = trainer.state.global_step = global_step
         trainer.state.epoch = float(episode)
         trainer.state.compute_steps(args, max(trainer.state.max_steps, 1))
@@ -554,10 +554,6 @@ class PPOTrainerVL:
                 Where to. Defaults to the `output_dir` of `strategy`.
         """
         self.trainer.save_model(output_dir)
-
-    def _prepare(self) -> None:
-        """Before steps that `fit` doesn't make."""
-        self.trainer.prepare_without_fit()
 
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
         rows = rows_of(batch, self._columns)
