@@ -306,7 +306,7 @@ def test_training_step(route, tmp_path):
             slow.add(rows[start // 4], item, 2 * n_actions(part))
         status = ppo.training_step(make_experience_batch(part, packed), 0)
         assert status["policy_loss"] == pytest.approx(2 * (slow.policy_loss - policy_loss).item(), rel=1e-4)
-        assert status["critic_loss"] == pytest.approx(2 * float(slow.value_loss - value_loss), rel=1e-4)
+        assert status["critic_loss"] == pytest.approx(2 * (slow.value_loss - value_loss).item(), rel=1e-4)
         assert status["actor_lr"] == status["critic_lr"] == LEARNING_RATE
     assert min(slow.clipped) > 0
     assert_moves(ppo, before, slow.update())

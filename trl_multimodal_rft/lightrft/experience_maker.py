@@ -387,7 +387,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
 
     def _action_log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities of the actions and, where the policy gives them, entropies, `(B, A)`, 0 outside the mask."""
+        """Log-probabilities of the actions and, if there are any, entropies, `(B, A)`, 0 outside the mask."""
         mask = samples.action_mask
         with evaluation_mode(actor):
             if samples.encoded_prompts is not None:
