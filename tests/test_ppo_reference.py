@@ -917,7 +917,7 @@ def test_optimizers_keep_what_they_remember(tmp_path):
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     ppo = make(tmp_path, policy=policy, critic=critic, config=adam(), optims=given)
-    ppo._prepare()
+    ppo.trainer.prepare_without_fit()
     state = ppo.trainer.optimizer.optimizer.state
     assert all(state[parameter]["step"] == 1 for parameter in [*policy.model.parameters(), *critic.parameters()])
 
@@ -1807,7 +1807,7 @@ def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
     """Until something moves, policy and critic are what they were, to the bit."""
     config = {"bf16": True, "learning_rate": 0.0, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
     ppo = make(tmp_path, config=config, policy=actor_of("image", packing), ref=actor_of("image"), value_clip=1e-6)
-    ppo._prepare()  # as `fit` does before the first rollout
+    ppo.trainer.prepare_without_fit()  # as `fit` does before the first rollout
     _, _, (each,) = rewarded(ppo, image_rows(2))
     status = ppo.training_step(each, 0)
     assert status["ratio/max"] == 1 and status["approx_kl"] == 0 and status["value_clip_ratio"] == 0
