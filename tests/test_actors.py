@@ -33,7 +33,7 @@ from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, join_media,
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.lightrft.bare_media import token_fields
+from trl_multimodal_rft.lightrft.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
 
 

@@ -18,8 +18,6 @@ from matplotlib import _pylab_helpers
 from matplotlib.collections import FillBetweenPolyCollection
 from packaging.requirements import Requirement
 from PIL import Image
-from test_ppo_reference import fit, loader
-from test_ppo_reference import make as make_reference
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -243,18 +241,6 @@ def test_ppo(tmp_path):
     axes = panels(figure_of(trainer.state.log_history))
     assert [*axes] == ["Reward", "Entropy", "Completion length", "Explained variance", "Value loss"]
     assert points(axes["Value loss"].lines[0]) == logged(trainer.state.log_history, "value_loss")
-    assert Image.open(tmp_path / "training_curves.png").width == 1200
-
-
-def test_ppo_in_steps_of_the_reference(tmp_path):
-    ppo = make_reference(tmp_path)
-    ppo.trainer.add_callback(TrainingCurvesCallback())
-    fit(ppo, loader(image_rows(4)))
-    history = ppo.trainer.state.log_history
-    axes = panels(figure_of(history))
-    assert {"Reward", "Entropy", "Completion length", "Explained variance", "Value loss"} <= {*axes}
-    assert points(axes["Reward"].lines[0]) == logged(history, "rollout/reward")
-    assert points(axes["Value loss"].lines[0]) == logged(history, "critic_loss")
     assert Image.open(tmp_path / "training_curves.png").width == 1200
 
 

@@ -33,6 +33,7 @@ from helpers.trainer_utils import (
     video_rows,
 )
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,7 +43,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from trl_multimodal_rft import MultimodalPPOConfig
+from trl_multimodal_rft import MultimodalPPOConfig, TrainingCurvesCallback
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 from trl_multimodal_rft.lightrft import (
     Actor,
@@ -62,6 +63,7 @@ from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     split_experience_batch,
     zero_pad_sequences,
 )
+from trl_multimodal_rft.reporting.curves import figure_of
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
 
 
@@ -915,7 +917,7 @@ def test_optimizers_keep_what_they_remember(tmp_path):
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     ppo = make(tmp_path, policy=policy, critic=critic, config=adam(), optims=given)
-    ppo._prepare()
+    ppo.trainer.prepare_without_fit()
     state = ppo.trainer.optimizer.optimizer.state
     assert all(state[parameter]["step"] == 1 for parameter in [*policy.model.parameters(), *critic.parameters()])
 
@@ -1252,6 +1254,19 @@ def test_sampled_evaluation(tmp_path):
 
 
 # Logs and checkpoints
+
+
+def test_training_curves(tmp_path):
+    ppo = make(tmp_path)
+    ppo.trainer.add_callback(TrainingCurvesCallback())
+    fit(ppo, loader(image_rows(4)))
+    history = ppo.trainer.state.log_history
+    axes = {each.get_title(loc="left"): each for each in figure_of(history).axes}
+    assert {"Reward", "Entropy", "Completion length", "Explained variance", "Value loss"} <= {*axes}
+    for title, name in (("Reward", "rollout/reward"), ("Value loss", "critic_loss")):
+        points = zip(*axes[title].lines[0].get_data(), strict=True)
+        assert list(points) == [(entry["step"], entry[name]) for entry in history if name in entry]
+    assert Image.open(tmp_path / "training_curves.png").width == 1200
 
 
 def test_logs_are_means_over_their_interval(tmp_path):
@@ -1792,7 +1807,7 @@ def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
     """Until something moves, policy and critic are what they were, to the bit."""
     config = {"bf16": True, "learning_rate": 0.0, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
     ppo = make(tmp_path, config=config, policy=actor_of("image", packing), ref=actor_of("image"), value_clip=1e-6)
-    ppo._prepare()  # as `fit` does before the first rollout
+    ppo.trainer.prepare_without_fit()  # as `fit` does before the first rollout
     _, _, (each,) = rewarded(ppo, image_rows(2))
     status = ppo.training_step(each, 0)
     assert status["ratio/max"] == 1 and status["approx_kl"] == 0 and status["value_clip_ratio"] == 0

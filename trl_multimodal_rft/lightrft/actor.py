@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entro
 
 from ..algorithms.completions import mask_completions
 from ..encoding.prompts import all_placeholder_ids
+from ..families import modality_of
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores
@@ -24,7 +25,6 @@ from ..models.quantization import keep_differentiable
 from ..models.towers import find_tower
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
-from .bare_media import modality_of
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for
@@ -348,7 +348,8 @@ class Actor(nn.Module):
         eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
-        suppressed = {*_placeholders(self.base_model), *(options["suppress_tokens"] or [])}
+        base = self.base_model
+        suppressed = {*all_placeholder_ids(base, base), *(options["suppress_tokens"] or [])}
         if suppressed:
             kwargs["suppress_tokens"] = sorted(suppressed)
         if options["do_sample"]:
@@ -404,19 +405,8 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks of sampled sequences. No sampled token is changed; what follows the first end of a completion is padding.
-
-        Args:
-            sequences (`torch.Tensor`):
-                Prompts and completions, shape `(B, S)`.
-            input_len (`int`):
-                Length of the padded prompts.
-            eos_token_id (`int` or `Sequence[int]`):
-                Tokens that end a completion. The one that does is an action.
-            pad_token_id (`int`):
-                Token written after the end. Where it ends no completion, a row of them at the end is padding too.
-            prompt_attention_mask (`torch.Tensor`, *optional*):
-                1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
+        Masks of sampled sequences, see [`~algorithms.completions.mask_completions`]. No sampled token is changed; what
+        follows the first end of a completion is padding.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
@@ -494,7 +484,3 @@ class Actor(nn.Module):
                 Arguments of the model's `save_pretrained`.
         """
         self.model.save_pretrained(folder, **kwargs)
-
-
-def _placeholders(model: PreTrainedModel) -> list[int]:
-    return sorted(all_placeholder_ids(model, model))

@@ -30,6 +30,7 @@ class ActorAL(Actor):
     """
 
     modality = "audio"
+    _sees = False
 
     def forward(
         self,
@@ -51,7 +52,8 @@ class ActorAL(Actor):
 
         Args:
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
-                Not used, so that callers may treat all actors alike.
+                Not used here, so that callers may treat all actors alike; [`ActorOmni`] has use for them, see
+                [`ActorVL.forward`].
             audio_values (`torch.Tensor`, *optional*):
                 Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order.
             audio_attention_mask (`torch.Tensor`, *optional*):
@@ -60,6 +62,13 @@ class ActorAL(Actor):
             media (`torch.Tensor`):
                 What else the family's forward takes.
         """
+        if self._sees:
+            media |= {
+                "pixel_values": pixel_values,
+                "image_grid_thw": image_grid_thw,
+                "pixel_values_videos": pixel_values_videos,
+                "video_grid_thw": video_grid_thw,
+            }
         audio = self._audio(audio_values, audio_attention_mask)
         return super().forward(
             sequences, num_actions, attention_mask, return_output, packed_seq_lens, **audio, **media
@@ -73,13 +82,7 @@ class ActorAL(Actor):
         **kwargs,
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
         """
-        Samples completions to prompts with audio, see [`Actor.generate`].
-
-        Args:
-            audio_values (`torch.Tensor`, *optional*):
-                Features of all clips, shape `(number of clips, mel bands, frames)`.
-            audio_attention_mask (`torch.Tensor`, *optional*):
-                1 on the frames of a clip, shape `(number of clips, frames)`.
+        Samples completions to prompts with audio, see [`Actor.generate`]; for the media see [`ActorAL.forward`].
         """
         return super().generate(input_ids, **self._audio(audio_values, audio_attention_mask), **kwargs)
 

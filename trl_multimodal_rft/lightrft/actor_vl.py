@@ -73,17 +73,8 @@ class ActorVL(Actor):
         **kwargs,
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
         """
-        Samples completions to prompts with images and videos, see [`Actor.generate`].
-
-        Args:
-            pixel_values (`torch.Tensor`, *optional*):
-                Images of all prompts.
-            image_grid_thw (`torch.Tensor`, *optional*):
-                Patches of each image, shape `(number of images, 3)`.
-            pixel_values_videos (`torch.Tensor`, *optional*):
-                Videos of all prompts.
-            video_grid_thw (`torch.Tensor`, *optional*):
-                Patches of each video, shape `(number of videos, 3)`.
+        Samples completions to prompts with images and videos, see [`Actor.generate`]; for the media see
+        [`ActorVL.forward`].
         """
         return super().generate(
             input_ids,

@@ -1,16 +1,20 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a model's forward takes beside ids and mask, from bare tensors."""
+"""What a model's forward takes, from bare tensors: ids and media without the processor that made them."""
 
+import inspect
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from ..data.columns import MediaError
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, prompt_position_ids
-from ..families import TOKEN_FIELDS, family_of, modality_of
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
+from ..families import MODALITIES, TOKEN_FIELDS, family_of, modality_of
 from ..forward.scoring import to_model
-from .bare_media import check_media, split_media, token_fields
+
+
+# Numbers of the modalities in per-token fields, as processors write them
+_TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 def bare_inputs(
@@ -108,3 +112,156 @@ def check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
             f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: the first token has no token "
             "before it that could predict it."
         )
+
+
+# Which media belong to which row
+
+
+def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    The per-token fields that a model takes, from its placeholders. Videos that a family writes with the image token
+    count as images.
+
+    Without them, models of the Qwen family would silently number the positions of media as those of text.
+    """
+    accepted = inspect.signature(type(model).forward).parameters
+    names = [name for name in TOKEN_FIELDS if name in accepted]
+    if not names:
+        return {}
+    types = torch.zeros_like(input_ids)
+    if family_of(model).token_fields_mark_media:
+        for modality, ids in _placeholders(model).items():
+            types[torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))] = _TOKEN_TYPES[modality]
+    return dict.fromkeys(names, types)
+
+
+def split_media(
+    model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dict[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """Media of each row, as slices of those of all rows, which lie one after the other, by the rows' placeholders."""
+    check_media(model, rows, media)
+    placeholders = _placeholders(model)
+    result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+    for modality in MODALITIES:
+        tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
+        if not tensors:
+            continue
+        masks = _masks(rows, placeholders[modality])
+        if modality == "video" and not any(mask.any() for mask in masks):
+            masks = _masks(rows, placeholders["image"])  # some families write videos with the image token
+        counts = _count_media(model, modality, masks, tensors)
+        grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
+        n_media, n_rows = sum(counts), sum(count > 0 for count in counts)
+        start = start_row = 0
+        for row, count in enumerate(counts):
+            for name, value in tensors.items() if count else ():
+                if grid is not None and len(value) == int(grid.prod(1).sum()) and len(value) != n_media:
+                    patches = grid.prod(1).cumsum(0).tolist()
+                    first = patches[start - 1] if start else 0
+                    result[row][name] = value[first : patches[start + count - 1]]
+                elif len(value) == n_media:
+                    result[row][name] = value[start : start + count]
+                elif len(value) == n_rows:  # one entry for each row that has any
+                    result[row][name] = value[start_row : start_row + 1]
+                else:
+                    raise MediaError(
+                        f"`{name}` has {len(value)} entries for {n_media} {modality}s, so it can't be told which "
+                        f"belong to row {row}; pass the rows one by one."
+                    )
+            start += count
+            start_row += count > 0
+    return result
+
+
+def check_media(model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dict[str, torch.Tensor]) -> None:
+    """
+    Checks that a batch's placeholders agree with its media, row by row as far as that can be told.
+
+    Models don't: with too few features most raise, with too many or with none some go on as if nothing had happened.
+    """
+    placeholders = _placeholders(model)
+    masks = {modality: _masks(rows, ids) for modality, ids in placeholders.items()}
+    first = {kind: next((i for i, mask in enumerate(found) if mask.any()), None) for kind, found in masks.items()}
+    # Grids, sizes and masks are no media by themselves
+    given = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
+    # Where videos are written with the image token, they can't be told apart
+    as_images = "video" in given and first["video"] is None
+    accepted = inspect.signature(type(model).forward).parameters
+    for modality in MODALITIES:
+        row, grid = first[modality], f"{modality}_grid_thw"
+        if row is not None and modality not in given and not (modality == "image" and as_images):
+            raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
+        if modality in given and row is None and not (modality == "video" and first["image"] is not None):
+            raise MediaError(
+                f"there is {modality} but the sequences hold no placeholder for it, so the model would not get it; "
+                "make the ids with the model's processor."
+            )
+        if modality in given and grid in accepted and grid not in media:
+            raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
+    for modality in MODALITIES:
+        tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
+        if tensors and not (as_images and modality != "audio") and _token_counts(model, modality, tensors) is not None:
+            _count_media(model, modality, masks[modality], tensors)
+
+
+def _placeholders(model: PreTrainedModel) -> dict[str, set[int]]:
+    return placeholder_token_ids(model, model)
+
+
+def _masks(rows, ids: set[int]) -> list[torch.Tensor]:
+    """Where each row holds one of the ids, on the CPU."""
+    return [torch.isin(row.cpu(), torch.tensor(sorted(ids), dtype=row.dtype)) for row in rows]
+
+
+def _token_counts(model, modality, tensors) -> list[int] | None:
+    """Number of tokens of each medium, where the tensors tell."""
+    grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
+    if grid is not None:
+        return (grid.prod(1) // model.config.vision_config.spatial_merge_size**2).tolist()
+    if "audio_embed_sizes" in tensors:
+        return tensors["audio_embed_sizes"].tolist()
+    mask = next((tensors[name] for name in ("feature_attention_mask", "input_features_mask") if name in tensors), None)
+    if modality != "audio" or mask is None:
+        return None
+    lengths = mask.sum(1).long()
+    own_rule = family_of(model).audio_tokens
+    if own_rule is not None:
+        return own_rule(model, lengths).tolist()
+    whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
+    return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
+
+
+def _count_media(model, modality, masks, tensors) -> list[int]:
+    """Number of media in each row."""
+    sizes = _token_counts(model, modality, tensors)
+    if sizes is not None:
+        counts, used = [], 0
+        for row, mask in enumerate(masks):
+            missing, count = int(mask.sum()), 0
+            while missing > 0 and used + count < len(sizes):
+                missing -= sizes[used + count]
+                count += 1
+            if missing != 0:
+                raise MediaError(
+                    f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
+                    f"up to ({sizes[used : used + count]} tokens); make ids and {modality}s with the same processor "
+                    "call."
+                )
+            counts.append(count)
+            used += count
+        if used < len(sizes):
+            raise MediaError(f"{len(sizes) - used} {modality}s have no placeholder in any row.")
+        return counts
+    # Else adjacent placeholders are one medium, or every row that has some has one, or all take equally many
+    n_media = max(len(value) for value in tensors.values())
+    runs = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
+    with_some = [int(mask.any()) for mask in masks]
+    tokens = [int(mask.sum()) for mask in masks]
+    size = max(sum(tokens) // n_media, 1)
+    for counts in (runs, with_some, [n // size for n in tokens] if not any(n % size for n in tokens) else []):
+        if sum(counts) == n_media:
+            return counts
+    raise MediaError(
+        f"the rows hold {sum(runs)} runs of placeholders for {modality}, but there are {n_media} of it, so it can't "
+        "be told which belong to which row; pass the rows one by one."
+    )

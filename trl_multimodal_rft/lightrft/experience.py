@@ -252,30 +252,24 @@ class _MediaExperience(Experience):
 @dataclass(eq=False)
 class ExperienceVL(_MediaExperience, VisionRecord):
     """
-    An experience with images and videos. Give its fields by name.
+    An experience with images and videos, see [`Experience`] and see [`VisionRecord`]. Give its fields by name.
 
     Args:
         extra_media (`dict[str, torch.Tensor]`, *optional*):
             Other media tensors that the model takes, such as `image_sizes`.
         media_rows (`dict[str, list[int]]`, *optional*):
             For each media tensor how many of its rows (first dimension) belong to each sample.
-
-    The others are those of [`Experience`] and [`VisionRecord`].
     """
 
 
 @dataclass(eq=False)
 class ExperienceAL(_MediaExperience, AudioRecord):
     """
-    An experience with audio. Give its fields by name.
+    An experience with audio, see [`Experience`] and see [`AudioRecord`]. Give its fields by name.
 
     Args:
-        extra_media (`dict[str, torch.Tensor]`, *optional*):
-            Other media tensors that the model takes.
-        media_rows (`dict[str, list[int]]`, *optional*):
-            For each media tensor how many of its rows (first dimension) belong to each sample.
-
-    The others are those of [`Experience`] and [`AudioRecord`].
+        extra_media, media_rows (`dict`, *optional*):
+            As in [`ExperienceVL`].
     """
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -20,7 +21,7 @@ from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
 from ..families import family_of
 from ..forward.layout import split_samples
-from ..forward.scoring import left_pad
+from ..forward.scoring import completion_scores, completion_values, left_pad
 from ..generation.transformers import as_generation_config, generate_in_parts
 from ..models.modes import evaluation_mode
 from .actor import Actor
@@ -31,7 +32,6 @@ from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages
-from .sample_scores import action_log_probs, state_values
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
@@ -190,8 +190,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Raises:
             `ValueError`: If an option isn't known, if there is a penalty for length but no `max_new_tokens`, or if a
-            prompt
-                or a reward is not as it should be.
+                prompt or a reward is not as it should be.
         """
         gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
         length_penalty = self._length_penalty(generate_kwargs)
@@ -342,18 +341,16 @@ class NaiveExperienceMaker(RolloutAdvantages):
             number, and metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
         """
         mask = samples.action_mask
-        with self._autocast():
-            logps, entropy = action_log_probs(self.actor, samples)
         base_logps = values = bootstrap = None
+        with self._autocast():
+            logps, entropy = self._action_log_probs(self.actor, samples)
         if self.initial_model is not None:
             own = self.initial_model is self.actor
             with self.actor.model.disable_adapter() if own else nullcontext(), self._autocast():
-                base_logps, _ = action_log_probs(self.initial_model, samples)
+                base_logps, _ = self._action_log_probs(self.initial_model, samples)
         if self.critic is not None:
             with self._autocast():
-                values, bootstrap = state_values(
-                    self.critic, self.actor, samples, self._media(samples), self.strategy.bootstrap_truncated
-                )
+                values, bootstrap = self._state_values(samples)
         rewards, metrics = self.rewards(samples)
         kl = torch.zeros_like(logps)
         if base_logps is not None:
@@ -371,24 +368,75 @@ class NaiveExperienceMaker(RolloutAdvantages):
             info["bootstrap"] = bootstrap
         if metrics:
             info["reward_metrics"] = metrics
-        fields = {
-            "sequences": samples.sequences,
-            "action_log_probs": logps,
-            "base_action_log_probs": base_logps,
-            "values": values,
-            "returns": None,
-            "advantages": None,
-            "attention_mask": samples.attention_mask,
-            "action_mask": mask,
-            "info": info,
-            "kl": kl,
-            "action_entropy": entropy if self.actor.high_entropy_token_ratio > 0 else None,
-        }
         kinds = set().union(*(p.modalities for p in samples.encoded_prompts or []))
-        if not kinds:
-            return Experience(**fields)
         cls = ExperienceAL if kinds == {"audio"} else ExperienceOmni if "audio" in kinds else ExperienceVL
-        return cls(**fields, **media_fields(samples.encoded_prompts, cls))
+        cls = cls if kinds else Experience
+        return cls(
+            sequences=samples.sequences,
+            action_log_probs=logps,
+            base_action_log_probs=base_logps,
+            values=values,
+            returns=None,
+            advantages=None,
+            attention_mask=samples.attention_mask,
+            action_mask=mask,
+            info=info,
+            kl=kl,
+            action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
+            **(media_fields(samples.encoded_prompts, cls) if kinds else {}),
+        )
+
+    def _action_log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities of the actions and, if there are any, entropies, `(B, A)`, 0 outside the mask."""
+        mask = samples.action_mask
+        with evaluation_mode(actor):
+            if samples.encoded_prompts is not None:
+                scores = completion_scores(
+                    actor.model,
+                    actor.base_model,
+                    samples.encoded_prompts,
+                    samples.sequences[:, -samples.num_actions :],
+                    mask.long(),
+                    packed=actor.packing_samples,
+                    apart=family_of(actor).apart,
+                )
+                logps, entropy = scores.logps, scores.entropies
+            else:
+                inputs = (samples.sequences, samples.num_actions, samples.attention_mask)
+                if actor.high_entropy_token_ratio == 0:
+                    return torch.where(mask, actor(*inputs), 0), None
+                logps, output = actor(*inputs, return_output=True)
+                entropy = output["action_entropy"]
+        entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
+        return torch.where(mask, logps.float(), 0), entropy
+
+    def _state_values(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` those after completions that
+        were cut off, `(B,)`, 0 after others.
+        """
+        sequences, n_actions, bootstrap = samples.sequences, samples.num_actions, self.strategy.bootstrap_truncated
+        mask, attention_mask = samples.action_mask, samples.attention_mask
+        if bootstrap:
+            # The state before a further token, whatever that is; what was cut off fills all columns
+            sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
+            further = samples.truncated[:, None]
+            mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
+        with evaluation_mode(self.critic):
+            if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
+                values = completion_values(
+                    self.critic,
+                    self.critic.model,
+                    samples.encoded_prompts,
+                    sequences[:, -n_actions:],
+                    mask.long(),
+                    packed=self.actor.packing_samples,
+                    apart=family_of(self.actor).apart,
+                )
+            else:
+                media = self._media(samples)
+                values = torch.where(mask, self.critic(sequences, n_actions, attention_mask, **media), 0)
+        return (values[:, :-1], values[:, -1]) if bootstrap else (values, None)
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""

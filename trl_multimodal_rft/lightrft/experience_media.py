@@ -47,7 +47,7 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
     return result
 
 
-def media_tensors(record: Record) -> dict[str, torch.Tensor]:
+def media_tensors(record: Any) -> dict[str, torch.Tensor]:
     """All media of a batch or sample, by the names of experiences."""
     names = {field.name for field in fields(record)}
     own = {name: getattr(record, name) for name in VISION_FIELDS + AUDIO_FIELDS if name in names}
@@ -58,7 +58,7 @@ def media_tensors(record: Record) -> dict[str, torch.Tensor]:
     return own | extra
 
 
-def share_media(previous: Record, items: Sequence[Record]) -> None:
+def share_media(previous: Any, items: Sequence[Any]) -> None:
     """Gives samples the media tensors of the one before them where they are equal, in place."""
     names = [name for name in (*VISION_FIELDS, *AUDIO_FIELDS) if hasattr(previous, name) and hasattr(items[0], name)]
     for name in names:

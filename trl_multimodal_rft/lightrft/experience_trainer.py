@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Subset
@@ -29,7 +30,6 @@ from .experience import Experience
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
-from .rollout_metrics import mean
 
 
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
@@ -43,6 +43,9 @@ _OF_ACTIONS = (
     "ratio/mean",
 )
 _OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
+
+# What the experience maker knows about a sample
+_LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
@@ -407,3 +410,41 @@ def _reward(item: BufferItem) -> float:
 def _is_scorable(item: BufferItem) -> bool:
     """Whether a reward, if one is known, is a number."""
     return "reward" not in (item.info or {}) or not math.isnan(_reward(item))
+
+
+# Metrics of samples of all processes
+
+
+def of_all_processes(values: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Joins lists of all processes, each of which may have names of its own."""
+    gathered = gather_object([values])
+    names = sorted({name for each in gathered for name in each})
+    return {name: [number for each in gathered for number in each.get(name, [])] for name in names}
+
+
+def mean(numbers: list[float], weights: list[float] | None = None) -> float:
+    """Mean of the numbers that are known (not `NaN`); with weights, what counts nothing may be anything."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    if weights is None:
+        return values.nanmean().item()
+    counts = torch.tensor(weights, dtype=torch.float64)
+    return (torch.where(counts > 0, values * counts, 0).sum() / counts.sum()).item()
+
+
+def std(numbers: list[float]) -> float:
+    """Standard deviation, that of the population, of the numbers that are known."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    return (values - values.nanmean()).square().nanmean().sqrt().item()
+
+
+def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
+    """Means over the samples of all processes."""
+    values: dict[str, list[float]] = {}
+    for info in (experience.info for experience in experiences):
+        logged = {name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {})
+        if "raw_reward" in info:
+            logged |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
+        for name, numbers in logged.items():
+            values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
+    values = of_all_processes(values)
+    return {name: mean(numbers) for name, numbers in values.items()} | {"reward_std": std(values["reward"])}

@@ -26,11 +26,18 @@ from .critic import Critic
 from .experience import Experience
 from .experience_config import ExperienceConfig, check_options
 from .experience_maker import NaiveExperienceMaker
-from .experience_trainer import ExperienceTrainer
-from .ppo_options import OF_SAMPLING, WHOLE_WEIGHTS, changed, check_average, check_strategy, joined_optimizers
-from .prompt_batches import check_rollout, rows_of
+from .experience_trainer import ExperienceTrainer, mean, of_all_processes, rollout_logs, std
+from .ppo_options import (
+    OF_SAMPLING,
+    WHOLE_WEIGHTS,
+    changed,
+    check_average,
+    check_rollout,
+    check_strategy,
+    joined_optimizers,
+    rows_of,
+)
 from .replay_buffer import ReplayBuffer
-from .rollout_metrics import mean, of_all_processes, rollout_logs, std
 
 
 # Options of the config that those of the experience maker are called like
@@ -130,8 +137,7 @@ class PPOTrainerVL:
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
         `ValueError`: If an option has no effect here or isn't known, if optimizers or schedules can't become one, if
-        there
-            is no source of reward, if a critic, a reference or an average doesn't fit, or if the engine shards
+            there is no source of reward, if a critic, a reference or an average doesn't fit, or if the engine shards
             parameters.
     """
 
@@ -404,7 +410,7 @@ class PPOTrainerVL:
         Raises:
             `ValueError`: If the buffer doesn't fill whole optimizer steps.
         """
-        self._prepare()
+        self.trainer.prepare_without_fit()
         self.trainer.state.global_step = global_steps
         return self.trainer.train_on_buffer()
 
@@ -429,7 +435,7 @@ class PPOTrainerVL:
             metrics.
 
         Raises:
-            `ValueError`: If the experience lacks what the update needs.
+            `ValueError`: If the experience lacks what the update needs, or if there is no critic to train.
             `RuntimeError`: If the micro-batch before began an update of another part.
         """
         return self.trainer.train_on(experience, global_steps, {"policy", "critic"}, entropy_mask)
@@ -437,34 +443,11 @@ class PPOTrainerVL:
     def training_step_actor(
         self, experience: Experience, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """
-        Like [`training_step`] for the policy alone. Its optimizer step counts as one, and costs as much.
-
-        Args:
-            experience ([`~lightrft.experience.Experience`]):
-                Micro-batch.
-            entropy_mask (`torch.Tensor`, *optional*):
-                Weight of each action in the policy loss, `(B, A)`.
-
-        Returns:
-            `dict[str, float]`: Metrics.
-        """
+        """For the policy alone, see [`training_step`]. Its optimizer step counts as one, and costs as much."""
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"policy"}, entropy_mask)
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
-        """
-        Like [`training_step`] for the critic alone. Its optimizer step counts as one, and costs as much.
-
-        Args:
-            experience ([`~lightrft.experience.Experience`]):
-                Micro-batch.
-
-        Returns:
-            `dict[str, float]`: Metrics.
-
-        Raises:
-            `ValueError`: If there is no critic.
-        """
+        """For the critic alone, see [`training_step`]. Its optimizer step counts as one, and costs as much."""
         if self.critic is None:
             raise ValueError(f"`advantage_estimator={self.strategy.advantage_estimator!r}` has no critic to train.")
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"critic"})
@@ -552,8 +535,8 @@ class PPOTrainerVL:
             episode (`float`, *optional*, defaults to `0`):
                 Episodes so far, which the log has as `epoch`.
         """
-        self._prepare()
         trainer, before = self.trainer, self._reported_step
+        trainer.prepare_without_fit()
         self._reported_step = trainer.state.global_step = global_step
         trainer.state.epoch = float(episode)
         trainer.state.compute_steps(args, max(trainer.state.max_steps, 1))
@@ -573,10 +556,6 @@ class PPOTrainerVL:
                 Where to. Defaults to the `output_dir` of `strategy`.
         """
         self.trainer.save_model(output_dir)
-
-    def _prepare(self) -> None:
-        """Before steps that `fit` doesn't make."""
-        self.trainer.prepare_without_fit()
 
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
         rows = rows_of(batch, self._columns)

@@ -34,31 +34,8 @@ from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, split_row
 @dataclass(eq=False)
 class BufferItem(Record):
     """
-    One sample of an [`Experience`].
-
-    Args:
-        sequences (`torch.Tensor`):
-            Ids of prompt and completion, shape `(S,)`. Its last `A` columns are the action columns.
-        action_log_probs (`torch.Tensor`):
-            Log-probabilities of the actions under the policy that sampled, shape `(A,)`.
-        base_action_log_probs (`torch.Tensor`):
-            Log-probabilities under the reference, shape `(A,)`; `None` without one.
-        values (`torch.Tensor`):
-            Values of the critic, shape `(A,)`; `None` without one.
-        returns (`torch.Tensor`):
-            Returns, shape `(A,)`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(A,)`.
-        attention_mask (`torch.Tensor`):
-            1 on tokens, 0 on padding, shape `(S,)`.
-        action_mask (`torch.Tensor`):
-            1 on actions, shape `(A,)`.
-        info (`dict`):
-            The sample's entries of [`Experience`]'s `info`.
-        action_entropy (`torch.Tensor`, *optional*):
-            Entropy of the policy at each action, shape `(A,)`.
-        kl (`torch.Tensor`, *optional*):
-            KL divergence from the reference, shape `(A,)`.
+    One sample of an experience. For its fields see [`Experience`]: they are its rows there, of the shapes `(S,)` and
+    `(A,)`. The last `A` columns of `sequences` are the action columns.
     """
 
     action_log_probs: Any
@@ -88,28 +65,12 @@ class _MediaItem(BufferItem):
 
 @dataclass(eq=False)
 class BufferItemVL(_MediaItem, VisionRecord):
-    """
-    One sample of an [`ExperienceVL`]; media it has none of are `None`.
-
-    Args:
-        extra_media (`dict[str, torch.Tensor]`, *optional*):
-            Other media tensors of the sample.
-
-    The others are those of [`BufferItem`] and [`VisionRecord`].
-    """
+    """One sample of an experience, see [`ExperienceVL`]; media it has none of are `None`."""
 
 
 @dataclass(eq=False)
 class BufferItemAL(_MediaItem, AudioRecord):
-    """
-    One sample of an [`ExperienceAL`]; media it has none of are `None`.
-
-    Args:
-        extra_media (`dict[str, torch.Tensor]`, *optional*):
-            Other media tensors of the sample.
-
-    The others are those of [`BufferItem`] and [`AudioRecord`].
-    """
+    """One sample of an experience, see [`ExperienceAL`]; media it has none of are `None`."""
 
 
 @dataclass(eq=False)

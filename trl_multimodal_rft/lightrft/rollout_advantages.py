@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From the rewards of a rollout to advantages and returns."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,7 @@ class RolloutAdvantages:
                 experience.info["raw_reward"] = experience.info["reward"]
             experience.info["reward"] = part
         if in_groups:
-            logps: dict[str, Any] = {}
+            logps = {}
             if self._kl_coef:
                 logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
                 logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
@@ -143,13 +143,7 @@ class RolloutAdvantages:
         Returns:
             `tuple`: Advantages, not whitened, and returns, in the shape of the values.
         """
-        if isinstance(values, list):
-            lengths = [len(each) for each in values]
-            mask = _rows(action_mask or [torch.ones_like(each) for each in values])
-            results = gae(_rows(rewards), _rows(values), mask, gamma=gamma, lam=lambd)
-            return tuple([row[:n] for row, n in zip(each, lengths, strict=True)] for each in results)
-        mask = torch.ones_like(values) if action_mask is None else action_mask
-        return gae(rewards, values, mask, gamma=gamma, lam=lambd)
+        return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
     def get_cumulative_returns(
@@ -159,7 +153,7 @@ class RolloutAdvantages:
         gamma: float,
     ) -> torch.Tensor | list[torch.Tensor]:
         r"""
-        Discounted sums of the rewards from each action on, see [`~algorithms.advantages.cumulative_returns`].
+        Discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
 
         Args:
             rewards (`torch.Tensor` or `list[torch.Tensor]`):
@@ -172,12 +166,7 @@ class RolloutAdvantages:
         Returns:
             `torch.Tensor` or `list[torch.Tensor]`: Returns, in the shape of the rewards.
         """
-        if isinstance(rewards, list):
-            mask = _rows(action_mask or [torch.ones_like(each) for each in rewards])
-            results = cumulative_returns(_rows(rewards), mask, gamma)
-            return [row[: len(each)] for row, each in zip(results, rewards, strict=True)]
-        mask: Any = torch.ones_like(rewards) if action_mask is None else action_mask
-        return cumulative_returns(rewards, mask, gamma)
+        return _padded(lambda *columns: (cumulative_returns(*columns, gamma),), rewards, mask=action_mask)[0]
 
     # Processes
 
@@ -215,5 +204,10 @@ def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
     return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
 
 
-def _rows(tensors: Any) -> torch.Tensor:
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+def _padded(function: Callable, *columns: torch.Tensor | list[torch.Tensor], mask) -> tuple:
+    """Results of a function of columns and their mask, all ones by default; lists of rows are padded for it."""
+    if not isinstance(columns[0], list):
+        return function(*columns, torch.ones_like(columns[0]) if mask is None else mask)
+    rows = (*columns, mask or [torch.ones_like(row) for row in columns[0]])
+    results = function(*(nn.utils.rnn.pad_sequence(each, batch_first=True) for each in rows))
+    return tuple([row[: len(own)] for row, own in zip(each, columns[0], strict=True)] for each in results)
