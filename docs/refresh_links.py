@@ -19,9 +19,15 @@ def lines(path: Path) -> dict[str, int]:
 
 
 def refreshed(page: Path) -> str:
-    """A page's text with links to the lines where the names in backticks are now; a `KeyError` if one is gone."""
-    link = re.compile(r"\[`([\w.]+)`\]\(([\w./]+\.py)#L\d+\)")
-    return link.sub(lambda m: f"[`{m[1]}`]({m[2]}#L{lines(page.parent / m[2])[m[1]]})", page.read_text())
+    """A page's text with links to the lines where the names in backticks are now."""
+
+    def link(found: re.Match) -> str:
+        name, path = found.groups()
+        if name not in lines(page.parent / path):
+            raise ValueError(f"{page.name}: {path} has no {name}; link to where it is now.")
+        return f"[`{name}`]({path}#L{lines(page.parent / path)[name]})"
+
+    return re.sub(r"\[`([\w.]+)`\]\(([\w./]+\.py)#L\d+\)", link, page.read_text())
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def execute(page, each=lambda namespace: None):
     return namespace
 
 
-README = ROOT / "README.md"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md")]
 
 
@@ -130,7 +130,7 @@ def test_rows_of_every_form_train(folder):
 # Links, errors and the site
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     for link in links:
@@ -152,7 +152,7 @@ def test_links_to_lines_hold_what_they_name(page):
     assert text.count(".py#L") == len(re.findall(r"\[`[\w.]+`\]\([\w./]+\.py#L\d+\)", text))
 
 
-NAMED = [README, *PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/reference/*.md"))]
+NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/reference/*.md"))]
 
 
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))

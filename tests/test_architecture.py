@@ -1,0 +1,92 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`docs/architecture.md` says what the code is: its rooms, which way imports point, what is overridden in TRL."""
+
+import ast
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from trl import GRPOTrainer, RLOOTrainer
+
+from trl_multimodal_rft import MultimodalPPOTrainer, MultimodalRLOOTrainer
+
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROOMS = re.findall(r"^\| \[`(\w+)[`./py]+\]", PAGE, re.MULTILINE)  # in the order of the table
+PACKAGE = ROOT / "trl_multimodal_rft"
+NO_ROOM = {"__init__", "lazy", "trainer_mixin"}
+
+
+def test_page_has_every_room():
+    found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert sorted(ROOMS) == sorted(found - NO_ROOM)
+
+
+def imported(path, root=ROOT):
+    """What of this package a module imports, anywhere in it but for type checkers: full names, with their lines."""
+    package = ".".join(path.relative_to(root).parent.parts)
+    tree = ast.parse(path.read_text())
+    typing = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    left_out = {inner for node in typing for each in node.body for inner in ast.walk(each)}
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [f"{source}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] == PACKAGE.name)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_up(room):
+    folder = PACKAGE / room
+    paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    allowed = {*ROOMS[: ROOMS.index(room) + 1], *NO_ROOM}
+    down = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in paths
+        for name, line in imported(path)
+        if (name.split(".") + [""])[1] not in allowed
+    ]
+    assert not down
+
+
+def test_import_down_would_be_found(tmp_path):
+    """However it is written."""
+    module = tmp_path / "trl_multimodal_rft" / "forward" / "module.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "import trl_multimodal_rft.cli\n"
+        "from .. import policy\n"
+        "if TYPE_CHECKING:\n    from ..lightrft import ActorVL\n"
+        "def function():\n    from ..trainers.batch import Batch\n"
+    )
+    names = [name for name, _ in imported(module, tmp_path)]
+    assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "trainers.batch.Batch")]
+
+
+def test_page_has_every_override():
+    """With the classes that have it."""
+    overridden = {
+        f"{base.__name__}.{name}"
+        for trainer, trl in ((MultimodalPPOTrainer, GRPOTrainer), (MultimodalRLOOTrainer, RLOOTrainer))
+        for base in trainer.__mro__
+        if base.__module__.startswith(PACKAGE.name)
+        for name, value in vars(base).items()
+        if inspect.isfunction(value) and name != "__init__" and hasattr(trl, name)
+    }
+    table = PAGE.split("## What is overridden in TRL")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", table, re.MULTILINE)
+    assert {name for _, where in rows for name in re.findall(r"\[`([\w.]+)`\]", where)} == overridden
+    for method, where in rows:
+        assert {name.split(".")[1] for name in re.findall(r"\[`([\w.]+)`\]", where)} == {method}
