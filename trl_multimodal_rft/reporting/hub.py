@@ -21,7 +21,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress, hf_api
 
-from ..trainer_mixin import TrainerMixin
+from ..models.trainer_mixin import TrainerMixin
 from .model_card import write_card
 
 

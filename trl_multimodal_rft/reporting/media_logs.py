@@ -23,7 +23,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio
-from ..trainer_mixin import TrainerMixin
+from ..models.trainer_mixin import TrainerMixin
 
 
 logger = get_logger(__name__)

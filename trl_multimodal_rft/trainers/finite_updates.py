@@ -6,7 +6,7 @@ import math
 import torch
 from torch import nn
 
-from ..trainer_mixin import TrainerMixin
+from ..models.trainer_mixin import TrainerMixin
 from .checkpoint import local_part
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..data.fetch import EndlessRows
-from ..trainer_mixin import TrainerMixin
+from ..models.trainer_mixin import TrainerMixin
 from .groups import Group, GroupBuffer, join_groups, split_groups
 
 

@@ -12,9 +12,9 @@ from accelerate.utils import is_peft_model
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import Remedies
-from ..trainer_mixin import TrainerMixin
 from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
 from .self_check import SelfCheck
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 
 from ..models.critic import Critic, ValueHead
+from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import is_whole
-from ..trainer_mixin import TrainerMixin
 from .ema import MovingAverage
 
 

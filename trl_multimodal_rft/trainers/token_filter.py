@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..algorithms.entropy import high_entropy_mask
-from ..trainer_mixin import TrainerMixin
+from ..models.trainer_mixin import TrainerMixin
 
 
 class TokenFilterMixin(TrainerMixin):

@@ -8,7 +8,7 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from ..trainer_mixin import TrainerMixin
+from ..models.trainer_mixin import TrainerMixin
 
 
 class TwoPartOptimizerMixin(TrainerMixin):
