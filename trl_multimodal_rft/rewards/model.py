@@ -132,8 +132,10 @@ class RewardModel:
                 text = self._without_placeholders(shared + completion)
                 inputs = self.processor(text=[text], add_special_tokens=False, return_tensors="pt")
             else:
-                answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-                messages = [self._without_placeholders(message) for message in replace_refs(shared, decoded) + answer]
+                if isinstance(completion, str):
+                    completion = [{"role": "assistant", "content": completion}]
+                chat = replace_refs(shared, decoded) + completion
+                messages = [self._without_placeholders(message) for message in chat]
                 inputs = self._apply_template(messages, refs, processor_kwargs)
             encoded.append(self._as_row(inputs, refs))
         return encoded

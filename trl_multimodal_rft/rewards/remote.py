@@ -25,7 +25,7 @@ class RemoteReward:
 
     Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
     together), and, where the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
-    `videos` (lists of lists of PNG frames). The answer is `{"rewards": [...]}`, one number per completion, `null`
+    `videos` (lists of lists of PNG frames). It is to return `{"rewards": [...]}`, one number per completion, `null`
     where the reward doesn't apply.
 
     Args:
@@ -38,7 +38,7 @@ class RemoteReward:
         concurrency (`int`, *optional*, defaults to `4`):
             Requests under way at once.
         timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds to wait for an answer.
+            Seconds to wait for rewards.
         retries (`int`, *optional*, defaults to `5`):
             How often to try again if the server is busy (429), fails (5xx) or can't be reached.
         backoff (`float`, *optional*, defaults to `1.0`):
@@ -111,8 +111,8 @@ class RemoteReward:
             session.mount("http://", adapter)
             session.mount("https://", adapter)
             with ThreadPoolExecutor(self.concurrency) as pool:
-                answers = list(pool.map(lambda part: self._ask(session, part), parts))
-        return [reward for answer in answers for reward in answer]
+                rewards = list(pool.map(lambda part: self._ask(session, part), parts))
+        return [reward for part in rewards for reward in part]
 
     def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
         n = len(part["completions"])
@@ -148,9 +148,9 @@ class RemoteReward:
     def _payload(self, rows: list[dict[str, Any]], completions: list) -> dict[str, list]:
         messages = [row["prompt"] for row in rows_to_messages(rows)]
         prompts = [as_text(strip_media(prompt), roles=False) for prompt in messages]
-        answers = [as_text(completion, roles=False) for completion in completions]
-        queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        payload: dict[str, list] = {"prompts": prompts, "completions": answers, "queries": queries}
+        texts = [as_text(completion, roles=False) for completion in completions]
+        queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+        payload: dict[str, list] = {"prompts": prompts, "completions": texts, "queries": queries}
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
         encoded: dict[tuple, Any] = {}  # the completions of a prompt share its media

@@ -233,7 +233,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         args, completion_ids = self.args, inputs["completion_ids"]
         with (
             disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            self._rows_of(inputs) as batch,
+            self._batch_of(inputs) as batch,
         ):
             self._get_per_token_logps_and_entropies(
                 model,

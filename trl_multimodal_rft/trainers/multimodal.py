@@ -452,13 +452,13 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             lengths = completion_mask.sum(1).tolist()
             batch.packed = self._policy.worth_packing(batch.prompts, lengths, self.args.per_device_train_batch_size)
 
-    def _rows_of(self, inputs: dict[str, Any]):
+    def _batch_of(self, inputs: dict[str, Any]):
         """The context for what a generation batch, or a part of it, holds."""
         prompts = inputs.get("encoded_prompts")
         return self._at_hand(prompts=prompts, packed=None if prompts is None else inputs["packed"][0])
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        with self._rows_of(inputs) as batch:
+        with self._batch_of(inputs) as batch:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         parts = next((scores.deferred for scores in batch.scores if scores.deferred is not None), None)
         if parts is None:

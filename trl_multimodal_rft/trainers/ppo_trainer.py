@@ -283,13 +283,13 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
         with (
             disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            self._rows_of(batch) as rows,
+            self._batch_of(batch) as own,
         ):
             slices = [slice(start, start + size) for start in range(0, len(ids), size)]
             values = torch.cat(
                 [
                     self._policy.values(
-                        self.model, self.critic, rows.prompts[part], ids[part], extended[part], packed=rows.packed
+                        self.model, self.critic, own.prompts[part], ids[part], extended[part], packed=own.packed
                     )
                     for part in slices
                 ]
