@@ -3,6 +3,7 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -135,9 +136,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     return dict.fromkeys(names, types)
 
 
-def split_media(
-    model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dict[str, torch.Tensor]
-) -> list[dict[str, torch.Tensor]]:
+def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Media of each row, as slices of those of all rows, which lie one after the other, by the rows' placeholders."""
     check_media(model, rows, media)
     placeholders = _placeholders(model)
@@ -173,7 +172,7 @@ def split_media(
     return result
 
 
-def check_media(model: PreTrainedModel, rows: Sequence[torch.Tensor], media: dict[str, torch.Tensor]) -> None:
+def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> None:
     """
     Checks that a batch's placeholders agree with its media, row by row as far as that can be told.
 

@@ -422,6 +422,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
             further = samples.truncated[:, None]
             mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
+        assert self.critic is not None
         with evaluation_mode(self.critic):
             if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
                 values = completion_values(

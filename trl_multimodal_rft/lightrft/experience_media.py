@@ -88,7 +88,7 @@ def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | Non
     return parts
 
 
-def media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+def media_rows(experience: Any, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """How many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
     if not media:
         return {}

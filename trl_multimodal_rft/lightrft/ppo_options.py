@@ -178,7 +178,7 @@ def check_rollout(
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")
-    per_rollout, n_prompts = dataloader.batch_size * n_processes, len(dataloader.sampler)
+    per_rollout, n_prompts = dataloader.batch_size * n_processes, len(dataloader.sampler)  # pyrefly: ignore[bad-argument-type] (of a dataset with a length)
     if n_prompts < per_rollout or (n_prompts % per_rollout != 0 and not dataloader.drop_last):
         raise ValueError(
             f"{n_prompts} prompts don't fill whole batches of {dataloader.batch_size} on {n_processes} processes; set "

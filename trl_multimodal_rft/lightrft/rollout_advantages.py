@@ -2,6 +2,7 @@
 """From the rewards of a rollout to advantages and returns."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ class RolloutAdvantages:
                 experience.info["raw_reward"] = experience.info["reward"]
             experience.info["reward"] = part
         if in_groups:
-            logps = {}
+            logps: dict[str, Any] = {}
             if self._kl_coef:
                 logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
                 logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
@@ -166,7 +167,7 @@ class RolloutAdvantages:
         Returns:
             `torch.Tensor` or `list[torch.Tensor]`: Returns, in the shape of the rewards.
         """
-        return _padded(lambda *columns: (cumulative_returns(*columns, gamma),), rewards, mask=action_mask)[0]
+        return _padded(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
     # Processes
 

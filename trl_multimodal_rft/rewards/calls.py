@@ -27,7 +27,7 @@ def call_rewards(
     ids: Sequence[Sequence[int]],
     rows: Sequence[dict[str, Any]],
     trainer_state: TrainerState | None,
-    loop: asyncio.AbstractEventLoop | None,
+    loop: Any,
 ) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
     """
     Calls reward functions as TRL's trainers do, outside of one.

@@ -15,6 +15,12 @@ class GroupExchangeMixin(TrainerMixin):
 
     _replay: GroupBuffer
     _surplus: GroupBuffer
+    _extra_rows: EndlessRows | None
+    _n_extra_prompts: int
+    _any_process: Any
+    _draw: Any
+    _loss_mask: Any
+    _score_reference: Any
 
     def _exchange_groups(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Puts groups with signal in the place of groups whose completions all have the same reward."""

@@ -3,13 +3,14 @@
 
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 
-from ..models.critic import Critic, ValueHead
-from ..models.trainer_mixin import TrainerMixin
+from ..models.critic import Critic
 from ..models.wrapped import is_whole
 from .ema import MovingAverage
+from .resumable import ResumingMixin
 
 
 # Folders beside the policy, in a checkpoint and in what is saved at the end
@@ -17,10 +18,10 @@ _CRITIC = "critic"
 _AVERAGE = "ema"
 
 
-class SavedPartsMixin(TrainerMixin):
+class SavedPartsMixin(ResumingMixin):
     """Keeps the critic out of the policy's files, and it and the average in folders of their own."""
 
-    critic: Critic | ValueHead | None = None
+    critic: Any = None  # a `Critic`, a `ValueHead` or none
     ema: MovingAverage | None = None
     _folders_beside_model = (_CRITIC,)
 

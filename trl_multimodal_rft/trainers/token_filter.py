@@ -12,6 +12,11 @@ from ..models.trainer_mixin import TrainerMixin
 class TokenFilterMixin(TrainerMixin):
     """Gives GRPO the choice of where the entropies come from, and among which tokens the highest are chosen."""
 
+    _batch: Any
+    _gather_rows: Any
+    _loss_mask: Any
+    _score_rollout: Any
+
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)

@@ -2,6 +2,7 @@
 """One optimizer for a policy and its critic, each with its own rate and schedule."""
 
 import math
+from typing import Any
 
 import torch
 from accelerate.utils.deepspeed import DummyOptim
@@ -14,6 +15,7 @@ from ..models.trainer_mixin import TrainerMixin
 class TwoPartOptimizerMixin(TrainerMixin):
     """Gives a trainer with a `critic` parameter groups for policy and critic, of which one may stay as it is."""
 
+    critic: Any
     _critic_groups: tuple[bool, ...] = ()  # which parameter groups of the optimizer are the critic's
     _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # what an update may change
 
@@ -74,7 +76,7 @@ class TwoPartOptimizerMixin(TrainerMixin):
                     if "step" in state:
                         state["step"] = state["step"] * 0
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         if self.critic is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
