@@ -2,7 +2,7 @@
 """How prompts and completions go through a policy, its reference and its critic."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ class PolicyForward:
     Scores and samples completions, packed or padded, with what engines and families need done.
 
     Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            What prepared the models.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            What prepared the models, if anything did.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The models' processor, which several processes need.
         remedies ([`Remedies`], *optional*):
@@ -75,7 +75,7 @@ class PolicyForward:
             [`~forward.token_budget.DeferredParts`].
     """
 
-    accelerator: Accelerator
+    accelerator: Accelerator | None = None
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None
     remedies: Remedies = field(default_factory=Remedies)
     temperature: float = 1.0
@@ -159,8 +159,9 @@ class PolicyForward:
         parts, n_parts = [], 1
         if self.max_tokens is not None and torch.is_grad_enabled():
             parts = split_by_tokens(prompts, completion_mask.sum(1).tolist(), self.max_tokens, packed)
-            count = torch.tensor([len(parts)], device=self.accelerator.device)
-            n_parts = int(self.accelerator.gather(count).max())
+            n_parts = len(parts)
+            if self.accelerator is not None:
+                n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=completion_ids.device)).max())
 
         def score(index: int, part: list[int]) -> Scores:
             own = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
@@ -174,7 +175,7 @@ class PolicyForward:
                 "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is "
                 "one of the whole micro-batch; drop `router_aux_loss_coef` or the budget."
             )
-        return DeferredParts(score, parts, n_parts, self.accelerator.device).joined()
+        return DeferredParts(score, parts, n_parts, completion_ids.device).joined()
 
     def values(
         self,
@@ -216,7 +217,7 @@ class PolicyForward:
                 return completion_scores(call, policy, *completions, value_head=critic, **options).values
             return completion_values(critic, critic.model, *completions, **options)
 
-        with self.accelerator.autocast():
+        with self._autocast():
             return self._as_one_forward(model, values)[:n]
 
     def _score_part(
@@ -251,7 +252,7 @@ class PolicyForward:
                 results["supervised"] = likelihoods[: len(supervised[0])]
             return results
 
-        with self.accelerator.autocast():
+        with self._autocast():
             # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
             is_ddp = isinstance(model, DistributedDataParallel)
             several = own_critic is not None or supervised is not None or (remedies.apart is not None and is_ddp)
@@ -277,8 +278,11 @@ class PolicyForward:
 
     def _as_one_forward(self, model, function: Callable):
         """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""
-        module = self.accelerator.unwrap_model(model)
+        module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return _ForwardRedirection()(model, module, lambda: function(module.forward))
+
+    def _autocast(self) -> AbstractContextManager:
+        return nullcontext() if self.accelerator is None else self.accelerator.autocast()
 
     def _touch_unreached(self, model, tensors) -> torch.Tensor | int:
         """A zero that depends on the weights that no forward uses, which DDP would wait for."""
@@ -324,7 +328,11 @@ class PolicyForward:
         with torch.no_grad():  # nothing waits for gradients here
             companions = self.processes.companions(model, prompts)
             parts = split_samples(prompts, remedies.apart)
-            ready = unwrap_model_for_generation(model, self.accelerator) if generating is None else generating()
+            ready: Any = nullcontext(model)
+            if generating is not None:
+                ready = generating()
+            elif self.accelerator is not None:
+                ready = unwrap_model_for_generation(model, self.accelerator)
             surplus = self.processes.n_forwards(prompts, remedies.apart, companions) - len(parts)
             with ready as own:
                 return generate_in_parts(
@@ -334,7 +342,7 @@ class PolicyForward:
                     parts,
                     generation_config,
                     pad_token_id,
-                    self.accelerator.device,
+                    self.unwrapped(own).device,
                     surplus=surplus,
                     share_prefill=share_prefill,
                     companions=companions,

@@ -25,13 +25,13 @@ class Processes:
     Gives each process the forwards, and the media, that the others have.
 
     Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The processes.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            The processes. By default there is one.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The model's processor, which several processes need.
     """
 
-    def __init__(self, accelerator: Accelerator, processor: Any = None):
+    def __init__(self, accelerator: Accelerator | None, processor: Any = None):
         self.accelerator = accelerator
         self.processor = processor
         self._companions: dict[str, EncodedPrompt] = {}
@@ -56,7 +56,7 @@ class Processes:
         Returns:
             `list[EncodedPrompt]`: The prompts, one for each kind that lacks.
         """
-        if self.accelerator.num_processes == 1:
+        if self.accelerator is None or self.accelerator.num_processes == 1:
             return []
         own = kinds_of(prompts)
         if not is_whole(self.accelerator):
@@ -100,8 +100,9 @@ class Processes:
             `ValueError`: If forwards of several processes that wait for each other hold different kinds of media.
         """
         parts = split_samples(prompts, apart)
-        alone = is_whole(self.accelerator) and not torch.is_grad_enabled()  # nobody waits
-        if apart is None or self.accelerator.num_processes == 1 or alone:
+        if apart is None or self.accelerator is None or self.accelerator.num_processes == 1:
+            return len(parts)
+        if is_whole(self.accelerator) and not torch.is_grad_enabled():  # nobody waits
             return len(parts)
         device = self.accelerator.device
         count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
@@ -127,7 +128,7 @@ class Processes:
         """Kinds whose media reach weights to train before the language model does, when an engine wraps the model."""
         # It decides then, too, which gradients it waits for
         if self._trained is None or self._trained[0] is not model:
-            own = self.accelerator.unwrap_model(model)
+            own = model if self.accelerator is None else self.accelerator.unwrap_model(model)
             self._trained = model, trained_encoders(own, unwrapped(self.accelerator, model))
         return self._trained[1]
 

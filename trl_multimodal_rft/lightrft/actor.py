@@ -19,10 +19,10 @@ from ..encoding.prompts import all_placeholder_ids
 from ..families import modality_of
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
-from ..forward.scoring import completion_scores
 from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.towers import find_tower
+from ..policy import PolicyForward
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 
@@ -269,8 +269,8 @@ class Actor(nn.Module):
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
         model = self.base_model
         prompts, completion_ids, mask = packed_prompts(model, sequences, num_actions, lengths, media)
-        scores = completion_scores(
-            self.model, model, prompts, completion_ids, mask.long(), output_router_logits=self._has_router
+        scores = PolicyForward().score(
+            self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
         )
         logps = scores.logps[mask][None].float()
         if not return_output:

@@ -101,7 +101,16 @@ class ExperienceConfig:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuses options of generation that would have no effect."""
+    """
+    Refuses options of generation that would have no effect.
+
+    Args:
+        options (`dict`):
+            The options by name.
+
+    Raises:
+        `ValueError`: If there is no such option.
+    """
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:
         raise ValueError(f"`{min(unknown)}` is no option of sampling here; correct or remove it.")

@@ -20,10 +20,10 @@ from ..data.unread import check_columns
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
 from ..families import family_of
-from ..forward.layout import split_samples
-from ..forward.scoring import completion_scores, completion_values, left_pad
-from ..generation.transformers import as_generation_config, generate_in_parts
+from ..forward.scoring import left_pad
+from ..generation.transformers import as_generation_config
 from ..models.modes import evaluation_mode
+from ..policy import PolicyForward, Remedies
 from .actor import Actor
 from .bare_inputs import bare_prompt
 from .critic import Critic
@@ -319,12 +319,14 @@ class NaiveExperienceMaker(RolloutAdvantages):
             rows=list(rows),
         )
 
+    @property
+    def _forward(self) -> PolicyForward:
+        """Its models are whole on each process, and wait for nobody."""
+        return PolicyForward(remedies=Remedies(apart=family_of(self.actor).apart))
+
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> Any:
-        parts = split_samples(prompts, family_of(self.actor).apart)
         with evaluation_mode(self.actor), as_generation_config(self.actor.base_model, config):
-            return generate_in_parts(
-                self.actor.model, self.actor.base_model, prompts, parts, config, pad_id, self.device
-            )
+            return self._forward.sample(self.actor.model, prompts, config, pad_id)
 
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
@@ -391,14 +393,12 @@ class NaiveExperienceMaker(RolloutAdvantages):
         mask = samples.action_mask
         with evaluation_mode(actor):
             if samples.encoded_prompts is not None:
-                scores = completion_scores(
+                scores = self._forward.score(
                     actor.model,
-                    actor.base_model,
                     samples.encoded_prompts,
                     samples.sequences[:, -samples.num_actions :],
                     mask.long(),
                     packed=actor.packing_samples,
-                    apart=family_of(actor).apart,
                 )
                 logps, entropy = scores.logps, scores.entropies
             else:
@@ -425,14 +425,13 @@ class NaiveExperienceMaker(RolloutAdvantages):
         assert self.critic is not None
         with evaluation_mode(self.critic):
             if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
-                values = completion_values(
+                values = self._forward.values(
                     self.critic,
-                    self.critic.model,
+                    self.critic,
                     samples.encoded_prompts,
                     sequences[:, -n_actions:],
                     mask.long(),
                     packed=self.actor.packing_samples,
-                    apart=family_of(self.actor).apart,
                 )
             else:
                 media = self._media(samples)

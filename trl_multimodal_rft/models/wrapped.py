@@ -9,20 +9,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
+def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
     """
     The model within wrappers of the engine and of PEFT.
 
     Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            What prepared the model.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            What prepared the model, if anything did.
         model (`torch.nn.Module`):
             Model.
 
     Returns:
         [`~transformers.PreTrainedModel`]: The model itself.
     """
-    own: Any = accelerator.unwrap_model(model)
+    own: Any = model if accelerator is None else accelerator.unwrap_model(model)
     return own.get_base_model() if is_peft_model(own) else own
 
 
