@@ -25,9 +25,9 @@ import json
 from collections.abc import Sequence
 
 import torch
-from measuring import CLOCKS, hardware, versions
-from memory_model import MIB, LiveBytes, markdown
+from measuring import CLOCKS, MIB, hardware, markdown, versions
 
+from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.forward.layout import PackedRow, pack
 
@@ -125,7 +125,7 @@ class Case:
             start = clock()
             self.read(row)
             times["ours"].append(clock() - start)
-        with LiveBytes() as live:
+        with Watch() as live:
             row = self.pack()
             layout = live.now
             masks = self.read(row)
