@@ -138,8 +138,10 @@ class RemembersPacking:
     """Remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        is_new = self._batch.current is None
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]
+        if is_new:
+            self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]
         return scores
 
 

@@ -449,15 +449,8 @@ class MediaLogMixin(TrainerMixin):
     _media_log: MediaLog | None = None  # what the tables of completions show
 
     def log(self, logs, start_time=None):
-        if self._media_log is None:
-            super().log(logs, start_time)
-            return
-        tables, self.log_completions = self.log_completions, False
-        try:
-            super().log(logs, start_time)
-        finally:
-            self.log_completions = tables
-        if tables and self.accelerator.is_main_process and self._logs["prompt"]:
+        super().log(logs, start_time)
+        if self._media_log is not None and self.accelerator.is_main_process and self._logs["prompt"]:
             log_completions(self, self._media_log)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):

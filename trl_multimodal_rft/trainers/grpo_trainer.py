@@ -20,7 +20,7 @@ from ..algorithms.losses import LOSSES, log_ratios
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..reporting.pending_metrics import PendingMetrics
-from ..rewards.checks import checked_reward, distinct_names
+from ..rewards.checks import distinct_names
 from .group_exchange import GroupExchangeMixin
 from .groups import GroupBuffer
 from .grpo_config import MultimodalGRPOConfig
@@ -152,7 +152,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
-            self.reward_funcs = [*self.reward_funcs, checked_reward(penalty)]
+            self.reward_funcs = [*self.reward_funcs, penalty]
             self.reward_processing_classes = [*self.reward_processing_classes, None]
             self.reward_func_names = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])

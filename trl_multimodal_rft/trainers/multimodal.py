@@ -160,6 +160,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             self._set_reference(ref_model)
         self._set_rewards(reward_processors, loaded_rewards)
         if args.log_completions:
+            self.log_completions = False  # TRL's tables hold no audio or video
             self._media_log = MediaLog(
                 args.generation_batch_size,
                 args.max_logged_media if args.log_multimodal else 0,
@@ -212,15 +213,11 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             self.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=self.accelerator))
 
     def _set_rewards(self, processors: list, loaded: list[bool]) -> None:
-        """Lets reward models see media, checks what functions return, and keeps their names apart."""
+        """Lets reward models see media, and keeps the names of functions apart."""
         self.reward_func_names = distinct_names(self.reward_func_names)
         for i, reward_func in enumerate(self.reward_funcs):
             if isinstance(reward_func, nn.Module):
                 self._let_reward_model_see(i, processors[i], loaded[i])
-        self.reward_funcs = [
-            each if isinstance(each, nn.Module) else checked_reward(each, name)
-            for name, each in zip(self.reward_func_names, self.reward_funcs, strict=True)
-        ]
 
     def _let_reward_model_see(self, index: int, processor, loaded_here: bool) -> None:
         """TRL gives reward models text only; one that takes media and has a processor gets the media, too."""
@@ -409,7 +406,15 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             # Reward functions get the dataset's rows as they are, and what `rollout_func` added
             inputs = [{**original, **row} for row, original in zip(inputs, self._batch.rows, strict=True)]
             prompts = restore_media(prompts)
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        passed = self.reward_funcs
+        self.reward_funcs = [
+            each if isinstance(each, nn.Module) else checked_reward(each, name)
+            for name, each in zip(self.reward_func_names, passed, strict=True)
+        ]
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = passed
         if self._batch is not None:
             self._batch.rewards_per_func = rewards
         return rewards
