@@ -279,9 +279,9 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             mask = self._loss_mask(output)
             n_tokens = mask.size(1)
             advantages = self._estimate_advantages(output, rewards, per_func, group_ids, mask)
-            per_completion = args.loss_type == "gmpo" or args.importance_sampling_level == "sequence"
+            per_completion = LOSSES[args.loss_type].per_completion or args.importance_sampling_level == "sequence"
             if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
-                option = "loss_type" if args.loss_type == "gmpo" else "importance_sampling_level"
+                option = "loss_type" if LOSSES[args.loss_type].per_completion else "importance_sampling_level"
                 raise ValueError(
                     f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
                     "estimator return (N,)."
@@ -428,8 +428,9 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         """The KL term where it isn't TRL's own."""
         args = self.args
         kl = approx_kl(logps, inputs["ref_per_token_logps"], mask, args.kl_estimator)
-        # GMPO's is plain, as TRL's trainer for it has it
-        if args.kl_estimator == "k3" and args.use_bias_correction_kl and args.loss_type != "gmpo":
+        # That of GMPO is plain, as in TRL's trainer for it
+        is_corrected = args.use_bias_correction_kl and not LOSSES[args.loss_type].per_completion
+        if args.kl_estimator == "k3" and is_corrected:
             kl = kl * log_ratios(logps, old_logps(inputs, logps), mask).exp()
         self._pending.add_token_mean(self._own_metrics["kl"].append, kl, mask)
         return self.kl_coef * self._aggregate(kl, mask, inputs)

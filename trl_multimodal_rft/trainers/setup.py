@@ -319,12 +319,20 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
 
     Returns:
         [`~transformers.PreTrainedModel`] or `None`: The reference; `None` where TRL's way is right, or none is needed.
+
+    Raises:
+        `ValueError`: If its head is to be cast, which only TRL does.
     """
     if args.beta == 0 or peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
     if not family_of(model).trained_part or trained_part(name) is None:
         return None
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        raise ValueError(
+            f"`cast_lm_head_to_fp32` casts the head of a reference that TRL loads, which it can't of {name!r}; drop it, "
+            "or set `beta=0`."
+        )
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
     init_kwargs |= args.model_init_kwargs or {}
     if quantization_config is not None:
