@@ -330,8 +330,8 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(
-            f"`cast_lm_head_to_fp32` casts the head of a reference that TRL loads, which it can't of {name!r}; drop it, "
-            "or set `beta=0`."
+            f"`cast_lm_head_to_fp32` casts the head of a reference that TRL loads, which it can't of {name!r}; drop "
+            "it, or set `beta=0`."
         )
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
     init_kwargs |= args.model_init_kwargs or {}
