@@ -1828,7 +1828,7 @@ ZERO3 = """
     import deepspeed, torch
     from helpers.families import FAMILIES
     from test_actors import N, cases, counted, make_batch, TEMPERATURE
-    from trl_multimodal_rft.actors import ActorAL
+    from trl_multimodal_rft.lightrft import ActorAL
 
     path, out = sys.argv[1:]
     (batch, expected), = cases("qwen2_audio")
