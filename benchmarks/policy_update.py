@@ -306,7 +306,9 @@ class Contestant:
         def wrapper(*args, **kwargs):
             start = self._now()
             result = function(*args, **kwargs)
-            self.times[name].append(self._now() - start)
+            # Scores with a gradient belong to the loss; those without are of the rollout
+            if name != "_get_per_token_logps_and_entropies" or not torch.is_grad_enabled():
+                self.times[name].append(self._now() - start)
             return result
 
         return wrapper
@@ -330,8 +332,7 @@ class Contestant:
 
     def measure_update(self) -> None:
         self._run(self.completions)
-        # The last scoring belongs to the loss; those before it score for a reference model
-        scoring = sum(self.times["_get_per_token_logps_and_entropies"][:-1], np.zeros(2))
+        scoring = sum(self.times["_get_per_token_logps_and_entropies"], np.zeros(2))
         self._keep_best(
             "update", self.times["training_step"][0] - self.times["_generate_and_score_completions"][0] + scoring
         )

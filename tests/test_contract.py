@@ -49,6 +49,7 @@ OVERRIDDEN = {
     GRPO + "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
     GRPO + "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     GRPO + "_prepare_inputs": "self generation_batch",
+    GRPO + "_compute_loss": "self model inputs",
     GRPO + "_get_per_token_logps_and_entropies": (
         "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
         "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
@@ -88,7 +89,6 @@ OVERRIDDEN_RLOO = {
 }
 # Methods that the GRPO trainer overrides beside those
 OVERRIDDEN_GRPO = {
-    GRPO + "_compute_loss": "self model inputs",
     GRPO + "get_high_entropy_mask": "self entropies mask threshold",
 }
 # Methods that the PPO trainer overrides beside those
@@ -128,7 +128,7 @@ CALLED = {
     "trl.extras.profiling:profiling_context": "trainer name",
     "trl.trainer.utils:create_model_from_path": "model_id architecture kwargs",
     "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator",
-    "transformers:Trainer.pop_callback": "callback",
+    "transformers:Trainer.remove_callback": "callback",
     "trl.trainer.utils:get_config_model_id": "config",
     "trl.trainer.utils:split_tensor_dict": "tensor_dict num_chunks",
     "trl.trainer.utils:get_callable_name": "func",

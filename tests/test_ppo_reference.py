@@ -64,7 +64,7 @@ from trl_multimodal_rft.lightrft.replay_buffer_utils import (
     zero_pad_sequences,
 )
 from trl_multimodal_rft.reporting.curves import figure_of
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
 
 
 # Trainers
@@ -291,6 +291,17 @@ ROUTES = {
     "audio, packed forward": ("audio", True, False),
     "audio, packed experience, padded forward": ("audio", False, True),
 }
+
+
+def test_experience_in_the_buffer_survives_a_checkpoint(tmp_path):
+    ppo = make(tmp_path, "image")
+    _, items = experience_of(ppo, "image")
+    ppo.replay_buffer.append(make_experience_batch(items))
+    save_rollout_state(tmp_path, 0, ppo.trainer._rollout_state())
+    state = load_rollout_state(tmp_path, 0, ppo.trainer._saved_classes)
+    assert [each.sequences.tolist() for each in state["experience"]["items"]] == [
+        each.sequences.tolist() for each in ppo.replay_buffer
+    ]
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from helpers.families import FAMILIES, RATE, audio, audio_prompts, encode, image, template, video
+from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
@@ -39,6 +40,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig
 from trl.chat_template_utils import qwen3_vl_chat_template
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
@@ -155,6 +157,37 @@ def test_one_generation_batch_is_scored_in_one_way():
     options = {**SPLIT, "per_device_train_batch_size": 2, "keep_groups_together": False, "beta": 0.1}
     result = run(InjectedOurs, "qwen2_audio", audio_rows(), num_generations=2, **options)
     assert len(result.trainer.scored_packed) == 2 * (2 + 4) and all(result.trainer.scored_packed)
+
+
+@pytest.mark.parametrize("trainer_class", [InjectedOurs, InjectedRLOO])
+def test_loss_by_itself_hears_and_other_models_are_scored_in_it(trainer_class):
+    """A subclass may compute the loss of a micro-batch by itself, and score other models beside it."""
+    losses = []
+
+    class ByItself(trainer_class):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            if self._batch is not None and not losses:
+                other, _ = load("qwen2_audio")
+                add_fused_lm_head(other, temperature=self.temperature, outputs=("log_probs", "entropy"))
+                ids, mask = (
+                    torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
+                    for name in ("ids", "mask")
+                )
+                with torch.no_grad():
+                    other.lm_head.weight.mul_(2)
+                    own, theirs = (
+                        self._get_per_token_logps_and_entropies(each, ids, mask, inputs["completion_ids"].size(1))[0]
+                        for each in (model, other)
+                    )
+                assert not torch.allclose(own, theirs, atol=1e-3)
+                batch, self._batch = self._batch, None
+                losses.append((loss.item(), self._compute_loss(model, inputs).item()))
+                self._batch = batch
+            return loss
+
+    run(ByItself, "qwen2_audio", audio_rows(), packing="padded", max_steps=1, beta=0.0)
+    assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)
 
 
 def test_groups_over_several_micro_batches(caplog):

@@ -342,7 +342,7 @@ class PolicyForward:
                     parts,
                     generation_config,
                     pad_token_id,
-                    self.unwrapped(own).device,
+                    self.unwrapped(own).device if self.accelerator is None else self.accelerator.device,
                     surplus=surplus,
                     share_prefill=share_prefill,
                     companions=companions,

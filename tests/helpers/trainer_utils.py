@@ -138,7 +138,7 @@ class RemembersPacking:
     """Remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        is_new = self._batch.current is None
+        is_new = not self._batch.hands_out_current
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if is_new:
             self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]

@@ -2,6 +2,7 @@
 """Completions of the prompts of a dataset, and what reward functions say about them."""
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from transformers import (
     TrainerState,
 )
 from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import (
     get_callable_name,
 )
@@ -284,10 +286,12 @@ def evaluate(
             "whole on each process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
         )
 
-    forward = PolicyForward(accelerator, processing_class, remedies=Remedies(apart=family_of(base).apart))
+    # Without the accelerator: processes have batches of their own, and wait for nobody
+    forward = PolicyForward(processor=processing_class, remedies=Remedies(apart=family_of(base).apart))
 
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
-        return forward.sample(own, prompts, config, config.pad_token_id)
+        ready = functools.partial(unwrap_model_for_generation, own, accelerator)
+        return forward.sample(own, prompts, config, config.pad_token_id, generating=ready)
 
     policy = _Policy(own, base, processing_class, sample, template_kwargs or {}, audio_overlong)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)

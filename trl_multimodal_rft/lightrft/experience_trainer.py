@@ -21,8 +21,10 @@ from ..data.fetch import EndlessRows
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scoring import left_pad
 from ..models.wrapped import is_whole
+from ..trainers import groups
 from ..trainers.ppo_config import MultimodalPPOConfig
 from ..trainers.ppo_trainer import MultimodalPPOTrainer
+from . import replay_buffer
 from .actor import Actor
 from .bare_inputs import bare_inputs, bare_prompt
 from .critic import Critic
@@ -53,6 +55,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     [`MultimodalPPOTrainer`] for samples that are there already. Its loop is the caller's, since a step may come from a
     single micro-batch; its checkpoints hold the buffer too.
     """
+
+    _saved_classes = (*groups.SAVED_CLASSES, *replay_buffer.SAVED_CLASSES)
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
         rows = Dataset.from_list([{"prompt": ""}])  # in the place of those that come later

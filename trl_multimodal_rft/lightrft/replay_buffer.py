@@ -181,7 +181,7 @@ class ReplayBuffer:
 
         values = torch.cat([getattr(item, attribute) for item in items] or [torch.zeros(0)])
         valid = torch.cat([_valid(item, attribute) for item in items] or [torch.zeros(0)])
-        whitened = whiten(values, valid, reduce=over_processes)
+        whitened = whiten(values.double(), valid, reduce=over_processes).to(values.dtype)
         parts = whitened.split([len(getattr(item, attribute)) for item in items])
         self._items = [replace(item, **{attribute: part.clone()}) for item, part in zip(items, parts, strict=True)]
         self._normalized.add(attribute)

@@ -101,7 +101,7 @@ class RolloutAdvantages:
             scorable = mask & ~rewards.isnan()[:, None]
             if args.advantage_estimator == "gae":
                 values, bootstrap = _joined(experiences, "values"), None
-                if args.bootstrap_truncated:
+                if all("bootstrap" in each.info for each in experiences):
                     bootstrap = torch.cat([each.info["bootstrap"] for each in experiences])
                 advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
                 returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on

@@ -18,6 +18,8 @@ class Batch:
     computed.
 
     Args:
+        inputs (`dict`, *optional*):
+            In a loss, the micro-batch.
         prompts (`list[EncodedPrompt]`, *optional*):
             Each completion's prompt; `None` until prompts are encoded, and where `rollout_func` makes its own.
         packed (`bool`, *optional*):
@@ -30,17 +32,21 @@ class Batch:
             Scores of the completions, in the order in which TRL's code asked for them.
         current ([`~forward.scores.Scores`], *optional*):
             In a loss, the scores with gradients, once they are computed.
+        hands_out_current (`bool`, *optional*, defaults to `False`):
+            Whether TRL's loss is at work, which asks for these scores.
         supervised (`tuple`, *optional*):
             In a loss of PPO, prompts, supervised completions and their mask.
         token_weights (`torch.Tensor`, *optional*):
             In a loss, the weight of each token in it, `(B, C)`; `None` for 1.
     """
 
+    inputs: dict[str, Any] | None = None
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None
     rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)
     current: Scores | None = None
+    hands_out_current: bool = False
     supervised: Completions | None = None
     token_weights: torch.Tensor | None = None

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a checkpoint must hold beyond TRL's for a resumed run to go on as if it hadn't stopped."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[s
     torch.save(state, Path(checkpoint, f"rollout_state_{process_index}.pt"))
 
 
-def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, Any] | None:
+def load_rollout_state(
+    checkpoint: str | Path, process_index: int, classes: Sequence[type] = SAVED_CLASSES
+) -> dict[str, Any] | None:
     """
     Reads what [`save_rollout_state`] wrote, onto the CPU. No code in the file is run.
 
@@ -42,6 +45,8 @@ def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, 
             Folder of the checkpoint.
         process_index (`int`):
             Rank of the process.
+        classes (`Sequence[type]`, *optional*):
+            Classes that the file may hold.
 
     Returns:
         `dict` or `None`: The state; `None` if the checkpoint has none for this process.
@@ -49,7 +54,7 @@ def load_rollout_state(checkpoint: str | Path, process_index: int) -> dict[str, 
     path = Path(checkpoint, f"rollout_state_{process_index}.pt")
     if not path.exists():
         return None
-    with torch.serialization.safe_globals([*SAVED_CLASSES]):
+    with torch.serialization.safe_globals([*classes]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 

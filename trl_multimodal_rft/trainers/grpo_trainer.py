@@ -249,7 +249,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
             self._extra_scoring_time += time.perf_counter() - start
-        return batch.scores[0]
+        return batch.scores[-1]
 
     def _set_advantages(self, output: dict[str, Any], per_func: torch.Tensor) -> None:
         """Replaces TRL's advantages, and marks groups with signal where they are exchanged."""
@@ -356,21 +356,27 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
 
         TRL's code asks for scores and for high-entropy tokens, and gets those of `self._batch`.
         """
-        args, own = self.args, LOSSES[self.args.loss_type].is_own
-        mask = self._loss_mask(inputs)
-        scores = self._batch.current = self._score(model, inputs)
-        self._batch.token_weights = self._token_weights(inputs, scores.entropies, mask)
-        loss = self._own_loss(scores, mask, inputs) if own else super()._compute_loss(model, inputs)
-        if self._has_own_kl and not args.kl_in_reward and not own:
-            kl_loss = self._kl_loss(scores.logps, mask, inputs)
-            self._log_policy_loss(kl_loss, beside_trl=True)
-            loss = loss + kl_loss
-        if args.kl_target is not None and self.model.training:
-            self._adapt_kl(scores.logps, mask, inputs)
-        if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
-            self._own_metrics["extra_scoring_time"].append(self._extra_scoring_time)
-            self._extra_scoring_time = 0.0
-        return loss
+        with self._batch_of(inputs) as batch:
+            args, own = self.args, LOSSES[self.args.loss_type].is_own
+            mask = self._loss_mask(inputs)
+            scores = batch.current = self._score(model, inputs)
+            batch.token_weights = self._token_weights(inputs, scores.entropies, mask)
+            if own:
+                loss = self._own_loss(scores, mask, inputs)
+            else:
+                batch.hands_out_current = True
+                loss = super()._compute_loss(model, inputs)
+                batch.hands_out_current = False
+            if self._has_own_kl and not args.kl_in_reward and not own:
+                kl_loss = self._kl_loss(scores.logps, mask, inputs)
+                self._log_policy_loss(kl_loss, beside_trl=True)
+                loss = loss + kl_loss
+            if args.kl_target is not None and self.model.training:
+                self._adapt_kl(scores.logps, mask, inputs)
+            if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
+                self._own_metrics["extra_scoring_time"].append(self._extra_scoring_time)
+                self._extra_scoring_time = 0.0
+            return loss
 
     def _own_loss(self, scores: Scores, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """A loss type that TRL doesn't have, with the terms of those it has: KL, entropy bonus, balancing."""

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -458,9 +458,12 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             batch.packed = self._policy.worth_packing(batch.prompts, lengths, self.args.per_device_train_batch_size)
 
     def _batch_of(self, inputs: dict[str, Any]):
-        """The context for what a generation batch, or a part of it, holds."""
+        """The context for what a generation batch, or a part of it, holds; within it, for the same inputs, itself."""
+        if self._batch is not None and self._batch.inputs is inputs:
+            return nullcontext(self._batch)
         prompts = inputs.get("encoded_prompts")
-        return self._at_hand(prompts=prompts, packed=None if prompts is None else inputs["packed"][0])
+        packed = None if prompts is None else inputs["packed"][0]
+        return self._at_hand(inputs=inputs, prompts=prompts, packed=packed)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         with self._batch_of(inputs) as batch:
@@ -475,6 +478,10 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
+    def _compute_loss(self, model, inputs):
+        with self._batch_of(inputs):
+            return super()._compute_loss(model, inputs)
+
     def _get_per_token_logps_and_entropies(
         self,
         model,
@@ -487,7 +494,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         **kwargs,
     ):
         batch = self._batch
-        if batch is not None and batch.current is not None:
+        if batch is not None and batch.hands_out_current:
             return batch.current.logps, batch.current.entropies, batch.current.aux_loss
         if batch is None or batch.prompts is None:  # `rollout_func` makes its own prompts
             tensors = super()._get_per_token_logps_and_entropies(

@@ -200,7 +200,8 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
             self.ema = MovingAverage(policy, args.ema_decay)
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
-        if self.pop_callback(SyncRefModelCallback) is not None:
+        for callback in [each for each in self.callback_handler.callbacks if type(each) is SyncRefModelCallback]:
+            self.remove_callback(callback)
             self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
         self.add_callback(_Averaging(self))
 
@@ -313,19 +314,20 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         return super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model, inputs):
-        policy_loss = super()._compute_loss(model, inputs)
-        if not self.model.training:
-            return policy_loss
-        args, scores = self.args, self._batch.current
-        self._log_policy(policy_loss, scores.logps, inputs)
-        loss = self._if_trained("policy", policy_loss, scores.logps)
-        if self.critic is not None:
-            value_loss = self._if_trained("critic", self._value_loss(scores.values, inputs), scores.values)
-            loss = loss + args.vf_coef * value_loss
-        if scores.supervised is not None:
-            ptx_loss = self._ptx_loss(scores.supervised, self._batch.supervised[2])
-            loss = loss + args.ptx_coef * self._if_trained("policy", ptx_loss, scores.supervised)
-        return loss
+        with self._batch_of(inputs) as batch:
+            policy_loss = super()._compute_loss(model, inputs)
+            if not self.model.training:
+                return policy_loss
+            args, scores = self.args, batch.current
+            self._log_policy(policy_loss, scores.logps, inputs)
+            loss = self._if_trained("policy", policy_loss, scores.logps)
+            if self.critic is not None:
+                value_loss = self._if_trained("critic", self._value_loss(scores.values, inputs), scores.values)
+                loss = loss + args.vf_coef * value_loss
+            if scores.supervised is not None:
+                ptx_loss = self._ptx_loss(scores.supervised, batch.supervised[2])
+                loss = loss + args.ptx_coef * self._if_trained("policy", ptx_loss, scores.supervised)
+            return loss
 
     def _score(self, model, inputs) -> Scores:
         """Scores of policy and critic, and of supervised completions, in one forward of the engine."""

@@ -16,6 +16,7 @@ from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import Remedies
 from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
+from .groups import SAVED_CLASSES
 from .self_check import SelfCheck
 
 
@@ -33,6 +34,7 @@ class ResumingMixin(TrainerMixin):
     """Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all."""
 
     _partial: Path | None = None  # where a checkpoint is being written
+    _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
 
     def _rollout_state(self) -> dict[str, Any]:
         """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
@@ -177,7 +179,8 @@ class ResumingMixin(TrainerMixin):
                 )
             load_whole(self.accelerator, self.ref_model, Path(checkpoint, _REFERENCE))
         # A process that the run before hadn't takes what is the same for all from the first
-        state = load_rollout_state(checkpoint, self.accelerator.process_index) or load_rollout_state(checkpoint, 0)
+        indices, classes = (self.accelerator.process_index, 0), self._saved_classes
+        state = next(filter(None, (load_rollout_state(checkpoint, index, classes) for index in indices)), None)
         if state is None:
             logger.warning(f"{checkpoint} has no state of the rollouts; the run goes on with new completions.")
         else:

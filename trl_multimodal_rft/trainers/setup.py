@@ -326,7 +326,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     if args.beta == 0 or peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
-    if not family_of(model).trained_part or trained_part(name) is None:
+    if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(
