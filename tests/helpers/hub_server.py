@@ -2,8 +2,8 @@
 """
 A Hub on this machine: the endpoints of huggingface.co that `huggingface_hub` uploads to and downloads from.
 
-Large files go through Git LFS to a storage at another host name, as they do there, with what was promised checked:
-their hash, their size, and that no token is sent to the storage.
+It takes all files within commits, as that does for those that Git LFS doesn't hold: what is published is ours, how
+large files travel is the client's.
 """
 
 import base64
@@ -16,11 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-
-
-# What a new repository's `.gitattributes` sends to LFS, of what is saved here
-_LFS = (".arrow", ".bin", ".mp4", ".parquet", ".pt", ".pth", ".safetensors", ".wav")
-_LARGE = 10 * 1024**2
 
 
 @dataclass
@@ -47,44 +42,19 @@ class Token:
 
 @dataclass(frozen=True)
 class Blob:
-    """
-    A file.
-
-    Args:
-        content (`bytes`):
-            What is in it.
-        lfs (`bool`):
-            Whether it is in the storage of large files.
-    """
+    """The content of a file."""
 
     content: bytes
-    lfs: bool
 
     @property
     def sha(self) -> str:
         """What git calls it."""
-        pointed = _pointer(self.content) if self.lfs else self.content
-        return hashlib.sha1(b"blob %d\0" % len(pointed) + pointed).hexdigest()
-
-    @property
-    def etag(self) -> str:
-        """What the client compares."""
-        return hashlib.sha256(self.content).hexdigest() if self.lfs else self.sha
+        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
 
 @dataclass
 class Commit:
-    """
-    A state of a repository.
-
-    Args:
-        sha (`str`):
-            Its name.
-        message (`str`):
-            What was done.
-        files (`dict[str, Blob]`):
-            All files by path.
-    """
+    """A state of a repository: its name, what was done, and all files by path."""
 
     sha: str
     message: str
@@ -93,15 +63,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    """
-    A repository.
-
-    Args:
-        private (`bool`):
-            Whether its owner alone sees it.
-        commits (`list[Commit]`):
-            Those of the branch `main`, oldest first.
-    """
+    """A repository: whether its owner alone sees it, and the commits of the branch `main`, oldest first."""
 
     private: bool
     commits: list[Commit] = field(default_factory=list)
@@ -141,14 +103,12 @@ class HubServer:
     def __init__(self, tokens: dict[str, Token]):
         self.tokens = tokens
         self.repos: dict[tuple[str, str], Repo] = {}
-        self.storage: dict[str, bytes] = {}  # large files by their SHA-256
         self.requests: list[tuple[str, str, int]] = []
         self.lock = threading.Lock()
         self.released = threading.Event()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.storage_url = f"http://localhost:{self._server.server_port}/storage"
 
     def __enter__(self) -> "HubServer":
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -182,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self._serve()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_GET
 
     def _serve(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
@@ -283,8 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "You already created this repo", "url": url}, 409)
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
         created = self.hub.repos[kind, repo] = Repo(private)
-        attributes = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in _LFS)
-        created.commit("initial commit", {".gitattributes": Blob(attributes.encode(), lfs=False)})
+        created.commit("initial commit", {".gitattributes": Blob(b"")})
         return self._json({"url": url, "name": repo, "id": repo})
 
     def info(self, kind: str, repo: str, revision: str = "main"):
@@ -356,51 +315,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._writer(repo.split("/")[0])
         commit, files = self._at(kind, repo, revision), []
         for file in json.loads(self.body)["files"]:
-            binary = b"\0" in base64.b64decode(file["sample"])
-            large = file["path"].endswith(_LFS) or file["size"] > _LARGE or binary
             present = commit.files.get(file["path"])
-            files.append(
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if large else "regular",
-                    "shouldIgnore": False,
-                    "oid": present.etag if present else None,
-                }
-            )
+            oid = present.sha if present else None
+            files.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": oid})
         return self._json({"files": files})
-
-    def lfs_batch(self, repo: str, kind: str | None = None):
-        self._writer(repo.split("/")[0])
-        self._repo(kind or "models", repo)
-        asked, objects = json.loads(self.body), []
-        if asked["operation"] != "upload" or asked["hash_algo"] != "sha256" or "basic" not in asked["transfers"]:
-            raise _Refused(400, "only basic uploads by SHA-256 are served")
-        for wanted in asked["objects"]:
-            actions = {
-                "upload": {"href": f"{self.hub.storage_url}/{wanted['oid']}"},
-                "verify": {"href": f"{self.hub.url}/{repo}.git/info/lfs/verify"},
-            }
-            stored = {} if wanted["oid"] in self.hub.storage else {"actions": actions}
-            objects.append({"oid": wanted["oid"], "size": wanted["size"], **stored})
-        return self._json({"transfer": "basic", "objects": objects})
-
-    def lfs_verify(self, repo: str):
-        self._writer(repo.split("/")[0])
-        wanted = json.loads(self.body)
-        if len(self.hub.storage.get(wanted["oid"], b"")) != wanted["size"]:
-            raise _Refused(404, "the object isn't stored")
-        return self._json({})
-
-    def store(self, oid: str):
-        """Signed addresses of a storage take no token, and the storage looks at what it gets."""
-        if "Authorization" in self.headers:
-            raise _Refused(400, "only one way to authenticate is allowed")
-        if self.command == "PUT":
-            if hashlib.sha256(self.body).hexdigest() != oid:
-                raise _Refused(400, "the content has another SHA-256")
-            self.hub.storage[oid] = self.body
-            return 200, {}
-        return 200, {"ETag": f'"{oid}"'}, self.hub.storage[oid]
 
     def commit(self, kind: str, repo: str, revision: str):
         token = self._writer(repo.split("/")[0])
@@ -410,12 +328,7 @@ class _Handler(BaseHTTPRequestHandler):
         for line in lines[1:]:
             value = line["value"]
             if line["key"] == "file":
-                files[value["path"]] = Blob(base64.b64decode(value["content"]), lfs=False)
-            elif line["key"] == "lfsFile":
-                content = self.hub.storage.get(value["oid"])
-                if content is None or len(content) != value["size"]:
-                    raise _Refused(400, f"the content of {value['path']} isn't stored")
-                files[value["path"]] = Blob(content, lfs=True)
+                files[value["path"]] = Blob(base64.b64decode(value["content"]))
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
             else:
@@ -433,24 +346,11 @@ class _Handler(BaseHTTPRequestHandler):
         blob = commit.files.get(path)
         if blob is None:
             raise _Refused(404, "Entry not found", "EntryNotFound", commit)
-        headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{blob.sha}"'}
-        if not blob.lfs:
-            return 200, headers, blob.content
-        linked = {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(len(blob.content))}
-        return 302, {**headers, **linked, "Location": f"{self.hub.storage_url}/{blob.etag}"}
-
-
-def _pointer(content: bytes) -> bytes:
-    sha = hashlib.sha256(content).hexdigest()
-    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {len(content)}\n".encode()
+        return 200, {"X-Repo-Commit": commit.sha, "ETag": f'"{blob.sha}"'}, blob.content
 
 
 def _entry(path: str, blob: Blob) -> dict:
-    entry = {"type": "file", "path": path, "oid": blob.sha, "size": len(blob.content)}
-    if blob.lfs:
-        pointer = len(_pointer(blob.content))
-        entry["lfs"] = {"oid": blob.etag, "size": len(blob.content), "pointerSize": pointer}
-    return entry
+    return {"type": "file", "path": path, "oid": blob.sha, "size": len(blob.content)}
 
 
 _API = r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+)"
@@ -465,9 +365,6 @@ _ROUTES = [
     (("GET",), rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", _Handler.tree),
     (("POST",), rf"{_API}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
     (("POST",), rf"{_API}/commit/(?P<revision>[^/]+)", _Handler.commit),
-    (("POST",), r"/((?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.lfs_batch),
-    (("POST",), r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/verify", _Handler.lfs_verify),
-    (("PUT", "GET", "HEAD"), "/storage/(?P<oid>[0-9a-f]{64})", _Handler.store),
     (
         ("GET", "HEAD"),
         r"/((?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)",

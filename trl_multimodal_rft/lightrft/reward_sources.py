@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_callable_name
 
 from ..models.modes import evaluation_mode
+from ..rewards.calls import reward_arguments
 from ..rewards.checks import reward_tensor
 from ..rewards.recipe import add_rewards, combine_rewards
 from ..rewards.remote import RemoteReward
@@ -73,20 +74,13 @@ class RewardSources:
         completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
         completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
-        prompts = [row["prompt"] for row in rows]
-        if not isinstance(prompts[0], str):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        names = sorted({name for row in rows for name in row} - {"prompt"})
+        arguments = reward_arguments([row["prompt"] for row in rows], completions, completion_ids, rows)
         return {
-            # Columns first: what the model made must not be replaced by a column of the same name
-            **{name: [row.get(name) for row in rows] for name in names},
+            **arguments,
             "queries": tokenizer.batch_decode(samples.sequences, skip_special_tokens=False),
             "labels": samples.labels,
-            "refs": [row.get("references") for row in rows] if "references" in names else samples.labels,
+            "refs": [row.get("references") for row in rows] if "references" in arguments else samples.labels,
             "label_map": self.label_map,
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
         }
 
 

@@ -20,6 +20,36 @@ from trl.trainer.utils import (
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
+def reward_arguments(
+    prompts: Sequence[Any], texts: Sequence[str], ids: Sequence[Sequence[int]], rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """
+    What reward functions get, by the names that TRL's trainers give it.
+
+    Args:
+        prompts (`Sequence`):
+            Each completion's prompt, text or messages.
+        texts (`Sequence[str]`):
+            The completions, which become messages where prompts are.
+        ids (`Sequence[Sequence[int]]`):
+            Their ids.
+        rows (`Sequence[dict]`):
+            Each completion's dataset row.
+
+    Returns:
+        `dict`: `prompts`, `completions` and `completion_ids`, and the columns of the rows. What the model made isn't
+        replaced by a column of the same name.
+    """
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
+    conversational = is_conversational({"prompt": prompts[0]})
+    return {
+        **{name: [row.get(name) for row in rows] for name in names},
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        "completion_ids": ids,
+    }
+
+
 def call_rewards(
     reward_funcs: Sequence[Callable],
     prompts: Sequence[Any],
@@ -56,13 +86,8 @@ def call_rewards(
     """
     extras: dict[str, list] = {}
     metrics: list[tuple[str, float]] = []
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
-    conversational = is_conversational({"prompt": prompts[0]})
     arguments = {
-        "prompts": prompts,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
-        "completion_ids": ids,
-        **{name: [row.get(name) for row in rows] for name in names},
+        **reward_arguments(prompts, texts, ids, rows),
         "trainer_state": trainer_state,
         "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
         "log_metric": lambda name, value: metrics.append((name, float(value))),
@@ -79,8 +104,8 @@ def call_rewards(
         async def together():
             return await asyncio.gather(*waiting.values())
 
-        answers = asyncio.run_coroutine_threadsafe(together(), loop).result()
-        results.update(zip(waiting, answers, strict=True))
+        awaited = asyncio.run_coroutine_threadsafe(together(), loop).result()
+        results.update(zip(waiting, awaited, strict=True))
     for column, values in extras.items():
         if len(values) != len(texts):
             raise ValueError(
