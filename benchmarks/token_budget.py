@@ -68,7 +68,7 @@ class Watched(MultimodalGRPOTrainer):
         self._held, self._start = 0, time.process_time()
         if self.watch == "memory":
             self._watching.enter_context(self._live)
-        self._batch = inputs
+        self._micro_batch = inputs
         return inputs
 
     def training_step(self, *args, **kwargs):
@@ -87,7 +87,7 @@ class Watched(MultimodalGRPOTrainer):
             self.accelerator.backward = backward
         self.moments.append(
             SimpleNamespace(
-                batch=self._batch,
+                batch=self._micro_batch,
                 held=self._held,
                 peak=self._live.peak,
                 seconds=seconds,

@@ -18,8 +18,8 @@ class Batch:
     computed.
 
     Args:
-        inputs (`dict`, *optional*):
-            In a loss, the micro-batch.
+        of_inputs (`bool`, *optional*, defaults to `False`):
+            Whether it is a generation batch, or a part of one, rather than a rollout.
         prompts (`list[EncodedPrompt]`, *optional*):
             Each completion's prompt; `None` until prompts are encoded, and where `rollout_func` makes its own.
         packed (`bool`, *optional*):
@@ -40,7 +40,7 @@ class Batch:
             In a loss, the weight of each token in it, `(B, C)`; `None` for 1.
     """
 
-    inputs: dict[str, Any] | None = None
+    of_inputs: bool = False
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None

@@ -458,12 +458,12 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             batch.packed = self._policy.worth_packing(batch.prompts, lengths, self.args.per_device_train_batch_size)
 
     def _batch_of(self, inputs: dict[str, Any]):
-        """The context for what a generation batch, or a part of it, holds; within it, for the same inputs, itself."""
-        if self._batch is not None and self._batch.inputs is inputs:
-            return nullcontext(self._batch)
-        prompts = inputs.get("encoded_prompts")
+        """The context for what a generation batch, or a part of it, holds; within it, for the same prompts, itself."""
+        prompts, outer = inputs.get("encoded_prompts"), self._batch
+        if outer is not None and outer.of_inputs and outer.prompts is prompts:
+            return nullcontext(outer)
         packed = None if prompts is None else inputs["packed"][0]
-        return self._at_hand(inputs=inputs, prompts=prompts, packed=packed)
+        return self._at_hand(of_inputs=True, prompts=prompts, packed=packed)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         with self._batch_of(inputs) as batch:
