@@ -2,6 +2,7 @@
 """From chat messages to tensors: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
 
 import base64
+import copy
 import io
 import os
 from collections.abc import Iterable
@@ -22,6 +23,47 @@ from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_pro
 
 
 @dataclass(eq=False)
+class DecodedPrompt:
+    """
+    A prompt before its processor has seen the media, for engines that run the processor themselves.
+
+    Args:
+        messages (`list[dict]`):
+            Messages with decoded media.
+        media (`dict[str, list]`):
+            The media of each modality, in prompt order.
+        processor_kwargs (`dict[str, Any]`):
+            What the processor is told about them.
+        template_kwargs (`dict[str, Any]`):
+            Arguments for `apply_chat_template`.
+    """
+
+    messages: list[dict[str, Any]]
+    media: dict[str, list]
+    processor_kwargs: dict[str, Any]
+    template_kwargs: dict[str, Any]
+
+    def token_ids(self, processor: ProcessorMixin) -> list[int]:
+        """
+        Tokenizes what the chat template writes, one placeholder per medium.
+
+        Args:
+            processor ([`~transformers.ProcessorMixin`]):
+                The processor with the template.
+
+        Returns:
+            `list[int]`: Token ids, without the expansion of placeholders.
+        """
+        text = processor.apply_chat_template(
+            self.messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+        )
+        bos = processor.tokenizer.bos_token
+        # As `apply_chat_template` does where the template writes it
+        special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
+        return processor.tokenizer(text, **special)["input_ids"]
+
+
+@dataclass(eq=False)
 class EncodedPrompt:
     """
     A prompt as the model takes it, encoded once and shared by its completions, generation, scoring and the update.
@@ -35,8 +77,8 @@ class EncodedPrompt:
             All other processor outputs, on the CPU. Empty for a text-only prompt.
         position_ids (`torch.Tensor`):
             Positions the model itself would use, shape `(1, P)` or, with multimodal rotary positions, `(R, 1, P)`.
-        images (`list`, *optional*):
-            Decoded images in prompt order, kept for generation engines that process images themselves.
+        decoded ([`DecodedPrompt`], *optional*):
+            The prompt and its media before the processor, where that is kept.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt holds.
         mask_cache (`dict`, *optional*):
@@ -47,7 +89,7 @@ class EncodedPrompt:
     token_fields: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     position_ids: torch.Tensor
-    images: list = field(default_factory=list)
+    decoded: DecodedPrompt | None = None
     modalities: frozenset[str] = frozenset()
     mask_cache: dict = field(default_factory=dict, repr=False)
 
@@ -55,8 +97,8 @@ class EncodedPrompt:
         return len(self.input_ids)
 
     def __getstate__(self) -> dict:
-        # What is saved is for the update, which needs no images and can build the masks again
-        return {**self.__dict__, "images": [], "mask_cache": {}}
+        # What is saved is for the update, which needs no decoded media and can build the masks again
+        return {**self.__dict__, "decoded": None, "mask_cache": {}}
 
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, set]:
@@ -122,7 +164,7 @@ def encode_prompt(
     *,
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
-    keep_images: bool = False,
+    keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
     """
@@ -139,8 +181,8 @@ def encode_prompt(
             Arguments for `apply_chat_template`, such as `tools` or `chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
-        keep_images (`bool`, *optional*, defaults to `False`):
-            Whether to keep the decoded images, for generation engines that process them themselves.
+        keep_decoded (`bool`, *optional*, defaults to `False`):
+            Whether to keep the decoded media, for engines that process them themselves.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -159,6 +201,15 @@ def encode_prompt(
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         _check_blocks(messages, processor, template_kwargs or {}, row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
+    kept = None
+    if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
+        by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}
+        kept = DecodedPrompt(
+            replace_refs(prepare_multimodal_messages(messages), decoded),
+            {kind: found for kind, found in by_kind.items() if found},
+            copy.deepcopy(processor_kwargs),  # processors write into it
+            template_kwargs or {},
+        )
     outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
     input_ids = outputs["input_ids"][0]
     token_fields = {name: outputs[name][0] for name in TOKEN_FIELDS if name in outputs}
@@ -169,7 +220,7 @@ def encode_prompt(
         token_fields=token_fields,
         media=media if refs else {},
         position_ids=prompt_position_ids(model, input_ids, media, token_fields),
-        images=[decoded[id(ref)] for ref in refs if ref.kind == "image"] if keep_images else [],
+        decoded=kept,
         modalities=frozenset(ref.kind for ref in refs),
     )
 

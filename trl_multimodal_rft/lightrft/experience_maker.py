@@ -262,7 +262,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 self.processor or self.tokenizer,
                 model,
                 audio_overlong=self.strategy.audio_overlong,
-                keep_images=True,
+                keep_decoded=True,
                 row=index,
             )
             if len(sample) > self.prompt_max_len:

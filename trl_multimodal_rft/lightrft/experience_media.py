@@ -41,8 +41,9 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
         result["media_rows"][field if field in own else name] = [
             len(prompt.media[name]) if name in prompt.media else 0 for prompt in prompts
         ]
-    if "raw_images" in own and any(prompt.images for prompt in prompts):
-        result["raw_images"] = [prompt.images or None for prompt in prompts]
+    if "raw_images" in own:
+        images = [None if prompt.decoded is None else prompt.decoded.media.get("image") for prompt in prompts]
+        result["raw_images"] = images if any(images) else None
     result["extra_media"] = result["extra_media"] or None
     return result
 

@@ -26,6 +26,8 @@ class Batch:
             Whether completions share a forward of their prompt; `None` until that is decided.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
+        sampled_logps (`list[list[float]]`, *optional*):
+            In a rollout, the log-probabilities of an engine, where TRL's trainer doesn't take them.
         rewards_per_func (`torch.Tensor`, *optional*):
             In a rollout, the rewards of all processes' completions, `(N, F)`.
         scores (`list[Scores]`, *optional*):
@@ -44,6 +46,7 @@ class Batch:
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None
+    sampled_logps: list[list[float | None]] | None = None
     rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)
     current: Scores | None = None

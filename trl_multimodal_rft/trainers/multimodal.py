@@ -34,6 +34,7 @@ from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import trim_after_eos
+from ..generation.vllm import MultimodalVLLMGeneration
 from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
@@ -57,6 +58,7 @@ from .setup import (
     refuse_several_runs,
     refuse_unchecked_steps,
     warn_of_unread,
+    without_engine,
     without_reference,
 )
 
@@ -128,13 +130,11 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         # Options of an engine that change with which probabilities it samples; a config that was used has our own bias
         bias = [token for token in own.get("logit_bias", {}) if int(token) not in placeholders]
         self._alters_logits = bool(bias or own.keys() - _NEUTRAL_OPTIONS - {"logit_bias"})
-        if args.use_vllm and placeholders:
-            bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
-            args.generation_kwargs = {**own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
         with (
             image_token_id(model.config, placeholders),
             no_warning_about_init_kwargs(loaded_here),
             without_reference(args, active=ref_model is not None),
+            without_engine(args),
         ):
             super().__init__(
                 model=model,
@@ -156,6 +156,9 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             max_tokens=args.max_tokens_per_microbatch,
         )
         self._own_tokens = placeholder_tokens(model, self.processing_class)
+        self.use_vllm = args.use_vllm
+        if self.use_vllm:
+            self._set_engine(placeholders)
         if ref_model is not None:
             self._set_reference(ref_model)
         self._set_rewards(reward_processors, loaded_rewards)
@@ -176,6 +179,43 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
         keep_differentiable(self.model)
         self._set_packing()
+
+    def _set_engine(self, placeholders: set[int]) -> None:
+        """Makes vLLM sample, with the arguments that TRL gives it."""
+        args = self.args
+        own = args.generation_kwargs or {}
+        # A sampled placeholder would stand for media that aren't there
+        bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
+        # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
+        own = {"detokenize": "stop" in own, **own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
+        self.vllm_generation = MultimodalVLLMGeneration(
+            model=self.model,
+            accelerator=self.accelerator,
+            processing_class=self.processing_class,
+            mode=args.vllm_mode,
+            structured_outputs_regex=args.vllm_structured_outputs_regex,
+            server_base_url=args.vllm_server_base_url,
+            server_host=args.vllm_server_host,
+            server_port=args.vllm_server_port,
+            group_port=args.vllm_group_port,
+            server_timeout=args.vllm_server_timeout,
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_length=args.vllm_max_model_length,
+            max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+            enable_sleep_mode=args.vllm_enable_sleep_mode,
+            model_impl=args.vllm_model_impl,
+            trust_remote_code=args.trust_remote_code,
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_completion_length=self.max_completion_length,
+            generation_kwargs=own,
+            engine_kwargs={"mm_processor_cache_gb": 0, **(args.vllm_engine_kwargs or {})},
+        )
+        self._last_loaded_step = -1  # the step whose weights the engine has
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
@@ -308,8 +348,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         return rows
 
     def _refuse_media_where_unsupported(self, ref, kinds: set[str]) -> None:
-        if self.use_vllm and kinds - {"image"}:
-            raise ref.error("vLLM generation takes images only so far; set `use_vllm=False` for audio and video")
         for option in ("environment_factories", "rollout_func", "tools"):  # TRL adds those of environments to `tools`
             if getattr(self, option):
                 name = "environment_factory" if option == "environment_factories" else option
@@ -337,7 +375,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
                     model,
                     template_kwargs=template_kwargs,
                     audio_overlong=self.args.audio_overlong,
-                    keep_images=self.use_vllm,
+                    keep_decoded=self.use_vllm,
                     row=i,
                 )
             )
@@ -356,16 +394,33 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
                 "A tool returned an image, which would be missing when its completion is scored; return text only."
             )
         prompts = self._batch and self._batch.prompts
-        if self.use_vllm and any(prompt.images for prompt in prompts or ()):
-            images = [prompt.images or None for prompt in prompts]
         # A tool loop asks for the continuation of longer ids, which no record knows; only text rows get there
         unknown = not prompts or prompt_ids != [prompt.input_ids.tolist() for prompt in prompts]
-        if self.use_vllm or self.use_transformers_continuous_batching or unknown:
+        if self.use_vllm:
+            completion_ids, logps = self._ask_engine(prompt_ids if unknown else prompts)
+            if not self._sampling_logps_expected:
+                self._batch.sampled_logps = logps
+            return (completion_ids, logps) if self._sampling_logps_expected else completion_ids
+        if self.use_transformers_continuous_batching or unknown:
             # Continuous batching refuses names of attention that it doesn't know
             with original_attention(self._unwrapped(self.model)):
                 return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
         completion_ids = trim_after_eos(self._sample_completions(prompts, self.generation_config), self.eos_token_ids)
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
+
+    def _ask_engine(self, prompts, **sampling) -> tuple[list[list[int]], list[list[float | None]]]:
+        """Completions by vLLM with the weights of this step, and the log-probabilities it sampled them with."""
+        if self.state.global_step != self._last_loaded_step:
+            with profiling_context(self, "sync_weights"):
+                self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        _, completion_ids, logps, _ = self.vllm_generation.generate(
+            prompts, profiler=profiling_context(self, "vLLM.generate"), **sampling
+        )
+        for prompt in prompts:
+            if isinstance(prompt, EncodedPrompt):
+                prompt.decoded = None  # the engine has seen it
+        return completion_ids, [[logp for [logp] in each] for each in logps]
 
     def _sample_completions(self, prompts, generation_config, share_prefill: bool | None = None):
         with profiling_context(self, "transformers.generate"):

@@ -38,6 +38,11 @@ class MultimodalArguments:
             into prompts. Other columns with media that nothing reads are an error where no row has media that are
             read, and a warning otherwise.
 
+        > Parameters that control vLLM
+
+        vllm_engine_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `vllm.LLM` beside those that TRL sets, over which they win.
+
         > Parameters that control the logging
 
         max_logged_media (`int`, *optional*, defaults to `8`):
@@ -92,6 +97,9 @@ class MultimodalArguments:
             "help": "Columns with media that only reward functions read, `audio`, `image` and `video` included: they "
             "aren't put into prompts."
         },
+    )
+    vllm_engine_kwargs: dict | None = field(
+        default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
     )
     max_logged_media: int | None = field(
         default=8,

@@ -269,6 +269,22 @@ def without_reference(args, active: bool):
         vars(args).update(given)
 
 
+@contextmanager
+def without_engine(args):
+    """
+    Keeps TRL's constructor from starting an engine, which the trainer does itself.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+    """
+    given, args.use_vllm = args.use_vllm, False
+    try:
+        yield
+    finally:
+        args.use_vllm = given
+
+
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
     """
     Loads the model to train, as TRL's trainers do.

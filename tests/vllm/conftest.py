@@ -1,0 +1,40 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tests with vLLM's own engine, on the CPU (`make test-vllm`)."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import families
+
+
+try:
+    import vllm  # noqa: F401
+except ImportError:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "shims"))
+    import vllm_cpu
+
+    vllm_cpu.install()
+
+    # Attention on the CPU takes heads of 32
+    _decoder = families.decoder
+
+    def _with_large_heads(tokenizer, **changes):
+        changes |= {name: 32 for name in ("head_dim", "query_pre_attn_scalar") if changes.get(name) == 16}
+        return _decoder(tokenizer, **{"num_attention_heads": 2, "num_key_value_heads": 1, **changes})
+
+    families.decoder = _with_large_heads
+    families.QWEN2_ROPE["mrope_section"] = [4, 6, 6]
+    families.QWEN3_ROPE["mrope_section"] = [8, 4, 4]
+
+
+@pytest.fixture(autouse=True)
+def engines_gone():
+    yield
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
