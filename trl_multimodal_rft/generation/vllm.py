@@ -137,7 +137,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _with_media(self, prompt: DecodedPrompt) -> dict[str, Any]:
         media: dict[str, Any] = dict(prompt.media)
-        options = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
+        processor: Any = self.processing_class
+        options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
         if "video" in media:
             videos = options["videos_kwargs"]
             assumed = {"fps": _ASSUMED_FPS}
@@ -154,7 +155,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             else:
                 videos["video_metadata"] = [known]
         return {
-            "prompt_token_ids": prompt.token_ids(self.processing_class),
+            "prompt_token_ids": prompt.token_ids(processor),
             "multi_modal_data": media,
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }
