@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from transformers import ProcessorMixin
-from transformers.core_model_loading import revert_weight_conversion
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
+from ..models.wrapped import unwrapped
+from .vllm_weights import checkpoint_weights
 
 
 if is_vllm_available():
@@ -259,10 +260,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         # vLLM knows the names of checkpoints, which aren't always those of the model in memory
-        model: Any = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if is_peft_model(model) else model
-        for name, parameter in super()._iter_named_params():
-            yield from revert_weight_conversion(model, {name: parameter}).items()
+        return checkpoint_weights(unwrapped(self.accelerator, self.model), super()._iter_named_params())
 
     def sync_weights(self):
         """
