@@ -28,14 +28,12 @@ def _writable(engine):
 
 def install() -> None:
     """Patches vLLM and the package's use of it, for this process."""
-    in_place = MultimodalVLLMGeneration.sync_weights
+    in_place = MultimodalVLLMGeneration._load_weights
 
-    def sync_weights(self):
-        if self.mode == "server":
-            return in_place(self)
+    def load_weights(self):
         with _writable(self.llm.llm_engine):
             in_place(self)
 
-    MultimodalVLLMGeneration.sync_weights = sync_weights
+    MultimodalVLLMGeneration._load_weights = load_weights
     # It wants windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None

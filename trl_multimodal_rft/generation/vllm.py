@@ -2,6 +2,7 @@
 """Sampling with vLLM: what TRL's engine lacks to take media, and to know a model's weights by name."""
 
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from trl.import_utils import is_vllm_available
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
 from ..models.wrapped import unwrapped
+from .vllm_adapters import EngineAdapter
 from .vllm_weights import checkpoint_weights
 
 
@@ -23,6 +25,7 @@ if is_vllm_available():
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
+    from vllm.lora.request import LoRARequest
     from vllm.renderers import renderer_from_config
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -53,12 +56,26 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode, those of the server that decide
             how media are processed.
+        adapter ([`EngineAdapter`], *optional*):
+            Adapter that is given to the engine by itself. By default, all weights are given, adapters merged into
+            them.
+        adapter_folder (`str`, *optional*):
+            Folder through which a server gets the adapter, which it must see under the same path.
         kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
-    def __init__(self, engine_kwargs: dict[str, Any] | None = None, **kwargs):
+    def __init__(
+        self,
+        engine_kwargs: dict[str, Any] | None = None,
+        adapter: EngineAdapter | None = None,
+        adapter_folder: str | None = None,
+        **kwargs,
+    ):
         self._engine_kwargs = engine_kwargs or {}
+        self._adapter = adapter
+        self._adapter_folder = adapter_folder
+        self._adapter_request: Any = None  # what the engine samples with, after the first sync
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -196,6 +213,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 [request.prompt for request in asked],
                 sampling_params=[SamplingParams(**{**options, "n": request.count}) for request in asked],
                 use_tqdm=False,
+                lora_request=self._adapter_request,
             )
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
@@ -259,18 +277,25 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     # Weights
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = super()._iter_named_params() if self._adapter is None else self._adapter.base_weights()
         # vLLM knows the names of checkpoints, which aren't always those of the model in memory
-        return checkpoint_weights(unwrapped(self.accelerator, self.model), super()._iter_named_params())
+        return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
     def sync_weights(self):
         """
-        Gives the engine the model's weights, and makes it forget what it computed with others.
+        Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others.
 
         Raises:
             `RuntimeError`: If the engine, in colocate mode, leaves out weights.
         """
+        # The engine loads weights by itself that aren't trained, but not what 4 bits stand for, nor in its sleep
+        has_weights = self._adapter_request is not None or not (self._adapter and self._adapter.is_4bit)
+        given_all = self._adapter is None or self.enable_sleep_mode or not has_weights
         if self.mode == "server":
-            super().sync_weights()
+            if given_all:
+                super().sync_weights()
+            if self._adapter is not None:
+                self._load_adapter_by_server(self._adapter)
             if self.accelerator.is_main_process:
                 client = self.vllm_client
                 client.session.post(f"{client.base_url}/reset_encoder_cache").raise_for_status()
@@ -279,7 +304,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        if given_all:
+            self._load_weights()
+        if self._adapter is not None:
+            self._load_adapter(self._adapter)
+        self.llm.reset_prefix_cache()
+        # What encoders made is kept by the medium alone (huggingface/trl#7198)
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def _load_weights(self) -> None:
+        model = self._runner.model
         # vLLM says which weights it took, and drops others without a word
         left_out = [name for name, weight in self._iter_named_params() if not model.load_weights([(name, weight)])]
         if left_out:
@@ -287,9 +321,33 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
                 f"'{left_out[0]}', so it would sample from another model; set `use_vllm=False`."
             )
-        self.llm.reset_prefix_cache()
-        # What encoders made is kept by the medium alone (huggingface/trl#7198)
-        self.llm.llm_engine.reset_encoder_cache()
+
+    def _load_adapter(self, adapter: EngineAdapter) -> None:
+        engine, last = self.llm.llm_engine, self._adapter_request
+        with tempfile.TemporaryDirectory() as folder:
+            adapter.write(folder)
+            number = 1 if last is None else last.lora_int_id + 1
+            request = LoRARequest(f"policy-{number}", number, folder)
+            if last is not None:
+                engine.remove_lora(last.lora_int_id)
+            engine.add_lora(request)
+        self._adapter_request = request
+        # vLLM drops what is for layers that it doesn't find, or adapts
+        manager: Any = self._runner.lora_manager._adapter_manager
+        left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+        if left_out:
+            raise RuntimeError(
+                f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
+                f"such as '{left_out[0]}', so it would sample from another model; leave them out of `target_modules`, "
+                "or set `vllm_sync_adapter=False`, which merges the adapter into the weights at each sync."
+            )
+
+    @property
+    def _runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+
+    def _load_adapter_by_server(self, adapter: EngineAdapter) -> None:
+        pass
 
 
 def _check_ids(expected: list[int], found: Sequence[int]) -> None:

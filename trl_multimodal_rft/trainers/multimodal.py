@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from torch import nn
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
@@ -35,8 +35,9 @@ from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import trim_after_eos
 from ..generation.vllm import MultimodalVLLMGeneration
+from ..generation.vllm_adapters import EngineAdapter
 from ..models.modes import evaluation_mode
-from ..models.quantization import keep_differentiable
+from ..models.quantization import is_4bit, keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward, Remedies
 from ..reporting.hub import PublishingMixin
@@ -188,6 +189,10 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
         # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
         own = {"detokenize": "stop" in own, **own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
+        alone = args.vllm_sync_adapter
+        if alone is None:  # merging would round to 4 bits
+            alone = is_peft_model(self.model) and is_4bit(self.model)
+        adapter = EngineAdapter(self.model, self.accelerator) if alone else None
         self.vllm_generation = MultimodalVLLMGeneration(
             model=self.model,
             accelerator=self.accelerator,
@@ -213,7 +218,13 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             min_p=self.min_p,
             max_completion_length=self.max_completion_length,
             generation_kwargs=own,
-            engine_kwargs={"mm_processor_cache_gb": 0, **(args.vllm_engine_kwargs or {})},
+            engine_kwargs={
+                "mm_processor_cache_gb": 0,
+                **(adapter.engine_kwargs if adapter else {}),
+                **(args.vllm_engine_kwargs or {}),
+            },
+            adapter=adapter,
+            adapter_folder=args.output_dir,
         )
         self._last_loaded_step = -1  # the step whose weights the engine has
 

@@ -42,6 +42,10 @@ class MultimodalArguments:
 
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `vllm.LLM` beside those that TRL sets, over which they win.
+        vllm_sync_adapter (`bool`, *optional*):
+            Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
+            into them. `None` does so where the weights have 4 bits, to which merging would round; vLLM then holds
+            what they stand for in its own `dtype`.
 
         > Parameters that control the logging
 
@@ -100,6 +104,13 @@ class MultimodalArguments:
     )
     vllm_engine_kwargs: dict | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
+    )
+    vllm_sync_adapter: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the "
+            "adapter merged into them. `None` does so where the weights have 4 bits."
+        },
     )
     max_logged_media: int | None = field(
         default=8,
