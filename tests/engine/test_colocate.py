@@ -30,7 +30,7 @@ class Recorded(MultimodalGRPOTrainer):
         return completions, logps
 
 
-def make(trainer_class, config_class, family, rows, tmp_path, peft_config=None, **options):
+def make(trainer_class, config_class, family, rows, tmp_path, **options):
     options = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -47,7 +47,7 @@ def make(trainer_class, config_class, family, rows, tmp_path, peft_config=None, 
         **options,
     }
     args = config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-    return trainer_class(str(saved(family)), length_and_sum, args, train_dataset=rows, peft_config=peft_config)
+    return trainer_class(str(saved(family)), length_and_sum, args, train_dataset=rows)
 
 
 @pytest.mark.parametrize(

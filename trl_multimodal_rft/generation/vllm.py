@@ -57,8 +57,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode, those of the server that decide
             how media are processed.
         adapter ([`EngineAdapter`], *optional*):
-            Adapter that is given to the engine by itself. By default, all weights are given, adapters merged into
-            them.
+            Adapter, if TRL isn't to merge it into the weights.
         adapter_folder (`str`, *optional*):
             Folder through which a server gets the adapter, which it must see under the same path.
         kwargs:
@@ -79,8 +78,15 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self):
-        with _with_arguments(self._engine_kwargs), _processors_unchecked():
-            super()._init_vllm()
+        try:
+            with _with_arguments(self._engine_kwargs), _processors_unchecked():
+                super()._init_vllm()
+        except ValueError as error:
+            if "does not support LoRA" in str(error):
+                raise ValueError(
+                    f"{error} Set `vllm_sync_adapter=False`, which merges the adapter into the weights."
+                ) from error
+            raise
         if self.mode == "server":
             args = EngineArgs(
                 model=self.model.name_or_path,
@@ -277,7 +283,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     # Weights
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        weights = super()._iter_named_params() if self._adapter is None else self._adapter.base_weights()
+        weights = super()._iter_named_params() if self._adapter is None else self._adapter.weights()
         # vLLM knows the names of checkpoints, which aren't always those of the model in memory
         return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
@@ -288,14 +294,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         Raises:
             `RuntimeError`: If the engine, in colocate mode, leaves out weights.
         """
-        # The engine loads weights by itself that aren't trained, but not what 4 bits stand for, nor in its sleep
-        has_weights = self._adapter_request is not None or not (self._adapter and self._adapter.is_4bit)
-        given_all = self._adapter is None or self.enable_sleep_mode or not has_weights
+        adapter = self._adapter if self._adapter and self._adapter.alone else None
+        # What isn't trained the engine has loaded, but for what 4 bits stand for, and forgets when it sleeps
+        lacks_weights = adapter and (adapter.is_4bit and self._adapter_request is None or self.enable_sleep_mode)
         if self.mode == "server":
-            if given_all:
+            if adapter is None or lacks_weights:
                 super().sync_weights()
-            if self._adapter is not None:
-                self._load_adapter_by_server(self._adapter)
+            if adapter is not None:
+                self._load_adapter_by_server(adapter)
             if self.accelerator.is_main_process:
                 client = self.vllm_client
                 client.session.post(f"{client.base_url}/reset_encoder_cache").raise_for_status()
@@ -304,10 +310,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        if given_all:
+        if adapter is None or lacks_weights:
             self._load_weights()
-        if self._adapter is not None:
-            self._load_adapter(self._adapter)
+        if adapter is not None:
+            self._load_adapter(adapter)
         self.llm.reset_prefix_cache()
         # What encoders made is kept by the medium alone (huggingface/trl#7198)
         self.llm.llm_engine.reset_encoder_cache()

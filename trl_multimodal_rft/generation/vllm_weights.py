@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, WeightTransform, revert_weight_conversion
 
 
 def checkpoint_weights(
@@ -54,7 +54,7 @@ def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
     return stored.removesuffix(".weight") if stored.endswith(".weight") else None
 
 
-def _converters(model: PreTrainedModel) -> list[WeightConverter]:
+def _converters(model: PreTrainedModel) -> list[WeightTransform]:
     """What makes weights of the checkpoint of those in memory, beyond other names."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # not loaded, but built
@@ -62,5 +62,5 @@ def _converters(model: PreTrainedModel) -> list[WeightConverter]:
     return [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
 
 
-def _takes(converter: WeightConverter, name: str) -> bool:
+def _takes(converter: WeightTransform, name: str) -> bool:
     return converter.rename_source_key(name)[1] is not None

@@ -189,10 +189,10 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
         # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
         own = {"detokenize": "stop" in own, **own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
-        alone = args.vllm_sync_adapter
-        if alone is None:  # merging would round to 4 bits
-            alone = is_peft_model(self.model) and is_4bit(self.model)
-        adapter = EngineAdapter(self.model, self.accelerator) if alone else None
+        in_4bit = is_peft_model(self.model) and is_4bit(self.model)
+        alone = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
+        # TRL would round to 4 bits what it merges
+        adapter = EngineAdapter(self.model, self.accelerator, alone) if alone or in_4bit else None
         self.vllm_generation = MultimodalVLLMGeneration(
             model=self.model,
             accelerator=self.accelerator,

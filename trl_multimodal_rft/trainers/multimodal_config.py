@@ -44,8 +44,8 @@ class MultimodalArguments:
             Arguments for `vllm.LLM` beside those that TRL sets, over which they win.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
-            into them. `None` does so where the weights have 4 bits, to which merging would round; vLLM then holds
-            what they stand for in its own `dtype`.
+            into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
+            unquantized, and nothing is rounded to 4 bits.
 
         > Parameters that control the logging
 
