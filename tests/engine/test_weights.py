@@ -9,7 +9,6 @@ from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, saved
 from peft import LoraConfig
 from test_by_name import OMNI, whole_omni
 from test_colocate import Recorded
-from test_qlora import NF4, save_wide
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
@@ -131,6 +130,8 @@ def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
 def test_weights_of_4_bits(family, rows, alone, tmp_path):
     """They stay what they are; the engine has what they stand for."""
     pytest.importorskip("bitsandbytes")
+    from test_qlora import NF4, save_wide
+
     save_wide(family, tmp_path)
     lora = LoraConfig(r=4, target_modules=DECODER)
     trainer = trainer_of(tmp_path, rows, tmp_path, lora, NF4, vllm_sync_adapter=alone)

@@ -3,8 +3,10 @@
 
 import math
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +81,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self):
         try:
-            with _with_arguments(self._engine_kwargs), _processors_unchecked():
+            own = self._adapter.engine_kwargs if self._adapter else {}
+            with _with_arguments({**own, **self._engine_kwargs}), _processors_unchecked():
                 super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
@@ -353,7 +356,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
     def _load_adapter_by_server(self, adapter: EngineAdapter) -> None:
-        pass
+        # Other runs may have left theirs
+        name = f"policy-{uuid.uuid4().hex}"
+        folder = Path(self._adapter_folder or "", name).absolute()
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            folder.mkdir(parents=True)
+        adapter.write(folder if is_main else None)
+        last, self._adapter_request = self._adapter_request, LoRARequest(name, 1, str(folder))
+        if is_main:
+            adapter.replace_on_server(self.vllm_client, folder, last and Path(last.lora_path))
 
 
 def _check_ids(expected: list[int], found: Sequence[int]) -> None:

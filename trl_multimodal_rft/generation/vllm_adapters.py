@@ -2,10 +2,12 @@
 """LoRA adapters that vLLM holds beside weights that aren't trained."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
@@ -156,3 +158,37 @@ class EngineAdapter:
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
         Path(folder, "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
+
+    def replace_on_server(self, client: Any, folder: Path, last: Path | None) -> None:
+        """
+        Has a server sample with the adapter.
+
+        Args:
+            client ([`~trl.generation.vllm_client.VLLMClient`]):
+                The connection to it.
+            folder (`Path`):
+                Where the adapter was written, to a name that the server hasn't had.
+            last (`Path`, *optional*):
+                Where the one before was written, which is deleted.
+
+        Raises:
+            `RuntimeError`: If the server can't load it.
+        """
+        adapter = {"lora_name": folder.name, "lora_path": str(folder)}
+        loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
+        if not loaded.ok:
+            flags = [
+                f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                for name, value in self.engine_kwargs.items()
+                if value is not None
+            ]
+            raise RuntimeError(
+                f"The vLLM server at {client.base_url} doesn't load the adapter (status {loaded.status_code}: "
+                f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, where "
+                f"it sees '{folder}', or set `vllm_sync_adapter=False`."
+            )
+        client.model = folder.name
+        if last is not None:
+            before = {"lora_name": last.name}
+            requests.post(f"{client.base_url}/v1/unload_lora_adapter", json=before).raise_for_status()
+            shutil.rmtree(last)

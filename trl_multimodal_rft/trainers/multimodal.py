@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
+import os
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -218,13 +219,9 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             min_p=self.min_p,
             max_completion_length=self.max_completion_length,
             generation_kwargs=own,
-            engine_kwargs={
-                "mm_processor_cache_gb": 0,
-                **(adapter.engine_kwargs if adapter else {}),
-                **(args.vllm_engine_kwargs or {}),
-            },
+            engine_kwargs={"mm_processor_cache_gb": 0, **(args.vllm_engine_kwargs or {})},
             adapter=adapter,
-            adapter_folder=args.output_dir,
+            adapter_folder=os.path.join(args.output_dir, "vllm_adapter"),
         )
         self._last_loaded_step = -1  # the step whose weights the engine has
 

@@ -45,7 +45,8 @@ class MultimodalArguments:
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
             into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
-            unquantized, and nothing is rounded to 4 bits.
+            unquantized, and nothing is rounded to 4 bits. A server loads the adapter from a folder within
+            `output_dir`, which it must see under the same path.
 
         > Parameters that control the logging
 
