@@ -42,7 +42,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
     vllm_importance_sampling_correction: bool = field(
         default=True,
         metadata={
-            "help": "Whether each completion is weighed by how much more likely it is under the policy than under vLLM."
+            "help": "Whether each completion is weighed by how much more likely it is under the policy than under "
+            "vLLM."
         },
     )
     vllm_importance_sampling_mode: str = field(
@@ -74,10 +75,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
                 f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` "
                 f"({high})."
             )
-        truncates = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.endswith(
-            "truncate"
-        )
-        if truncates and low is None and high is None:
+        truncates = self.vllm_importance_sampling_mode == "sequence_truncate"
+        if self.vllm_importance_sampling_correction and truncates and low is None and high is None:
             raise ValueError(
                 "`vllm_importance_sampling_mode='sequence_truncate'` needs a bound: set "
                 "`vllm_importance_sampling_clip_max` or `vllm_importance_sampling_clip_min`."

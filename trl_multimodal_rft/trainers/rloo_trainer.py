@@ -26,8 +26,8 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
     [`~trl.RLOOTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Each prompt's
-    media is decoded, encoded, prefilled and forwarded once for all its completions. What vLLM samples is weighed as TRL's
-    GRPO does it.
+    media is decoded, encoded, prefilled and forwarded once for all its completions. What vLLM samples is weighed as
+    in TRL's GRPO.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):

@@ -54,8 +54,8 @@ _MOVES = 1e-2
 # Completions of each process that are compared with an engine
 _PROBES = 4
 
-# An engine's log-probabilities may be farther from the trainer's after an update than before it, by this factor. Weights
-# that the engine doesn't get show after the trainer's have moved by a multiple of what that allows.
+# After an update, an engine's log-probabilities may be farther from the trainer's than before, by this factor. That
+# some don't reach the engine shows when the trainer's have moved by a multiple of what that allows.
 _GROWS, _SHOWS = 4, 2
 
 
@@ -203,7 +203,8 @@ class EngineCheck:
         self.trainer = trainer
         self.check = check
         check.engine = check.engine_updated = None
-        self.tolerance = max(check.tolerance, _tolerance(trainer.vllm_generation.dtype))
+        engine: Any = trainer.vllm_generation
+        self.tolerance = max(check.tolerance, _tolerance(engine.dtype))
         self.step = -1  # the last one looked at
         self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None  # with log-probabilities and mask
 
@@ -241,8 +242,8 @@ class EngineCheck:
         measured = self._difference(logps, sampled[rows], mask)
         if measured is None:
             return False
-        limit = self._limit()
-        if self.first is None:
+        limit, before = self._limit(), check.engine
+        if before is None:
             check.engine, self.first = measured, (completions, logps, mask)
             when = "on the first batch"
             reason = (
@@ -250,16 +251,16 @@ class EngineCheck:
                 "`processing_class` from one folder, and start a server with that folder, too"
             )
         else:
-            check.engine_updated, self.first = measured, None
-            when = f"after {step} updates, and were {check.engine[0]:.0e} before"
+            check.engine_updated, self.first = measured, None  # media and all
+            when = f"after {step} updates, and were {before[0]:.0e} before"
             reason = "it doesn't get all weights that are trained, or rounds them"
         mean, largest = measured
         is_strict = self.tolerance <= _tolerance(torch.float32)
         if not mean <= limit or (is_strict and not largest <= self.tolerance):
             raise RuntimeError(
                 f"{check}: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from the "
-                f"trainer's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set `use_vllm=False`, or "
-                "`self_check=False` to go on."
+                f"trainer's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set `use_vllm=False`, "
+                "or `self_check=False` to go on."
             )
         return True
 

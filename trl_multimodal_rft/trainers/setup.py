@@ -233,8 +233,9 @@ def warn_of_truncation(args) -> None:
     if cut and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
             f"With {' and '.join(cut)}, vLLM says how likely a token is among those that are left, and the trainer "
-            "among all, so the importance ratios that correct for vLLM are too small, and the self-check can't compare "
-            "both. Leave `top_p`, `top_k` and `min_p` alone, or set `vllm_importance_sampling_correction=False`."
+            "among all, so the importance ratios that correct for vLLM are too small, and the self-check can't "
+            "compare both. Leave `top_p`, `top_k` and `min_p` alone, or set "
+            "`vllm_importance_sampling_correction=False`."
         )
 
 
