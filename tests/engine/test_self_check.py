@@ -86,12 +86,9 @@ def test_ppo_samples_from_the_policy(tmp_path):
 
 
 def some_signal(completion_ids, prompts, **kwargs):
-    """Every other prompt's completions all get the same reward."""
-    texts = [str(prompt) for prompt in prompts]
-    return [
-        0.0 if sum(map(ord, text)) % 2 else float(sum(ids) % 7)
-        for text, ids in zip(texts, completion_ids, strict=True)
-    ]
+    """The completions of every other prompt all get the same reward."""
+    dead = [sum(map(ord, str(prompt))) % 2 for prompt in prompts]
+    return [0.0 if none else float(sum(ids) % 7) for none, ids in zip(dead, completion_ids, strict=True)]
 
 
 @pytest.mark.parametrize(

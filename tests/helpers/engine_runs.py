@@ -7,7 +7,7 @@ from helpers.trainer_utils import length_and_sum, saved
 
 
 def make(trainer_class, config_class, family, rows, tmp_path, objects=None, **options):
-    """A trainer of three updates of all weights in float32. `objects` are for its constructor, options for its config."""
+    """A trainer of three updates of all weights in float32, with options for its config and objects beside it."""
     options = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,

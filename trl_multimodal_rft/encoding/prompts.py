@@ -13,8 +13,8 @@ import numpy as np
 import PIL.Image
 import torch
 import torch.nn.functional as F
-from accelerate.logging import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
@@ -23,7 +23,7 @@ from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl
 from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, media_padding
 
 
-logger = get_logger(__name__)
+logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
