@@ -100,6 +100,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         else:
             self._renderer = self.llm.renderer
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine computes in."""
+        return self._renderer.model_config.dtype
+
     # Samples
 
     def generate(
