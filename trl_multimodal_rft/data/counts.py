@@ -106,7 +106,7 @@ def _items(lists: pa.Array | None, rows: np.ndarray) -> tuple[pa.Array | None, n
     return (None if pa.types.is_null(lists.type) else lists.flatten()), np.repeat(rows, lengths)
 
 
-def _field(structs: pa.Array | None, name: str) -> pa.Array | None:
+def _field(structs: pa.Array | None, name: str) -> Any:
     if structs is None:
         return None
     if not pa.types.is_struct(structs.type) or structs.type.get_field_index(name) < 0:

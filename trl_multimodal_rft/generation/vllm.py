@@ -97,7 +97,7 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
         **(drawn if config.do_sample else {"temperature": 0.0}),
         "max_tokens": config.max_new_tokens,
         "stop_token_ids": config.eos_token_id,
-        "logit_bias": {token: -100.0 for token in config.suppress_tokens or ()},
+        "logit_bias": dict.fromkeys(config.suppress_tokens or (), -100.0),
         "detokenize": False,
     }
 

@@ -48,6 +48,7 @@ from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
 from .self_check import SelfCheck, check_engine, run_self_check
 from .setup import (
+    check_engine_format,
     check_name,
     check_takes_media,
     has_unknown_columns,
@@ -106,6 +107,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             }
             processing_class = load_processor(*self._processor_source.values())
         check_processor(processing_class)
+        if args.use_vllm:
+            check_engine_format(processing_class)
         check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if ref_model is None:
             ref_model = load_reference(model, args, kwargs.get("peft_config"), quantization_config)
@@ -451,7 +454,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
-        _, completion_ids, logps, _ = self.vllm_generation.generate(
+        engine: Any = self.vllm_generation
+        _, completion_ids, logps, _ = engine.generate(
             prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling
         )
         return completion_ids, [[logp for [logp] in each] for each in logps]

@@ -14,7 +14,7 @@ from trl.trainer.utils import get_config_model_id
 from ..data.columns import iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.unread import check_columns, columns_known
-from ..families import MODALITIES, family_of
+from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.processes import refuse_runs_apart
 from ..models.pretrained import load_model, trained_part
 from ..models.towers import freeze_as_built
@@ -91,6 +91,24 @@ def check_name(model, args, processing_class, ref_model, peft_config) -> None:
         raise ValueError(
             f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
+        )
+
+
+def check_engine_format(processing_class) -> None:
+    """
+    vLLM knows some models in the format of their makers alone, with tokens and names of weights of their own.
+
+    Args:
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
+            What encodes prompts.
+
+    Raises:
+        `ValueError`: If this is one of them.
+    """
+    if family_of_processor(processing_class).takes_base64_audio:
+        raise ValueError(
+            f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
+            "tokenizer and names of weights, not with those of transformers; set `use_vllm=False`."
         )
 
 
