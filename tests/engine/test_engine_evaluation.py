@@ -58,6 +58,7 @@ def test_evaluation_during_training_and_after(trainer_class, config_class, famil
     trainer.train()
     alone, trainer.drawn = trainer.drawn, ()
     trainer.model.load_state_dict(start)
+    trainer.optimizer = trainer.lr_scheduler = None
     sampling = EvaluationConfig(num_samples=3, temperature=1.0, max_completion_length=6, batch_size=2)
     callback = GenerationEvalCallback(trainer, held_out, length_and_sum, sampling, freq=1)
     trainer.add_callback(callback)
