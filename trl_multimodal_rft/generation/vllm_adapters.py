@@ -184,8 +184,8 @@ class EngineAdapter:
             ]
             raise RuntimeError(
                 f"The vLLM server at {client.base_url} doesn't load the adapter (status {loaded.status_code}: "
-                f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, where "
-                f"it sees '{folder}', or set `vllm_sync_adapter=False`."
+                f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
+                f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
             )
         client.model = folder.name
         if last is not None:
