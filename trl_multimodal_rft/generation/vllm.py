@@ -16,13 +16,11 @@ from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
+from .vllm_server import check_server, forget_media, joined, server_completions, server_features, server_renderer
 
 
 if is_vllm_available():
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
-    from vllm.renderers import renderer_from_config
     from vllm.sampling_params import StructuredOutputsParams
 
 # What processors assume of videos whose rate isn't known, in frames per second
@@ -50,8 +48,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     Args:
         engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode, those of the server that decide
-            how media are processed.
+            Arguments for `vllm.LLM` beside TRL's, over which they win. A server has its own.
         kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
@@ -63,15 +60,20 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _init_vllm(self):
         with _with_arguments(self._engine_kwargs), _processors_unchecked():
             super()._init_vllm()
+        self._renderer: Any
         if self.mode == "server":
-            args = EngineArgs(
-                model=self.model.name_or_path,
-                trust_remote_code=self.trust_remote_code,
-                **self._engine_kwargs,
-            )
-            self._renderer: Any = renderer_from_config(args.create_engine_config())
+            found: list[Any] = [None]
+            if self.accelerator.is_main_process:
+                found = [self.vllm_client.get_server_info()]
+                check_server(self.vllm_client, found[0], self.model.config, self._trainer_dtype())
+            broadcast_object_list(found, from_process=0)
+            self._renderer = server_renderer(found[0], self.model.name_or_path, self.trust_remote_code)
         else:
             self._renderer = self.llm.renderer
+
+    def _trainer_dtype(self) -> torch.dtype:
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return mixed.get(self.accelerator.mixed_precision, self.model.dtype)
 
     # Samples
 
@@ -160,7 +162,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }
 
-    def _sampling(self, sampling: dict[str, Any]) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, Any]:
         return {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -169,11 +171,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             "min_p": 0.0 if self.min_p is None else self.min_p,
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
-            **sampling,
         }
 
     def _ask_engine(self, requests: list[_Request], sampling: dict[str, Any], profiler) -> list[Completion]:
-        options = {**self._sampling({}), **self.generation_kwargs, **sampling}
+        options = {**self._sampling(), **self.generation_kwargs, **sampling}
         structured = options.get("structured_outputs")
         if self.structured_outputs_regex is not None:
             structured = {"regex": self.structured_outputs_regex}
@@ -209,51 +210,31 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return completions
 
     def _ask_server(self, requests: list[_Request], sampling: dict[str, Any], profiler) -> list[Completion]:
-        # The server takes ids and what its processor makes of media, which is made here
-        rendered = [self._features(request) if "multi_modal_data" in request.prompt else None for request in requests]
-        own = [(request.ids, features, request.count) for request, features in zip(requests, rendered, strict=True)]
-        gathered = gather_object(own)
-        counts = gather_object([sum(request.count for request in requests)])
+        gathered = gather_object([(request.ids, self._features(request), request.count) for request in requests])
+        wanted = sum(request.count for request in requests)
+        counts = gather_object([wanted])
         payload: list[Any] = [None]
         if self.accelerator.is_main_process:
             with profiler:
-                payload = [self._completions_of(_joined(gathered), sampling)]
+                completions = server_completions(
+                    self.vllm_client,
+                    joined(gathered),
+                    structured_outputs_regex=self.structured_outputs_regex,
+                    generation_kwargs={**self.generation_kwargs, **sampling},
+                    **self._sampling(),
+                )
+            payload = [completions]
         broadcast_object_list(payload, from_process=0)
         first = sum(counts[: self.accelerator.process_index])
-        return payload[0][first:][: counts[self.accelerator.process_index]]
+        return [Completion(*each) for each in payload[0][first : first + wanted]]
 
-    def _completions_of(self, asked: list[tuple], sampling: dict[str, Any]) -> list[Completion]:
-        completions: list[list[Completion]] = [[] for _ in asked]
-        for count in {count for _, _, count in asked}:
-            places = [place for place, each in enumerate(asked) if each[2] == count]
-            features = [asked[place][1] for place in places]
-            output = self.vllm_client.generate(
-                [asked[place][0] for place in places],
-                features=features if any(features) else None,
-                n=count,
-                structured_outputs_regex=self.structured_outputs_regex,
-                generation_kwargs=self.generation_kwargs,
-                **self._sampling(sampling),
-            )
-            sampled = zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True)
-            for index, (ids, logps, tokens) in enumerate(sampled):
-                own = [of[at.index(token)] for token, of, at in zip(ids, logps, tokens, strict=True)]
-                completions[places[index // count]].append(Completion(ids, own))
-        return [completion for each in completions for completion in each]
-
-    def _features(self, request: _Request) -> dict[str, Any]:
+    def _features(self, request: _Request) -> dict[str, Any] | None:
+        if "multi_modal_data" not in request.prompt:
+            return None
         with _processors_unchecked():
-            [prompt] = self._renderer.render_cmpl([request.prompt])
-        _check_ids(request.ids, prompt["prompt_token_ids"])
-        return {
-            "mm_hashes": dict(prompt["mm_hashes"]),
-            "mm_placeholders": {
-                kind: [_range(place, kind) for place in places] for kind, places in prompt["mm_placeholders"].items()
-            },
-            "kwargs_data": {
-                kind: [encode_mm_kwargs_item(item) for item in items] for kind, items in prompt["mm_kwargs"].items()
-            },
-        }
+            [rendered] = self._renderer.render_cmpl([request.prompt])
+        _check_ids(request.ids, rendered["prompt_token_ids"])
+        return server_features(rendered)
 
     # Weights
 
@@ -274,8 +255,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if self.mode == "server":
             super().sync_weights()
             if self.accelerator.is_main_process:
-                client = self.vllm_client
-                client.session.post(f"{client.base_url}/reset_encoder_cache").raise_for_status()
+                forget_media(self.vllm_client)
             return
         if self.enable_sleep_mode:
             empty_cache()
@@ -301,32 +281,6 @@ def _check_ids(expected: list[int], found: Sequence[int]) -> None:
             "scored after another prompt: its processor and `processing_class` don't agree. Load both from the folder "
             "of the model, or set `use_vllm=False`."
         )
-
-
-def _joined(asked: list[tuple]) -> list[tuple]:
-    """Requests of all processes, those of a group that several processes share as one."""
-    joined: list[tuple] = []
-    for ids, features, count in asked:
-        hashes = features and features["mm_hashes"]
-        if joined and joined[-1][0] == ids and (joined[-1][1] and joined[-1][1]["mm_hashes"]) == hashes:
-            joined[-1] = (*joined[-1][:2], joined[-1][2] + count)
-        else:
-            joined.append((ids, features, count))
-    return joined
-
-
-def _range(place, kind: str) -> dict[str, int]:
-    """Where a medium's embeddings go, for the server, which can't be told of text between them."""
-    offset, length = place.offset, place.length
-    if place.is_embed is not None:
-        first, last = place.is_embed.nonzero().flatten()[[0, -1]].tolist()
-        if not place.is_embed[first : last + 1].all():
-            raise MediaError(
-                f"vLLM's server can't place {kind} whose placeholders have text between them, as this model's have; "
-                "set `vllm_mode='colocate'`."
-            )
-        offset, length = offset + first, last - first + 1
-    return {"offset": offset, "length": length}
 
 
 @contextmanager

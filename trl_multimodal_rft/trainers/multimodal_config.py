@@ -41,7 +41,7 @@ class MultimodalArguments:
         > Parameters that control vLLM
 
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside those that TRL sets, over which they win.
+            Arguments for `vllm.LLM` beside those that TRL sets, over which they win. A server has its own.
 
         > Parameters that control the logging
 
@@ -133,6 +133,11 @@ class MultimodalArguments:
         for name in ("packing", "audio_overlong"):
             check_choice(self, name)
         check_ignored(self.ignored_media_columns)
+        if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
+            raise ValueError(
+                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the engine of a trainer; give them "
+                "to the server when you start it, which tells the trainer, or set `vllm_mode='colocate'`."
+            )
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(
                 f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` "
