@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Trains in each of several processes, and writes what it sampled: `worker.py OUTPUT MODEL [SERVER]`."""
+"""Trains in each of several processes, and writes what it sampled: `worker.py OUTPUT MODEL OPTIONS`."""
 
 import json
 import sys
@@ -16,10 +16,9 @@ from omni import Exact, load_omni, omni_rows  # noqa: E402
 from trl_multimodal_rft import MultimodalGRPOConfig  # noqa: E402
 
 
-def main(output: Path, model: Path, server: str | None = None) -> None:
+def main(output: Path, model: Path, options: dict) -> None:
     vllm_cpu.install()
     # Three groups of four, of which both processes have half of the second
-    engine = {"vllm_mode": "colocate", "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512}}
     args = MultimodalGRPOConfig(
         output_dir=str(output / "run"),
         use_cpu=True,
@@ -33,7 +32,7 @@ def main(output: Path, model: Path, server: str | None = None) -> None:
         save_strategy="no",
         gradient_checkpointing=False,
         use_vllm=True,
-        **(engine if server is None else {"vllm_mode": "server", "vllm_server_base_url": server}),
+        **options,
     )
     trainer = Exact(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model))
     asked = []
@@ -52,4 +51,4 @@ def main(output: Path, model: Path, server: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
