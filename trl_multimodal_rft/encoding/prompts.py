@@ -81,6 +81,8 @@ class EncodedPrompt:
             The prompt and its media before the processor, where that is kept.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt holds.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled in when completions are packed.
     """
@@ -91,6 +93,7 @@ class EncodedPrompt:
     position_ids: torch.Tensor
     decoded: DecodedPrompt | None = None
     modalities: frozenset[str] = frozenset()
+    row: int | None = None
     mask_cache: dict = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -222,6 +225,7 @@ def encode_prompt(
         position_ids=prompt_position_ids(model, input_ids, media, token_fields),
         decoded=kept,
         modalities=frozenset(ref.kind for ref in refs),
+        row=row,
     )
 
 

@@ -4,11 +4,15 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import packages_distributions, version
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from transformers import ProcessorMixin
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from transformers import GenerationConfig, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
@@ -16,11 +20,45 @@ from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
-from .vllm_server import check_server, forget_media, joined, server_completions, server_features, server_renderer
+from .vllm_server import (
+    ServerRequest,
+    check_server,
+    forget_media,
+    joined,
+    server_completions,
+    server_features,
+    server_renderer,
+)
 
 
-if is_vllm_available():
+logger = get_logger(__name__)
+
+_VERSIONS = SpecifierSet(">=0.27.1,<0.31")
+
+
+def engine_obstacle() -> str | None:
+    """
+    Why vLLM can't sample here.
+
+    Returns:
+        `str`, *optional*: What is missing, and the remedy. `None` where a version is installed that can.
+    """
+    remedy = "run `pip install trl-multimodal-rft[vllm]`, or set `use_vllm=False`."
+    if not is_vllm_available():
+        return f"vLLM isn't installed; {remedy}"
+    # The build for CPUs is a distribution of another name
+    installed = version(packages_distributions()["vllm"][0])
+    if _VERSIONS.contains(Version(installed).base_version):
+        return None
+    return (
+        f"vLLM {installed} is installed, and 0.27.1 to 0.30.0 are what works here: those before are built for an "
+        f"earlier torch, those after exclude transformers 5.23; {remedy}"
+    )
+
+
+if engine_obstacle() is None:
     from vllm import SamplingParams
+    from vllm.model_executor.models.utils import StageMissingLayer
     from vllm.sampling_params import StructuredOutputsParams
 
 # What processors assume of videos whose rate isn't known, in frames per second
@@ -35,11 +73,38 @@ class Completion(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A prompt as the engine takes it, the ids that it must make of it, and how many completions are wanted."""
+    """
+    A prompt as the engine takes it, the ids that it must make of it, how many completions are wanted, the seed of the
+    first one, and the row that it is of.
+    """
 
     prompt: dict[str, Any]
     ids: list[int]
     count: int
+    seed: int | None
+    row: int
+
+
+def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
+    """
+    What vLLM is to be told to sample as transformers does.
+
+    Args:
+        config ([`~transformers.GenerationConfig`]):
+            How to sample: greedily, or by temperature, `top_p` and `top_k`; the most tokens, those that end a
+            completion, and those that may not be sampled.
+
+    Returns:
+        `dict[str, Any]`: Sampling parameters.
+    """
+    drawn = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    return {
+        **(drawn if config.do_sample else {"temperature": 0.0}),
+        "max_tokens": config.max_new_tokens,
+        "stop_token_ids": config.eos_token_id,
+        "logit_bias": dict.fromkeys(config.suppress_tokens or (), -100.0),
+        "detokenize": False,
+    }
 
 
 class MultimodalVLLMGeneration(VLLMGeneration):
@@ -48,7 +113,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     Args:
         engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside TRL's, over which they win. A server has its own.
+            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode `dtype`, which the server must
+            have, too, and `revision` of the processor.
         kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
@@ -58,6 +124,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self):
+        if (obstacle := engine_obstacle()) is not None:
+            raise ImportError(f"`use_vllm` is set, but {obstacle}")
         with _with_arguments(self._engine_kwargs), _processors_unchecked():
             super()._init_vllm()
         self._renderer: Any
@@ -65,15 +133,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             found: list[Any] = [None]
             if self.accelerator.is_main_process:
                 found = [self.vllm_client.get_server_info()]
-                check_server(self.vllm_client, found[0], self.model.config, self._trainer_dtype())
+                check_server(self.vllm_client, found[0], self.model.config, self._engine_kwargs["dtype"])
             broadcast_object_list(found, from_process=0)
-            self._renderer = server_renderer(found[0], self.model.name_or_path, self.trust_remote_code)
+            self._renderer = server_renderer(
+                found[0], self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
+            )
         else:
             self._renderer = self.llm.renderer
-
-    def _trainer_dtype(self) -> torch.dtype:
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return mixed.get(self.accelerator.mixed_precision, self.model.dtype)
 
     # Samples
 
@@ -83,7 +149,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         images: Sequence[list | None] | None = None,
         num_generations: int = 1,
         profiler=None,
-        **sampling,
+        sampling: dict[str, Any] | None = None,
     ) -> tuple:
         """
         Samples a completion of each prompt.
@@ -97,21 +163,26 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 As for TRL's method. Groups are told by the prompts.
             profiler (`ContextManager`, *optional*):
                 Context in which the engine samples.
-            sampling:
-                Sampling parameters, where they aren't those of training.
+            sampling (`dict[str, Any]`, *optional*):
+                Sampling parameters in place of all those of training. With a `seed`, completion `i` is drawn with
+                `seed + i`, and nothing that is drawn later depends on these.
 
         Returns:
             `tuple`: Prompt ids, completion ids, log-probabilities and their token ids, as TRL's method returns them.
 
         Raises:
-            [`MediaError`]: If the engine makes other tokens of a prompt than the processing class.
+            [`MediaError`]: If the engine makes other tokens of a prompt than the processing class, or if a prompt has
+                more media than the engine takes. The message names the row.
+            `ValueError`: If a prompt is too long for the engine. The message names the row.
         """
-        requests = self._requests(prompts, images)
+        options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
+        requests = self._requests(prompts, images, None if sampling is None else options.pop("seed", None))
+        self._check_lengths(requests, options["max_tokens"])
         # Asleep, the engine has forgotten its weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
         ask = self._ask_server if self.mode == "server" else self._ask_engine
-        completions = ask(requests, sampling, profiler or nullcontext())
+        completions = ask(requests, options, profiler or nullcontext())
         return (
             [request.ids for request in requests for _ in range(request.count)],
             [completion.ids for completion in completions],
@@ -119,7 +190,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             [[[token] for token in completion.ids] for completion in completions],
         )
 
-    def _requests(self, prompts, images) -> list[_Request]:
+    def _requests(self, prompts, images, seed: int | None) -> list[_Request]:
         requests: list[_Request] = []
         last = None
         for index, prompt in enumerate(prompts):
@@ -128,17 +199,25 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
             last = prompt
-            ids = prompt.input_ids.tolist() if isinstance(prompt, EncodedPrompt) else list(prompt)
+            ids, row, decoded = prompt, None, None
+            if isinstance(prompt, EncodedPrompt):
+                ids, row, decoded = prompt.input_ids.tolist(), prompt.row, prompt.decoded
+                if prompt.modalities and decoded is None:
+                    raise ValueError("A prompt has lost its decoded media; encode it with `keep_decoded=True`.")
+            row = index if row is None else row
             taken: dict[str, Any] = {"prompt_token_ids": ids}
-            if isinstance(prompt, EncodedPrompt) and prompt.decoded is not None:
-                taken = self._with_media(prompt.decoded)
+            if decoded is not None:
+                taken = self._with_media(decoded, row)
             elif own_images:
+                self._check_number("image", len(own_images), row)
                 taken["multi_modal_data"] = {"image": own_images}
-            requests.append(_Request(taken, ids, 1))
+            requests.append(_Request(taken, list(ids), 1, None if seed is None else seed + index, row))
         return requests
 
-    def _with_media(self, prompt: DecodedPrompt) -> dict[str, Any]:
+    def _with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
         media: dict[str, Any] = dict(prompt.media)
+        for kind in media:
+            self._check_number(kind, len(media[kind]), row)
         processor: Any = self.processing_class
         options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
         if "video" in media:
@@ -162,7 +241,49 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }
 
+    def _check_number(self, kind: str, number: int, row: int) -> None:
+        # Told to take no media at all, the engine has nothing to process them
+        info = self._renderer.mm_processor and self._renderer.mm_processor.info
+        allowed = info.allowed_mm_limits.get(kind, 0) if info else 0
+        if number <= allowed:
+            return
+        most = info.supported_mm_limits.get(kind, 0) if info else None
+        if most is not None and number > most:
+            raise MediaError(
+                f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, of which vLLM takes {most} "
+                "for this model; set `use_vllm=False`."
+            )
+        started = (
+            f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, and the engine was started for"
+        )
+        if self.mode == "server":
+            limit = f"--limit-mm-per-prompt.{kind} {number}"
+            raise MediaError(f"{started} {allowed}; start the server with `{limit}`.")
+        raise MediaError(
+            f"{started} {allowed}, the most in a prompt of the trainer's datasets where nothing else is set; raise "
+            f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
+        )
+
+    def _check_lengths(self, requests: list[_Request], max_tokens: int) -> None:
+        limit = self._renderer.model_config.max_model_len
+        for request in requests:
+            length = len(request.ids)
+            option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
+            remedy = f"raise {option}, or shorten the prompt or its media"
+            if length >= limit:
+                raise ValueError(
+                    f"row {request.row}: the prompt has {length} tokens with those of its media, which leaves nothing "
+                    f"for a completion of the {limit} that the engine was started for; {remedy}."
+                )
+            if length + max_tokens > limit:
+                logger.warning_once(
+                    f"Row {request.row}: the prompt has {length} tokens with those of its media, which leaves "
+                    f"completions {limit - length} of {max_tokens} before the engine cuts them off; {remedy}. Others "
+                    "may be as long."
+                )
+
     def _sampling(self) -> dict[str, Any]:
+        structured = {} if self.structured_outputs_regex is None else {"regex": self.structured_outputs_regex}
         return {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -171,15 +292,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             "min_p": 0.0 if self.min_p is None else self.min_p,
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
+            **self.generation_kwargs,
+            **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _ask_engine(self, requests: list[_Request], sampling: dict[str, Any], profiler) -> list[Completion]:
-        options = {**self._sampling(), **self.generation_kwargs, **sampling}
-        structured = options.get("structured_outputs")
-        if self.structured_outputs_regex is not None:
-            structured = {"regex": self.structured_outputs_regex}
-        if isinstance(structured, dict):
-            options["structured_outputs"] = StructuredOutputsParams(**structured)
+    def _ask_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+        if isinstance(options.get("structured_outputs"), dict):
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         first, asked = 0, requests
         if self.tensor_parallel_size > 1:
             gathered: list[Any] = [None] * self.tensor_parallel_size
@@ -194,7 +313,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         with profiler, _processors_unchecked():
             outputs = self.llm.generate(
                 [request.prompt for request in asked],
-                sampling_params=[SamplingParams(**{**options, "n": request.count}) for request in asked],
+                sampling_params=[
+                    SamplingParams(**{"seed": request.seed, **options, "n": request.count}) for request in asked
+                ],
                 use_tqdm=False,
             )
         if self.enable_sleep_mode:
@@ -202,38 +323,32 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = True
         completions = []
         for request, output in zip(requests, outputs[first:], strict=False):
-            _check_ids(request.ids, output.prompt_token_ids)
+            _check_ids(request, output.prompt_token_ids)
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
                 logps = [None if math.isnan(logp) else logp for logp in logps]
                 completions.append(Completion(list(each.token_ids), logps))
         return completions
 
-    def _ask_server(self, requests: list[_Request], sampling: dict[str, Any], profiler) -> list[Completion]:
-        gathered = gather_object([(request.ids, self._features(request), request.count) for request in requests])
-        wanted = sum(request.count for request in requests)
-        counts = gather_object([wanted])
+    def _ask_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+        asked = [ServerRequest(each.ids, self._features(each), each.count, each.seed) for each in requests]
+        gathered = gather_object(asked)
+        counts = gather_object([sum(each.count for each in requests)])
         payload: list[Any] = [None]
         if self.accelerator.is_main_process:
             with profiler:
-                completions = server_completions(
-                    self.vllm_client,
-                    joined(gathered),
-                    structured_outputs_regex=self.structured_outputs_regex,
-                    generation_kwargs={**self.generation_kwargs, **sampling},
-                    **self._sampling(),
-                )
-            payload = [completions]
+                payload = [server_completions(self.vllm_client, joined(gathered), options)]
         broadcast_object_list(payload, from_process=0)
         first = sum(counts[: self.accelerator.process_index])
-        return [Completion(*each) for each in payload[0][first : first + wanted]]
+        own = counts[self.accelerator.process_index]
+        return [Completion(*each) for each in payload[0][first : first + own]]
 
     def _features(self, request: _Request) -> dict[str, Any] | None:
         if "multi_modal_data" not in request.prompt:
             return None
         with _processors_unchecked():
             [rendered] = self._renderer.render_cmpl([request.prompt])
-        _check_ids(request.ids, rendered["prompt_token_ids"])
+        _check_ids(request, rendered["prompt_token_ids"])
         return server_features(rendered)
 
     # Weights
@@ -263,7 +378,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
         # vLLM says which weights it took, and drops others without a word
-        left_out = [name for name, weight in self._iter_named_params() if not model.load_weights([(name, weight)])]
+        left_out = [
+            name
+            for name, weight in self._iter_named_params()
+            if not model.load_weights([(name, weight)]) and not _is_of_unused_tower(model, name)
+        ]
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
@@ -274,12 +393,20 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.llm.llm_engine.reset_encoder_cache()
 
 
-def _check_ids(expected: list[int], found: Sequence[int]) -> None:
-    if list(found) != expected:
+def _is_of_unused_tower(model, name: str) -> bool:
+    """Whether a weight of the checkpoint is of an encoder whose media the engine was told not to take."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapped = [name] if mapper is None else mapper.apply_list([name])
+    unused = tuple(f"{place}." for place, module in model.named_modules() if isinstance(module, StageMissingLayer))
+    return any(each.startswith(unused) for each in mapped)
+
+
+def _check_ids(request: _Request, found: Sequence[int]) -> None:
+    if list(found) != request.ids:
         raise MediaError(
-            f"vLLM made {len(found)} tokens of a prompt that has {len(expected)} here, so what it samples would be "
-            "scored after another prompt: its processor and `processing_class` don't agree. Load both from the folder "
-            "of the model, or set `use_vllm=False`."
+            f"row {request.row}: vLLM made {len(found)} tokens of a prompt that has {len(request.ids)} here, not the "
+            "same ones, so that what it samples would be scored after another prompt: its processor and "
+            "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
         )
 
 

@@ -6,9 +6,9 @@ It takes token ids and what a processor made of media, which the trainer makes, 
 settings. Media themselves never travel: HTTP would encode them again, and has no place for what processors are told.
 """
 
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
-import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 from trl.import_utils import is_vllm_available
@@ -23,16 +23,7 @@ if is_vllm_available():
     from vllm.renderers import renderer_from_config
 
 # Settings of a server that decide what it makes of media, in the two parts of its configuration
-_OF_MODEL = (
-    "revision",
-    "code_revision",
-    "tokenizer_revision",
-    "tokenizer_mode",
-    "config_format",
-    "hf_overrides",
-    "model_impl",
-    "max_model_len",
-)
+_OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
 _OF_MEDIA = (
     "mm_processor_kwargs",
     "mm_device_do_normalize",
@@ -40,11 +31,34 @@ _OF_MEDIA = (
     "video_pruning_method",
     "language_model_only",
 )
+# Connections that TRL's client keeps
+_AT_ONCE = 64
 # What tells models apart whose weights don't fit each other
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedConfig, dtype: torch.dtype) -> None:
+class ServerRequest(NamedTuple):
+    """
+    What a server is asked.
+
+    Args:
+        ids (`list[int]`):
+            Token ids of the prompt, placeholders expanded.
+        features (`dict[str, Any]`, *optional*):
+            What [`server_features`] made of its media.
+        count (`int`):
+            How many completions are wanted.
+        seed (`int`, *optional*):
+            Seed of the first one.
+    """
+
+    ids: list[int]
+    features: dict[str, Any] | None
+    count: int
+    seed: int | None
+
+
+def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
     """
     Refuses a server that would sample from another model, or can't be told what from.
 
@@ -55,14 +69,14 @@ def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedCon
             Its configuration, as `client.get_server_info()` returns it.
         config (`PretrainedConfig`):
             Configuration of the trainer's model.
-        dtype (`torch.dtype`):
-            What the trainer computes in.
+        dtype (`str`):
+            What the trainer computes in, such as `"bfloat16"`.
 
     Raises:
         ValueError: If the trainer can't use the server. The message names what to start it with.
     """
     settings = info["model_config"]
-    own, theirs = (str(each).removeprefix("torch.") for each in (dtype, settings["dtype"]))
+    computed = settings["dtype"].removeprefix("torch.")
     version = client.session.get(f"{client.base_url}/version").json()["version"]
     problem = None
     if version.split("+")[0] != vllm.__version__.split("+")[0]:
@@ -77,10 +91,10 @@ def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedCon
             f"returns {settings['logprobs_mode']}, which it doesn't sample from; start it with "
             "`--logprobs-mode processed_logprobs`"
         )
-    elif theirs != own:
+    elif computed != dtype:
         problem = (
-            f"computes in {theirs} and the trainer in {own}, so its log-probabilities are rounded otherwise; start it "
-            f"with `--dtype {own}`"
+            f"computes in {computed} and the trainer in {dtype}, so it rounds otherwise; start it "
+            f"with `--dtype {dtype}`"
         )
     elif different := _other_shape(settings, config):
         problem = f"serves '{settings['model']}', another model than the trainer's: {different}; start it with that"
@@ -101,7 +115,7 @@ def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
     return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
 
 
-def server_renderer(info: dict[str, Any], model: str, trust_remote_code: bool) -> Any:
+def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> Any:
     """
     Makes of prompts what a server would, without an engine.
 
@@ -110,6 +124,8 @@ def server_renderer(info: dict[str, Any], model: str, trust_remote_code: bool) -
             The server's configuration.
         model (`str`):
             Folder or name of the trainer's model, for its processor.
+        revision (`str`, *optional*):
+            Its revision.
         trust_remote_code (`bool`):
             Whether code in that folder may run.
 
@@ -120,6 +136,7 @@ def server_renderer(info: dict[str, Any], model: str, trust_remote_code: bool) -
     media = settings["multimodal_config"] or {}
     args = EngineArgs(
         model=model,
+        revision=revision,
         trust_remote_code=trust_remote_code,
         dtype=settings["dtype"].removeprefix("torch."),
         mm_processor_cache_gb=0,  # each prompt is rendered once
@@ -171,60 +188,65 @@ def _range(place, kind: str) -> dict[str, int]:
     return {"offset": offset, "length": length}
 
 
-def joined(asked: list[tuple]) -> list[tuple]:
+def joined(asked: list[ServerRequest]) -> list[ServerRequest]:
     """
-    Requests of all processes, those that follow each other with the same prompt as one: a group may straddle processes.
+    Requests that follow each other with the same prompt as one, since processes may share a group.
 
     Args:
-        asked (`list[tuple]`):
-            Ids of each prompt, its features, and how many completions are wanted.
+        asked (`list[ServerRequest]`):
+            Those of all processes, in their order.
 
     Returns:
-        `list[tuple]`: The same, without repetitions.
+        `list[ServerRequest]`: The same, for as many completions.
     """
-    result: list[tuple] = []
-    for ids, features, count in asked:
-        if result and _same(result[-1], (ids, features)):
-            result[-1] = (*result[-1][:2], result[-1][2] + count)
+    result: list[ServerRequest] = []
+    for each in asked:
+        if result and _of_same_prompt(result[-1], each):
+            result[-1] = result[-1]._replace(count=result[-1].count + each.count)
         else:
-            result.append((ids, features, count))
+            result.append(each)
     return result
 
 
-def _same(one: tuple, other: tuple) -> bool:
-    hashes = [each[1] and each[1]["mm_hashes"] for each in (one, other)]
-    return one[0] == other[0] and hashes[0] == hashes[1]
+def _of_same_prompt(one: ServerRequest, other: ServerRequest) -> bool:
+    media = [each.features and each.features["mm_hashes"] for each in (one, other)]
+    return one.ids == other.ids and media[0] == media[1]
 
 
-def server_completions(client: VLLMClient, asked: list[tuple], **sampling) -> list[tuple[list[int], list]]:
+def server_completions(
+    client: VLLMClient, asked: list[ServerRequest], options: dict[str, Any]
+) -> list[tuple[list[int], list[float | None]]]:
     """
     Samples with a server.
 
     Args:
         client ([`~trl.generation.vllm_client.VLLMClient`]):
             The connection to it.
-        asked (`list[tuple]`):
-            Ids of each prompt, its features, and how many completions are wanted.
-        sampling:
-            Arguments of `client.generate`.
+        asked (`list[ServerRequest]`):
+            What to sample.
+        options (`dict[str, Any]`):
+            Sampling parameters of all.
 
     Returns:
-        `list[tuple]`: Token ids and log-probabilities of each completion, those of a prompt one after the other.
+        `list[tuple[list[int], list[float]]]`: Token ids and log-probabilities of each completion, those of a request
+        one after the other.
     """
-    completions: list[list[tuple]] = [[] for _ in asked]
-    for count in {count for _, _, count in asked}:
-        places = [place for place, each in enumerate(asked) if each[2] == count]
+
+    def sample(request: ServerRequest) -> list[tuple]:
         output = client.generate(
-            [asked[place][0] for place in places],
-            features=[asked[place][1] for place in places],  # `None` for all would go another way, by text
-            n=count,
-            **sampling,
+            [request.ids],
+            features=[request.features],  # without, TRL's client goes another way, by text
+            n=request.count,
+            generation_kwargs={"seed": request.seed, **options},
         )
         sampled = zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True)
-        for index, (ids, logps, tokens) in enumerate(sampled):
-            own = [of[at.index(token)] for token, of, at in zip(ids, logps, tokens, strict=True)]
-            completions[places[index // count]].append((ids, own))
-    return [completion for each in completions for completion in each]
+        return [
+            (ids, [of[at.index(token)] for token, of, at in zip(ids, logps, tokens, strict=True)])
+            for ids, logps, tokens in sampled
+        ]
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [completion for each in pool.map(sample, asked) for completion in each]
 
 
 def forget_media(client: VLLMClient) -> None:

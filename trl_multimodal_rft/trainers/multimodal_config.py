@@ -135,8 +135,8 @@ class MultimodalArguments:
         check_ignored(self.ignored_media_columns)
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
             raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the engine of a trainer; give them "
-                "to the server when you start it, which tells the trainer, or set `vllm_mode='colocate'`."
+                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
+                "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
             )
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(
