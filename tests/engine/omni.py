@@ -69,17 +69,17 @@ class Exact(MultimodalGRPOTrainer):
         banned = sorted(all_placeholder_ids(model, self.processing_class))
         draw = []
         for prompt, ids, sampled in zip(self._batch.prompts, completions, logps, strict=True):
-            sequence = torch.cat([prompt.input_ids, torch.tensor(ids)])[None]
+            ids = torch.tensor(ids)
+            sequence = torch.cat([prompt.input_ids, ids])[None]
             after = prompt.position_ids[..., -1:] + 1 + torch.arange(len(ids))
             positions = torch.cat([prompt.position_ids, after], dim=-1)
-            with torch.no_grad():
-                logits = model(
-                    sequence, attention_mask=torch.ones_like(sequence), position_ids=positions, **prompt.media
-                ).logits
-            logits = logits[0, len(prompt) - 1 : -1].float()
+            fields = {"attention_mask": torch.ones_like(sequence), "position_ids": positions, **prompt.media}
+            with torch.no_grad(), self.accelerator.autocast():
+                logits = model(sequence.to(model.device), **{k: v.to(model.device) for k, v in fields.items()}).logits
+            logits = logits[0, len(prompt) - 1 : -1].float().cpu()
             logits[:, banned] = -torch.inf
-            own = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            draw.append((prompt.input_ids.tolist(), list(ids), (own - torch.tensor(sampled)).abs().max().item()))
+            own = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            draw.append((prompt.input_ids.tolist(), ids.tolist(), (own - torch.tensor(sampled)).abs().max().item()))
         self.draws = [*getattr(self, "draws", []), draw]
         return completions, logps
 

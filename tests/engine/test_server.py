@@ -1,21 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """vLLM's own server in a process of its own: what it is refused for, and that what it samples is what is scored."""
 
-import os
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import requests
 import torch
 import transformers as hf
 import vllm
-from helpers.processes import free_port, python_environment
 from helpers.trainer_utils import length_and_sum, load, saved, video_rows
-from omni import Exact, load_omni, omni_rows, save_omni
+from omni import Exact, load_omni, omni_rows
 from trl.generation.vllm_client import VLLMClient
 from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
@@ -34,50 +28,7 @@ from trl_multimodal_rft.generation.vllm_server import (
 )
 
 
-FLAGS = [
-    *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.3"),
-    *("--max-model-len", "512", "--max-num-seqs", "16"),
-    *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_omni(tmp_path_factory.mktemp("omni") / "model")
-
-
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    """Address of a server, which is the same for all tests: it takes a minute to start."""
-    if "VLLM_TEST_SERVER" in os.environ:
-        yield os.environ["VLLM_TEST_SERVER"]
-        return
-    port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    environment = python_environment(VLLM_SERVER_DEV_MODE="1")
-    with log.open("w") as output:
-        process = subprocess.Popen([*command, *FLAGS], env=environment, stdout=output, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(address, process, log)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(address, process, log, seconds=400):
-    for _ in range(seconds):
-        try:
-            return requests.get(f"{address}/health", timeout=5).raise_for_status()
-        except requests.RequestException:
-            assert process.poll() is None, log.read_text()[-8000:]
-            time.sleep(1)
-    raise AssertionError(f"no server after {seconds} s\n{log.read_text()[-8000:]}")
-
-
-def make(server, folder, tmp_path, rows=None, **options):
+def make(server, omni, tmp_path, rows=None, **options):
     options = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -95,7 +46,7 @@ def make(server, folder, tmp_path, rows=None, **options):
     }
     args = MultimodalGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
     rows = omni_rows() if rows is None else rows
-    return Exact(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(folder))
+    return Exact(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(omni))
 
 
 @pytest.fixture
@@ -103,9 +54,9 @@ def client(server):
     return VLLMClient(base_url=server)
 
 
-def test_what_is_sampled_is_what_is_scored(server, folder, tmp_path):
+def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path):
     """After updates of all weights, for a sound, text alone, several media in one prompt, and an image."""
-    trainer = make(server, folder, tmp_path, per_device_train_batch_size=16)
+    trainer = make(server, omni, tmp_path, per_device_train_batch_size=16)
     encoded = [len(prompt) for prompt, _, _ in trainer_draw(trainer)]
     assert len(set(encoded)) == 4 and len(encoded) == 16
     trainer.train()
@@ -119,9 +70,9 @@ def trainer_draw(trainer):
 
 
 @pytest.mark.parametrize("part", ["audio_tower", "visual"])
-def test_server_forgets_what_encoders_made(server, folder, tmp_path, part):
+def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
     """Of the same media before they changed."""
-    trainer = make(server, folder, tmp_path, self_check=False)
+    trainer = make(server, omni, tmp_path, self_check=False)
     trainer_draw(trainer)
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
@@ -138,8 +89,8 @@ def test_server_that_does_not_forget(client):
         forget_media(client)
 
 
-def test_processor_that_makes_other_tokens(server, folder, tmp_path):
-    trainer = make(server, folder, tmp_path, self_check=False)
+def test_processor_that_makes_other_tokens(server, omni, tmp_path):
+    trainer = make(server, omni, tmp_path, self_check=False)
     render = trainer.vllm_generation._renderer.render_cmpl
 
     def with_one_more(prompts):
@@ -157,8 +108,8 @@ def changed(info, **settings):
     return {**info, "model_config": {**info["model_config"], **settings}}
 
 
-def test_refused_servers(client, folder, tmp_path):
-    info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(folder)
+def test_refused_servers(client, omni, tmp_path):
+    info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(omni)
     check_server(client, info, config.thinker_config, "float32")
     with pytest.raises(ValueError, match="computes in float32 and the trainer in bfloat16.*`--dtype bfloat16`"):
         check_server(client, info, config, "bfloat16")
@@ -213,11 +164,11 @@ def test_engine_kwargs_are_the_servers(tmp_path):
 # What is sent
 
 
-def test_settings_are_the_servers(client, folder):
+def test_settings_are_the_servers(client, omni):
     media = {**client.get_server_info()["model_config"]["multimodal_config"], "limit_per_prompt": {"image": 3}}
     media["mm_processor_kwargs"] = {"min_pixels": 3136}
     info = changed(client.get_server_info(), max_model_len=300, dtype="torch.bfloat16", multimodal_config=media)
-    renderer = server_renderer(info, str(folder), None, False)
+    renderer = server_renderer(info, str(omni), None, False)
     config = renderer.model_config
     assert (config.max_model_len, config.dtype) == (300, torch.bfloat16)
     assert config.multimodal_config.mm_processor_kwargs == {"min_pixels": 3136}
@@ -250,5 +201,11 @@ def test_requests_of_a_group_are_one():
     def request(ids, media, count):
         return ServerRequest(ids, media and {"mm_hashes": {"audio": [media]}}, count, None)
 
-    asked = [request([1], "a", 4), request([2], "b", 2), request([2], "b", 2), request([2], "c", 1), request([2], None, 1)]
+    asked = [
+        request([1], "a", 4),
+        request([2], "b", 2),
+        request([2], "b", 2),
+        request([2], "c", 1),
+        request([2], None, 1),
+    ]
     assert [(each.ids, each.count) for each in joined(asked)] == [([1], 4), ([2], 4), ([2], 1), ([2], 1)]

@@ -10,6 +10,7 @@ from trl.generation.vllm_client import VLLMClient
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models import qwen2_audio
+from vllm.platforms import current_platform
 
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 
@@ -32,6 +33,10 @@ def _writable(engine):
 
 def install() -> None:
     """Patches vLLM and the package's use of it, for this process."""
+    # It wants windows of 30 s
+    qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
+    if not current_platform.is_cpu():
+        return
     in_place = MultimodalVLLMGeneration.sync_weights
 
     def sync_weights(self):
@@ -41,8 +46,6 @@ def install() -> None:
             in_place(self)
 
     MultimodalVLLMGeneration.sync_weights = sync_weights
-    # It wants windows of 30 s
-    qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     # Weights reach a server by NCCL, which needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
