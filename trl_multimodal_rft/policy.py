@@ -123,6 +123,7 @@ class PolicyForward:
         compute_aux_loss: bool = False,
         critic: Critic | ValueHead | None = None,
         supervised: Completions | None = None,
+        logit_bias: dict[int, float] | None = None,
     ) -> Scores:
         """
         Scores of completions, differentiable where gradients are on.
@@ -147,6 +148,9 @@ class PolicyForward:
             supervised (`tuple`, *optional*):
                 Prompts, supervised completions and their mask, whose log-probabilities come from the same forward of
                 the wrapper.
+            logit_bias (`dict[int, float]`, *optional*):
+                What an engine adds to the logits of tokens before it samples. Log-probabilities then come from the
+                model's own logits.
 
         Returns:
             [`~forward.scores.Scores`]: The scores. With more tokens than `max_tokens`, gradients come from
@@ -166,7 +170,7 @@ class PolicyForward:
         def score(index: int, part: list[int]) -> Scores:
             own = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
             own_supervised = supervised if index == 0 else None
-            return self._score_part(model, own, packed, remedies, compute_aux_loss, critic, own_supervised)
+            return self._score_part(model, own, packed, remedies, compute_aux_loss, critic, own_supervised, logit_bias)
 
         if n_parts == 1:
             return score(0, list(range(len(prompts))))  # a part has an order of its own
@@ -221,13 +225,14 @@ class PolicyForward:
             return self._as_one_forward(model, values)[:n]
 
     def _score_part(
-        self, model, completions: Completions, packed, remedies, compute_aux_loss, critic, supervised
+        self, model, completions: Completions, packed, remedies, compute_aux_loss, critic, supervised, logit_bias
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
         completions = self._with_companions(model, completions)
         options = self._forwards(completions, packed, remedies)
-        head = {"logits_temperature": self.temperature if remedies.own_logits else None}
+        own_logits = remedies.own_logits or logit_bias is not None
+        head = {"logits_temperature": self.temperature if own_logits else None, "logit_bias": logit_bias}
         own_head = critic if isinstance(critic, ValueHead) else None
         own_critic = None if own_head is not None else critic
         if supervised is not None:

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-import vllm_cpu
-from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, saved, video_rows
+from helpers.engine_runs import make
+from helpers.trainer_utils import audio_rows, image_rows, video_rows
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
@@ -28,26 +28,6 @@ class Recorded(MultimodalGRPOTrainer):
             worst = max(worst, (own - torch.tensor(sampled)).abs().max().item())
         self.differences = [*getattr(self, "differences", []), worst]
         return completions, logps
-
-
-def make(trainer_class, config_class, family, rows, tmp_path, **options):
-    options = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "use_vllm": True,
-        "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512},
-        **options,
-    }
-    args = config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-    return trainer_class(str(saved(family)), length_and_sum, args, train_dataset=rows)
 
 
 @pytest.mark.parametrize(

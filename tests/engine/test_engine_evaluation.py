@@ -3,7 +3,6 @@
 
 import copy
 
-import pytest
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
 from test_colocate import make
 from transformers import set_seed
@@ -18,41 +17,24 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 
 
-def remembering(trainer_class):
-    class Remembers(trainer_class):
-        drawn = ()
+class Remembers(MultimodalGRPOTrainer):
+    drawn = ()
 
-        def _generate_single_turn(self, *args, **kwargs):
-            completions = super()._generate_single_turn(*args, **kwargs)
-            self.drawn = [*self.drawn, completions[0]]
-            return completions
-
-    return Remembers
+    def _generate_single_turn(self, *args, **kwargs):
+        completions = super()._generate_single_turn(*args, **kwargs)
+        self.drawn = [*self.drawn, completions[0]]
+        return completions
 
 
 def completions(result) -> list[list[str]]:
     return [row["completions"] for row in result.rows]
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "config_class", "family", "rows"),
-    [
-        (MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_audio", audio_rows),
-        (MultimodalPPOTrainer, MultimodalPPOConfig, "qwen2_5_vl", image_rows),
-    ],
-)
-def test_evaluation_during_training_and_after(trainer_class, config_class, family, rows, tmp_path):
-    held_out = rows(12).select(range(8, 12))
-    trainer = make(
-        remembering(trainer_class),
-        config_class,
-        family,
-        rows(8),
-        tmp_path,
-        num_generations_eval=2,
-        per_device_eval_batch_size=4,
-        generation_kwargs={"frequency_penalty": 0.5},  # not for evaluation
-    )
+def test_evaluation_during_training_and_after(tmp_path):
+    held_out = audio_rows(12).select(range(8, 12))
+    options = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    options["generation_kwargs"] = {"frequency_penalty": 0.5}  # not for evaluation
+    trainer = make(Remembers, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
     start = copy.deepcopy(trainer.model.state_dict())
     set_seed(1)
     trainer.train()
@@ -65,7 +47,6 @@ def test_evaluation_during_training_and_after(trainer_class, config_class, famil
     set_seed(1)
     trainer.train()
     assert trainer.drawn == alone and len(alone) == 3 and alone[0] != alone[1]
-    trainer.remove_callback(callback)
 
     drawn = completions(callback.result)
     assert all(len(set(samples)) == 3 for samples in drawn)
@@ -75,14 +56,23 @@ def test_evaluation_during_training_and_after(trainer_class, config_class, famil
 
     greedy = EvaluationConfig(max_completion_length=6)
     own = evaluate_trainer(trainer, held_out, length_and_sum, greedy)
-    model = trainer._unwrapped(trainer.model)
-    theirs = evaluate(getattr(model, "policy", model), trainer.processing_class, held_out, length_and_sum, greedy)
+    theirs = evaluate(trainer.model, trainer.processing_class, held_out, length_and_sum, greedy)
     assert own.rows == theirs.rows and own.metrics == theirs.metrics
-    model.load_state_dict(start)  # as one that was read from a checkpoint
-    before = evaluate_trainer(trainer, held_out, length_and_sum, greedy)
-    assert completions(before) != completions(own)
+    trainer.model.load_state_dict(start)  # as one that was read from a checkpoint
+    assert completions(evaluate_trainer(trainer, held_out, length_and_sum, greedy)) != completions(own)
 
     trainer.drawn = ()
     metrics = trainer.evaluate(held_out)
-    assert len(trainer.drawn[0]) == 4 and len(trainer.drawn) == 2  # two completions of each of four prompts
+    assert [len(each) for each in trainer.drawn] == [4, 4]  # two completions of each of four prompts
     assert metrics["eval_reward"] > 0
+
+
+def test_evaluation_of_a_policy_with_a_critic(tmp_path):
+    trainer = make(MultimodalPPOTrainer, MultimodalPPOConfig, "qwen2_5_vl", image_rows(), tmp_path)
+    trainer.train()
+    greedy = EvaluationConfig(max_completion_length=6)
+    own = evaluate_trainer(trainer, image_rows(12), length_and_sum, greedy)
+    theirs = evaluate(
+        trainer._unwrapped(trainer.model), trainer.processing_class, image_rows(12), length_and_sum, greedy
+    )
+    assert own.rows == theirs.rows and own.metrics == theirs.metrics

@@ -37,15 +37,13 @@ def install() -> None:
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
-    in_place = MultimodalVLLMGeneration.sync_weights
+    in_place = MultimodalVLLMGeneration._load_weights
 
-    def sync_weights(self):
-        if self.mode == "server":
-            return in_place(self)
+    def load_weights(self):
         with _writable(self.llm.llm_engine):
             in_place(self)
 
-    MultimodalVLLMGeneration.sync_weights = sync_weights
+    MultimodalVLLMGeneration._load_weights = load_weights
     # Weights reach a server by NCCL, which needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder

@@ -242,6 +242,44 @@ def log_ratios(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor)
     return torch.where(mask.bool(), logps - old_logps, 0)
 
 
+def sequence_ratios(
+    logps: torch.Tensor,
+    sampled_logps: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str = "sequence_mask",
+    low: float | None = None,
+    high: float | None = None,
+) -> torch.Tensor:
+    r"""
+    How much more likely completions are under the policy than under the engine that sampled them, within bounds.
+
+    $w_i = \exp \sum_t (\log \pi(o_{i,t}) - \log \mu(o_{i,t}))$, which corrects for the engine $\mu$.
+
+    Args:
+        logps (`torch.Tensor`):
+            Log-probabilities under the policy, shape `(B, T)`.
+        sampled_logps (`torch.Tensor`):
+            Those of the engine, NaN where it has none, which corrects nothing, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on sampled tokens, shape `(B, T)`.
+        mode (`str`, *optional*, defaults to `"sequence_mask"`):
+            What is done with a ratio out of bounds: `"sequence_mask"` makes it 0, `"sequence_truncate"` the bound.
+        low (`float`, *optional*):
+            Lower bound.
+        high (`float`, *optional*):
+            Upper bound.
+
+    Returns:
+        `torch.Tensor`: The ratios, shape `(B,)`.
+    """
+    differences = torch.where(mask.bool(), logps - sampled_logps, 0.0).nan_to_num(nan=0.0)
+    ratios = differences.sum(1).exp()
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if mode == "sequence_truncate":
+        return ratios.clamp(low, high)
+    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
+
+
 def _per_token(advantages: torch.Tensor) -> torch.Tensor:
     return advantages[:, None] if advantages.dim() == 1 else advantages
 

@@ -14,12 +14,16 @@ import PIL.Image
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
 from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
 from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
 from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, media_padding
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -76,7 +80,8 @@ class EncodedPrompt:
         media (`dict[str, torch.Tensor]`):
             All other processor outputs, on the CPU. Empty for a text-only prompt.
         position_ids (`torch.Tensor`):
-            Positions the model itself would use, shape `(1, P)` or, with multimodal rotary positions, `(R, 1, P)`.
+            Positions the model itself would use, or an engine that samples, shape `(1, P)` or, with multimodal rotary
+            positions, `(R, 1, P)`.
         decoded ([`DecodedPrompt`], *optional*):
             The prompt and its media before the processor, where that is kept.
         modalities (`frozenset[str]`, *optional*):
@@ -168,6 +173,7 @@ def encode_prompt(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
+    engine_positions: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
     """
@@ -186,6 +192,8 @@ def encode_prompt(
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
         keep_decoded (`bool`, *optional*, defaults to `False`):
             Whether to keep the decoded media, for engines that process them themselves.
+        engine_positions (`bool`, *optional*, defaults to `False`):
+            Whether positions are those of vLLM, see [`engine_position_ids`], instead of the model's own.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -218,11 +226,20 @@ def encode_prompt(
     token_fields = {name: outputs[name][0] for name in TOKEN_FIELDS if name in outputs}
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *TOKEN_FIELDS)}
     _check_placeholders(input_ids, refs, media, placeholders)
+    positions = prompt_position_ids(model, input_ids, media, token_fields)
+    if engine_positions:
+        is_media = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
+        own, positions = positions, engine_position_ids(positions, is_media)
+        if not torch.equal(own, positions):
+            logger.warning_once(
+                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM goes on "
+                "with other positions than transformers. Completions are scored at those of vLLM, which samples them."
+            )
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
         media=media if refs else {},
-        position_ids=prompt_position_ids(model, input_ids, media, token_fields),
+        position_ids=positions,
         decoded=kept,
         modalities=frozenset(ref.kind for ref in refs),
         row=row,
@@ -328,6 +345,29 @@ def prompt_position_ids(
     if holder is not None:
         holder.rope_deltas = before
     return positions
+
+
+def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
+    """
+    Positions of a prompt by the rule of vLLM: what follows a medium goes on behind its last position of any axis.
+
+    Some families of transformers go on behind its last position in space, which a long video is beyond in time.
+
+    Args:
+        positions (`torch.Tensor`):
+            Positions by the model's own rule, shape `(1, P)` or `(R, 1, P)`, the last three of time, height and width.
+        is_media (`torch.Tensor`):
+            Which tokens stand for media, shape `(P,)`.
+
+    Returns:
+        `torch.Tensor`: The positions, as the given ones where both rules agree.
+    """
+    if positions.dim() < 3:
+        return positions
+    axes = positions[-3:, 0].clone()
+    for end in ((is_media[:-1] & ~is_media[1:]).nonzero()[:, 0] + 1).tolist():
+        axes[:, end:] += axes[:, :end].max() + 1 - axes[0, end]
+    return torch.cat([positions[:-3], axes[:, None]])
 
 
 def same_prompt(a: Any, b: Any) -> bool:

@@ -58,6 +58,7 @@ def completion_scores(
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
     logits_temperature: float | None = None,
+    logit_bias: dict[int, float] | None = None,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -91,6 +92,8 @@ def completion_scores(
             Temperature of log-probabilities from the model's own logits, for models that change them behind the LM
             head in a way that TRL's fused head doesn't know. Keeps the logits of all completion tokens in memory. By
             default the fused head computes them, at its temperature.
+        logit_bias (`dict[int, float]`, *optional*):
+            With `logits_temperature`, what is added to the logits of tokens.
 
     Returns:
         [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the
@@ -107,7 +110,7 @@ def completion_scores(
             if logits_temperature is None:
                 outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
             else:
-                outputs = _own_scores(model, unwrapped_model, batch, router, logits_temperature)
+                outputs = _own_scores(model, unwrapped_model, batch, router, logits_temperature, logit_bias or {})
         return Scores(
             logps=batch.of_completions(outputs.log_probs),
             entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
@@ -189,15 +192,20 @@ def _all_companions(prompts, part) -> bool:
     return all(isinstance(prompts[i], CompanionPrompt) for i in part)
 
 
-def _own_scores(model, unwrapped_model, batch: "_Batch", router, temperature: float) -> FusedCausalLMOutput:
+def _own_scores(
+    model, unwrapped_model, batch: "_Batch", router, temperature: float, bias: dict[int, float]
+) -> FusedCausalLMOutput:
     """What TRL's fused head returns with `shift_labels`, from the model's own logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
     outputs = model(**batch.inputs, **router, use_cache=False, **({"logits_to_keep": kept} if part else {}))
     logits = outputs.logits if part else outputs.logits[:, kept]
     kept_labels = labels[:, kept]
-    logps, entropies = selective_log_softmax_and_entropy(
-        logits.float(), kept_labels.clamp(min=0), temperature=temperature
-    )
+    logits = logits.float()
+    if bias:
+        added = logits.new_zeros(logits.size(-1))
+        added[list(bias)] = logits.new_tensor(list(bias.values()))
+        logits = logits + added
+    logps, entropies = selective_log_softmax_and_entropy(logits, kept_labels.clamp(min=0), temperature=temperature)
 
     def spread(values):
         everywhere = values.new_zeros(labels.shape)

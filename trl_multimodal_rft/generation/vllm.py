@@ -2,9 +2,12 @@
 """Sampling with vLLM: what TRL's engine lacks to take media, and to know a model's weights by name."""
 
 import math
+import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +16,14 @@ from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import GenerationConfig, ProcessorMixin
-from transformers.core_model_loading import revert_weight_conversion
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
+from ..models.wrapped import unwrapped
+from .vllm_adapters import EngineAdapter
 from .vllm_server import (
     ServerRequest,
     check_server,
@@ -29,6 +33,7 @@ from .vllm_server import (
     server_features,
     server_renderer,
 )
+from .vllm_weights import checkpoint_weights
 
 
 logger = get_logger(__name__)
@@ -58,6 +63,7 @@ def engine_obstacle() -> str | None:
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.utils import StageMissingLayer
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -115,19 +121,40 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode `dtype`, which the server must
             have, too, and `revision` of the processor.
+        adapter ([`EngineAdapter`], *optional*):
+            Adapter, if TRL isn't to merge it into the weights.
+        adapter_folder (`str`, *optional*):
+            Folder through which a server gets the adapter, which it must see under the same path.
         kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
-    def __init__(self, engine_kwargs: dict[str, Any] | None = None, **kwargs):
+    def __init__(
+        self,
+        engine_kwargs: dict[str, Any] | None = None,
+        adapter: EngineAdapter | None = None,
+        adapter_folder: str | None = None,
+        **kwargs,
+    ):
         self._engine_kwargs = engine_kwargs or {}
+        self._adapter = adapter
+        self._adapter_folder = adapter_folder
+        self._adapter_request: Any = None  # what the engine samples with, after the first sync
         super().__init__(**kwargs)
 
     def _init_vllm(self):
         if (obstacle := engine_obstacle()) is not None:
             raise ImportError(f"`use_vllm` is set, but {obstacle}")
-        with _with_arguments(self._engine_kwargs), _processors_unchecked():
-            super()._init_vllm()
+        own = self._adapter.engine_kwargs if self._adapter else {}
+        try:
+            with _with_arguments({**own, **self._engine_kwargs}), _processors_unchecked():
+                super()._init_vllm()
+        except ValueError as error:
+            if "does not support LoRA" in str(error):
+                raise ValueError(
+                    f"{error} Set `vllm_sync_adapter=False`, which merges the adapter into the weights."
+                ) from error
+            raise
         self._renderer: Any
         if self.mode == "server":
             found: list[Any] = [None]
@@ -140,6 +167,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
         else:
             self._renderer = self.llm.renderer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine computes in."""
+        return self._renderer.model_config.dtype
 
     # Samples
 
@@ -317,6 +349,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     SamplingParams(**{"seed": request.seed, **options, "n": request.count}) for request in asked
                 ],
                 use_tqdm=False,
+                lora_request=self._adapter_request,
             )
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
@@ -354,21 +387,25 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     # Weights
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = super()._iter_named_params() if self._adapter is None else self._adapter.weights()
         # vLLM knows the names of checkpoints, which aren't always those of the model in memory
-        model: Any = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if is_peft_model(model) else model
-        for name, parameter in super()._iter_named_params():
-            yield from revert_weight_conversion(model, {name: parameter}).items()
+        return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
     def sync_weights(self):
         """
-        Gives the engine the model's weights, and makes it forget what it computed with others.
+        Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others.
 
         Raises:
             `RuntimeError`: If the engine, in colocate mode, leaves out weights.
         """
+        adapter = self._adapter if self._adapter and self._adapter.alone else None
+        # What isn't trained the engine has loaded, but for what 4 bits stand for, and forgets when it sleeps
+        lacks_weights = adapter and (adapter.is_4bit and self._adapter_request is None or self.enable_sleep_mode)
         if self.mode == "server":
-            super().sync_weights()
+            if adapter is None or lacks_weights:
+                super().sync_weights()
+            if adapter is not None:
+                self._load_adapter_by_server(adapter)
             if self.accelerator.is_main_process:
                 forget_media(self.vllm_client)
             return
@@ -376,7 +413,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        if adapter is None or lacks_weights:
+            self._load_weights()
+        if adapter is not None:
+            self._load_adapter(adapter)
+        self.llm.reset_prefix_cache()
+        # What encoders made is kept by the medium alone (huggingface/trl#7198)
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def _load_weights(self) -> None:
+        model = self._runner.model
         # vLLM says which weights it took, and drops others without a word
         left_out = [
             name
@@ -388,9 +434,42 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
                 f"'{left_out[0]}', so it would sample from another model; set `use_vllm=False`."
             )
-        self.llm.reset_prefix_cache()
-        # What encoders made is kept by the medium alone (huggingface/trl#7198)
-        self.llm.llm_engine.reset_encoder_cache()
+
+    def _load_adapter(self, adapter: EngineAdapter) -> None:
+        engine, last = self.llm.llm_engine, self._adapter_request
+        with tempfile.TemporaryDirectory() as folder:
+            adapter.write(folder)
+            number = 1 if last is None else last.lora_int_id + 1
+            request = LoRARequest(f"policy-{number}", number, folder)
+            if last is not None:
+                engine.remove_lora(last.lora_int_id)
+            engine.add_lora(request)
+        self._adapter_request = request
+        # vLLM drops what is for layers that it doesn't find, or adapts
+        manager: Any = self._runner.lora_manager._adapter_manager
+        left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+        if left_out:
+            raise RuntimeError(
+                f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
+                f"such as '{left_out[0]}', so it would sample from another model; leave them out of `target_modules`, "
+                "or set `vllm_sync_adapter=False`, which merges the adapter into the weights at each sync."
+            )
+
+    @property
+    def _runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+
+    def _load_adapter_by_server(self, adapter: EngineAdapter) -> None:
+        # Other runs may have left theirs
+        name = f"policy-{uuid.uuid4().hex}"
+        folder = Path(self._adapter_folder or "", name).absolute()
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            folder.mkdir(parents=True)
+        adapter.write(folder if is_main else None)
+        last, self._adapter_request = self._adapter_request, LoRARequest(name, 1, str(folder))
+        if is_main:
+            adapter.replace_on_server(self.vllm_client, folder, last and Path(last.lora_path))
 
 
 def _is_of_unused_tower(model, name: str) -> bool:

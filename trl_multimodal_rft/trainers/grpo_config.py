@@ -341,8 +341,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"
                 f"{', or `kl_in_reward=False`' if penalized else ''}."
             )
+        # TRL's constructor checks it only where it makes the engine
+        corrects_tokens = self.vllm_importance_sampling_mode.startswith("token")
+        if self.loss_type == "vespo" and self._corrects and not corrects_tokens:
+            raise ValueError(
+                "`loss_type='vespo'` weighs completions itself; set `vllm_importance_sampling_mode` to "
+                f"'token_truncate' or 'token_mask', got {self.vllm_importance_sampling_mode!r}."
+            )
         if loss.is_own:
             self._check_own_loss(loss)
+
+    @property
+    def _corrects(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
     def _check_own_loss(self, loss: LossType) -> None:
         if self.importance_sampling_level == "sequence":
@@ -372,8 +383,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
                 )
         elif self.delta is not None:
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if loss.per_completion and corrects and self.vllm_importance_sampling_mode.startswith("token"):
+        if loss.per_completion and self._corrects and self.vllm_importance_sampling_mode.startswith("token"):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
                 "'sequence_mask' or 'sequence_truncate'."

@@ -1,12 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
+import os
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from torch import nn
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
@@ -35,8 +36,9 @@ from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import trim_after_eos
 from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
+from ..generation.vllm_adapters import EngineAdapter
 from ..models.modes import evaluation_mode
-from ..models.quantization import keep_differentiable
+from ..models.quantization import is_4bit, keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
 from ..reporting.hub import PublishingMixin
@@ -46,7 +48,7 @@ from ..rewards.model import RewardModel
 from .batch import Batch
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
-from .self_check import SelfCheck, check_engine, run_self_check
+from .self_check import EngineCheck, SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
     check_name,
@@ -59,6 +61,8 @@ from .setup import (
     no_warning_about_init_kwargs,
     refuse_several_runs,
     refuse_unchecked_steps,
+    truncation,
+    warn_of_truncation,
     warn_of_unread,
     without_engine,
     without_reference,
@@ -68,7 +72,7 @@ from .setup import (
 logger = get_logger(__name__)
 
 # Options of vLLM that leave its log-probabilities alone
-_NEUTRAL_OPTIONS = {"max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "detokenize"}
+_NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize"}
 
 
 class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
@@ -87,6 +91,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
     ):
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
+        warn_of_truncation(args)
         if kwargs.get("environment_factory") is None:  # environments read what columns they like
             warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
         set_seed(args.seed)  # as TRL does before it loads a model
@@ -124,6 +129,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
 
         self._train_sampler = None
         self._self_check: SelfCheck | None = None
+        self._engine_check: EngineCheck | None = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         # Datasets whose rows are looked at when the first ones come
@@ -131,10 +137,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         self._unseen = {name for name in datasets if has_unknown_columns(kwargs.get(name))}
         self._media_log: MediaLog | None = None  # what the tables of completions show
         placeholders = all_placeholder_ids(model, processing_class)
-        own = args.generation_kwargs or {}
-        # Options of an engine that change with which probabilities it samples; a config that was used has our own bias
-        bias = [token for token in own.get("logit_bias", {}) if int(token) not in placeholders]
-        self._alters_logits = bool(bias or own.keys() - _NEUTRAL_OPTIONS - {"logit_bias"})
         with (
             image_token_id(model.config, placeholders),
             no_warning_about_init_kwargs(loaded_here),
@@ -190,9 +192,19 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         args = self.args
         own = args.generation_kwargs or {}
         # A sampled placeholder would stand for media that aren't there
-        bias = {str(i) if args.vllm_mode == "server" else i: -100.0 for i in placeholders}
+        bias = dict.fromkeys(placeholders, -100.0)
+        self._logit_bias = bias | {int(i): float(value) for i, value in own.get("logit_bias", {}).items()}
+        named = {str(i): value for i, value in self._logit_bias.items()}  # as JSON has it
         # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
-        own = {"detokenize": "stop" in own, **own, "logit_bias": {**bias, **own.get("logit_bias", {})}}
+        own = {
+            "detokenize": "stop" in own,
+            **own,
+            "logit_bias": named if args.vllm_mode == "server" else self._logit_bias,
+        }
+        in_4bit = is_peft_model(self.model) and is_4bit(self.model)
+        alone = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
+        # TRL would round to 4 bits what it merges
+        adapter = EngineAdapter(self.model, self.accelerator, alone) if alone or in_4bit else None
         self.vllm_generation = MultimodalVLLMGeneration(
             model=self.model,
             accelerator=self.accelerator,
@@ -219,6 +231,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             max_completion_length=self.max_completion_length,
             generation_kwargs=own,
             engine_kwargs={**self._engine_kwargs(), **(args.vllm_engine_kwargs or {})},
+            adapter=adapter,
+            adapter_folder=os.path.join(args.output_dir, "vllm_adapter"),
         )
         self._last_loaded_step = -1  # the step whose weights the engine has
 
@@ -338,7 +352,9 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
                 group_size = self.num_generations if self.model.training else self.num_generations_eval
                 self._media_log.add([row.get("prompt") for row in rows], group_size)
             if batch.prompts is not None:
-                self._check_engine(output)
+                if batch.sampled_logps is not None:
+                    output["sampling_per_token_logps"] = _as_tensor(batch.sampled_logps, output["completion_ids"])
+                self._check_engine(output, batch.prompts)
                 self._choose_packing(batch, output["completion_mask"])
                 output["encoded_prompts"] = batch.prompts
                 output["packed"] = [batch.packed] * len(inputs)
@@ -391,6 +407,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
                     template_kwargs=template_kwargs,
                     audio_overlong=self.args.audio_overlong,
                     keep_decoded=self.use_vllm,
+                    engine_positions=self.use_vllm,
                     row=i,
                 )
             )
@@ -651,34 +668,26 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)
 
-    def _check_engine(self, output: dict[str, Any]) -> None:
-        """Compares what an engine sampled with, on its first batch."""
+    def _check_engine(self, output: dict[str, Any], prompts: list[EncodedPrompt]) -> None:
+        """Compares what an engine sampled with, on its first batch and after an update."""
         check = self._self_check
-        if check is None or check.engine is not None or not self.model.training:
+        if check is None or not self.model.training or "sampling_per_token_logps" not in output:
             return
-        sampled = output.get("sampling_per_token_logps")
-        if sampled is None or not self._samples_from_policy():
+        if not self._samples_from_policy():
             return
-        ids, mask = output["completion_ids"], output["completion_mask"]
-        recomputed = output.get("old_per_token_logps")
-        if recomputed is None:
-            with torch.no_grad():
-                recomputed = self._get_per_token_logps_and_entropies(
-                    self.model,
-                    torch.cat([output["prompt_ids"], ids], dim=1),
-                    torch.cat([output["prompt_mask"], mask], dim=1),
-                    ids.size(1),
-                    batch_size=self.args.per_device_train_batch_size,
-                )[0]
-        check_engine(check, sampled, recomputed, self._loss_mask(output), self.accelerator)
-        self.accelerator.print(check)
+        if self._engine_check is None or self._engine_check.check is not check:
+            self._engine_check = EngineCheck(self, check)
+        if self._engine_check.run(output, prompts, self._loss_mask(output)):
+            logger.info(str(check))
+            self.accelerator.print(check)
 
     def _samples_from_policy(self) -> bool:
-        """Whether an engine's log-probabilities are those of the policy at its temperature, with no token cut off."""
+        """Whether an engine's log-probabilities are those of the policy, with nothing but our bias of its logits."""
         args = self.args
-        if args.repetition_penalty not in (None, 1.0) or getattr(args, "vllm_structured_outputs_regex", None):
+        if not self.use_vllm or args.repetition_penalty not in (None, 1.0) or args.vllm_structured_outputs_regex:
             return False
-        return args.top_p in (None, 1.0) and args.top_k in (None, 0, -1) and not args.min_p and not self._alters_logits
+        others = (args.generation_kwargs or {}).keys() - _NEUTRAL_OPTIONS - {"logit_bias"}
+        return not others and not truncation(args)
 
     @staticmethod
     def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -712,6 +721,13 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             for _ in range(epochs_trained):
                 torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
         return epochs_trained, steps_trained
+
+
+def _as_tensor(logps: list[list[float | None]], completion_ids: torch.Tensor) -> torch.Tensor:
+    """An engine's log-probabilities beside the completions, NaN where it has none, as TRL has them."""
+    rows = [[float("nan") if logp is None else logp for logp in row] for row in logps]
+    width = completion_ids.size(1)
+    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], device=completion_ids.device)
 
 
 def _reorder(value, order: list[int]):

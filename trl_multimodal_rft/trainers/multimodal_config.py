@@ -42,6 +42,11 @@ class MultimodalArguments:
 
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `vllm.LLM` beside those that TRL sets, over which they win. A server has its own.
+        vllm_sync_adapter (`bool`, *optional*):
+            Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
+            into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
+            unquantized, and nothing is rounded to 4 bits. A server loads the adapter from a folder within
+            `output_dir`, which it must see under the same path.
 
         > Parameters that control the logging
 
@@ -100,6 +105,13 @@ class MultimodalArguments:
     )
     vllm_engine_kwargs: dict | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
+    )
+    vllm_sync_adapter: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the "
+            "adapter merged into them. `None` does so where the weights have 4 bits."
+        },
     )
     max_logged_media: int | None = field(
         default=8,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trl import RLOOConfig
 
-from .multimodal_config import MultimodalArguments
+from .multimodal_config import MultimodalArguments, check_choice
 
 
 @dataclass
@@ -19,6 +19,18 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
         advantage_estimator (`str`, *optional*):
             Not for this trainer, whose loss takes RLOO's one value per completion.
 
+        > Parameters that control vLLM
+
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
+            Whether each completion is weighed by how much more likely it is under the policy than under vLLM.
+        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_mask"`):
+            What is done with a weight out of bounds: `"sequence_mask"` leaves out the completion,
+            `"sequence_truncate"` takes the bound.
+        vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
+            Upper bound.
+        vllm_importance_sampling_clip_min (`float`, *optional*):
+            Lower bound.
+
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
@@ -27,6 +39,27 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
     advantage_estimator: str | None = field(
         default=None, metadata={"help": "Not for this trainer, whose loss takes RLOO's one value per completion."}
     )
+    vllm_importance_sampling_correction: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether each completion is weighed by how much more likely it is under the policy than under "
+            "vLLM."
+        },
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="sequence_mask",
+        metadata={
+            "help": "What is done with a weight out of bounds: 'sequence_mask' leaves out the completion, "
+            "'sequence_truncate' takes the bound.",
+            "choices": ["sequence_mask", "sequence_truncate"],
+        },
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=3.0, metadata={"help": "Upper bound of the weights for vLLM."}
+    )
+    vllm_importance_sampling_clip_min: float | None = field(
+        default=None, metadata={"help": "Lower bound of the weights for vLLM."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -34,4 +67,17 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
             raise ValueError(
                 "The loss of `MultimodalRLOOTrainer` takes RLOO's one value per completion, so `advantage_estimator` "
                 "can't be chosen. Use `MultimodalGRPOTrainer`, which has 'rloo' too."
+            )
+        check_choice(self, "vllm_importance_sampling_mode")
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` "
+                f"({high})."
+            )
+        truncates = self.vllm_importance_sampling_mode == "sequence_truncate"
+        if self.vllm_importance_sampling_correction and truncates and low is None and high is None:
+            raise ValueError(
+                "`vllm_importance_sampling_mode='sequence_truncate'` needs a bound: set "
+                "`vllm_importance_sampling_clip_max` or `vllm_importance_sampling_clip_min`."
             )

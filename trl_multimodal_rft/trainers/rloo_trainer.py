@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """REINFORCE Leave-One-Out with media."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import RLOOTrainer
 from trl.trainer.rloo_trainer import RewardFunc
 
+from ..algorithms.losses import sequence_ratios
 from .multimodal import MultimodalMixin
 from .rloo_config import MultimodalRLOOConfig
 from .setup import own_config
@@ -25,7 +26,8 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
     [`~trl.RLOOTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Each prompt's
-    media is decoded, encoded, prefilled and forwarded once for all its completions.
+    media is decoded, encoded, prefilled and forwarded once for all its completions. What vLLM samples is weighed as
+    in TRL's GRPO.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -101,3 +103,35 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+
+    # Rollout
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output, batch = self._roll_out(inputs)
+        if self.use_vllm and self.args.vllm_importance_sampling_correction:
+            # The policy that sampled is scored first
+            self._correct_for_engine(output, batch.scores[0].logps)
+        return output
+
+    def _correct_for_engine(self, output: dict[str, Any], logps: torch.Tensor) -> None:
+        """Weighs completions; a weight on the advantage is one on the loss."""
+        args, mask, sampled = self.args, output["completion_mask"], output["sampling_per_token_logps"]
+        ratios = sequence_ratios(
+            logps,
+            sampled,
+            mask,
+            args.vllm_importance_sampling_mode,
+            args.vllm_importance_sampling_clip_min,
+            args.vllm_importance_sampling_clip_max,
+        )
+        output["advantages"] = output["advantages"] * ratios
+
+        # TRL's metrics for GRPO
+        metrics, gather = self._metrics["train" if self.model.training else "eval"], self.accelerator.gather
+        difference = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
+        difference = difference if difference.numel() else difference.new_zeros(1)
+        metrics["sampling/sampling_logp_difference/mean"].append(gather(difference.mean()).mean().item())
+        metrics["sampling/sampling_logp_difference/max"].append(gather(difference.max()).max().item())
+        for name, value in (("min", ratios.min()), ("mean", ratios.mean()), ("max", ratios.max())):
+            everywhere = gather(value)
+            metrics[f"sampling/importance_sampling_ratio/{name}"].append(getattr(everywhere, name)().item())

@@ -4,25 +4,33 @@
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
+from trl.models.utils import disable_gradient_checkpointing
 
 from ..algorithms.completions import up_to_first_end
 from ..data.columns import iter_refs
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, decode_media, processor_outputs
+from ..encoding.prompts import (
+    EncodedPrompt,
+    all_placeholder_ids,
+    decode_media,
+    processor_outputs,
+    prompt_position_ids,
+)
 from ..families import MODALITIES, TOKEN_FIELDS, modality_of
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..forward.scoring import takes_logits_to_keep, to_model
-from ..policy import Remedies
+from ..models.modes import evaluation_mode
+from ..policy import Completions, Remedies
 
 
 if TYPE_CHECKING:
@@ -42,6 +50,13 @@ _MOST_SIZES = 64
 
 # A medium that moves log-probabilities by less than this share of what counts as equal isn't heard or seen
 _MOVES = 1e-2
+
+# Completions of each process that are compared with an engine
+_PROBES = 4
+
+# After an update, an engine's log-probabilities may be farther from the trainer's than before, by this factor. That
+# some don't reach the engine shows when the trainer's have moved by a multiple of what that allows.
+_GROWS, _SHOWS = 4, 2
 
 
 @dataclass
@@ -72,8 +87,13 @@ class SelfCheck:
             What counts as equal, from the dtype of the computation.
         remedies ([`Remedies`]):
             What the numbers hold for, after all fallbacks.
-        engine (`float` or `None`, *optional*):
-            Log-probabilities of an engine that samples the rollouts against recomputed ones, as their mean difference.
+        engine_positions (`bool`, *optional*, defaults to `False`):
+            Whether the truth has the positions of an engine that samples, which aren't always the model's own.
+        engine (`tuple[float, float]` or `None`, *optional*):
+            Log-probabilities of an engine that samples the rollouts against recomputed ones on the first batch, as
+            their mean and largest difference.
+        engine_updated (`tuple[float, float]` or `None`, *optional*):
+            The same after weights have moved.
     """
 
     features: float | None
@@ -84,7 +104,9 @@ class SelfCheck:
     sampled: float | None
     tolerance: float
     remedies: Remedies
-    engine: float | None = None
+    engine_positions: bool = False
+    engine: tuple[float, float] | None = None
+    engine_updated: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         remedies = self.remedies
@@ -92,6 +114,7 @@ class SelfCheck:
         if self.features is not None:
             parts.append(f"features = processor's {self.features:.0e}")
         own = " (its own logits)" if remedies.own_logits else ""
+        own += " (at the engine's positions)" if self.engine_positions else ""
         parts.append(f"log-probs = model's own {self.padded:.0e}{own}")
         if self.packed is not None:
             parts.append(
@@ -108,7 +131,9 @@ class SelfCheck:
                 f"sampled = model's own {self.sampled:.0e}{'' if remedies.share_prefill else ' (prefilled apart)'}"
             )
         if self.engine is not None:
-            parts.append(f"engine = recomputed {self.engine:.0e}")
+            parts.append("engine = recomputed {:.0e}, at most {:.0e}".format(*self.engine))
+        if self.engine_updated is not None:
+            parts.append("after an update {:.0e}, at most {:.0e}".format(*self.engine_updated))
         return f"self-check: {', '.join(parts)}"
 
 
@@ -160,37 +185,145 @@ def run_self_check(
     return _Check(trainer, measured).run(messages, prompts)
 
 
-def check_engine(
-    check: SelfCheck, sampled: torch.Tensor, recomputed: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
-) -> None:
+class EngineCheck:
     """
-    Measures the log-probabilities of an engine that samples the rollouts, such as vLLM.
+    Compares the log-probabilities of an engine that samples the rollouts, such as vLLM, with the trainer's.
+
+    It does so on the first batch, and on the first one after the weights have moved so far that it shows if the engine
+    didn't get them. A few completions of each process are looked at, each by itself.
 
     Args:
+        trainer (`MultimodalMixin`):
+            Trainer whose engine samples from the policy, with no token cut off.
         check ([`SelfCheck`]):
-            Where the measurement goes.
-        sampled (`torch.Tensor`):
-            The engine's log-probabilities, shape `(B, C)`.
-        recomputed (`torch.Tensor`):
-            The trainer's, shape `(B, C)`.
-        mask (`torch.Tensor`):
-            1 on sampled tokens, shape `(B, C)`.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gathers them.
-
-    Raises:
-        `RuntimeError`: If they differ by more, in their mean, than half precision explains.
+            Where the measurements go.
     """
-    difference = torch.where(mask.bool(), (sampled - recomputed).abs(), 0.0)
-    total, count = accelerator.reduce(torch.stack([difference.sum(), mask.sum().float()]), reduction="sum").tolist()
-    check.engine = total / max(count, 1.0)
-    # Engines run in half precision whatever the trainer does
-    if not check.engine <= max(check.tolerance, _tolerance(torch.bfloat16)):
-        raise RuntimeError(
-            f"{check}: the engine's log-probabilities are {check.engine:.0e} from the trainer's, which more than "
-            "rounding explains, so it gets other tokens, media or weights. Set `use_vllm=False`, or "
-            "`self_check=False` to go on."
-        )
+
+    def __init__(self, trainer: "MultimodalMixin", check: SelfCheck):
+        self.trainer = trainer
+        self.check = check
+        check.engine = check.engine_updated = None
+        engine: Any = trainer.vllm_generation
+        self.tolerance = max(check.tolerance, _tolerance(engine.dtype))
+        self.step = -1  # the last one looked at
+        self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None  # with log-probabilities and mask
+
+    def run(self, batch: dict[str, Any], prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> bool:
+        """
+        Measures a batch, if that tells something new.
+
+        Args:
+            batch (`dict`):
+                A generation batch with the engine's log-probabilities.
+            prompts (`Sequence[EncodedPrompt]`):
+                Each completion's prompt.
+            mask (`torch.Tensor`):
+                1 on sampled tokens, shape `(B, C)`.
+
+        Returns:
+            `bool`: Whether it did.
+
+        Raises:
+            `RuntimeError`: If the log-probabilities differ by more than rounding explains, or after an update by more
+                than before it.
+        """
+        check, step = self.check, self.trainer.state.global_step
+        if check.engine_updated is not None or step == self.step:
+            return False
+        self.step = step
+        if self.first is not None and not self._moved() > _SHOWS * self._limit():
+            return False
+        sampled = batch["sampling_per_token_logps"]
+        mask = mask * ~sampled.isnan()  # an engine may have none of a token
+        rows = _telling(prompts, mask)
+        own = [replace(prompts[i], mask_cache={}) for i in rows]
+        completions = own, batch["completion_ids"][rows], batch["completion_mask"][rows]
+        logps, mask = self._score(completions), mask[rows]
+        measured = self._difference(logps, sampled[rows], mask)
+        if measured is None:
+            return False
+        limit, before = self._limit(), check.engine
+        if before is None:
+            check.engine, self.first = measured, (completions, logps, mask)
+            when = "on the first batch"
+            reason = (
+                "it has other settings or weights, or makes something else of the media. Load the model and "
+                "`processing_class` from one folder, and start a server with that folder, too"
+            )
+        else:
+            check.engine_updated, self.first = measured, None  # media and all
+            when = f"after {step} updates, and were {before[0]:.0e} before"
+            reason = "it doesn't get all weights that are trained, or rounds them"
+        mean, largest = measured
+        is_strict = self.tolerance <= _tolerance(torch.float32)
+        if not mean <= limit or (is_strict and not largest <= self.tolerance):
+            raise RuntimeError(
+                f"{check}: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from the "
+                f"trainer's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set `use_vllm=False`, "
+                "or `self_check=False` to go on."
+            )
+        return True
+
+    def _limit(self) -> float:
+        """How far apart log-probabilities may be on average: not much farther than they were before the update."""
+        limit = self.tolerance / 2
+        if self.check.engine is None:
+            return limit
+        return min(limit, max(_GROWS * self.check.engine[0], self.tolerance**2 / 2, _tolerance(torch.float32) / 2))
+
+    def _moved(self) -> float:
+        """How far the trainer's log-probabilities of the first batch have moved on average."""
+        assert self.first is not None
+        completions, before, mask = self.first
+        moved = self._difference(self._score(completions), before, mask)
+        assert moved is not None
+        return moved[0]
+
+    def _score(self, completions: Completions) -> torch.Tensor:
+        """The trainer's log-probabilities `(N, C)` with what the engine adds to logits, of which there are many."""
+        trainer = self.trainer
+        prompts, ids, mask = completions
+        devices = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+            evaluation_mode(trainer.model),
+        ):
+            logps = [
+                trainer._policy.score(
+                    trainer.model,
+                    [prompt],
+                    ids[i : i + 1],
+                    mask[i : i + 1],
+                    packed=False,
+                    logit_bias=trainer._logit_bias,
+                ).logps
+                for i, prompt in enumerate(prompts)
+            ]
+        return torch.cat(logps)
+
+    def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
+        """Mean and largest over all processes; `None` if there are no tokens."""
+        accelerator = self.trainer.accelerator
+        difference = torch.where(mask.bool(), (a - b).abs(), 0.0).nan_to_num(nan=math.inf)
+        total, count = accelerator.reduce(
+            torch.stack([difference.sum(), mask.sum().float()]), reduction="sum"
+        ).tolist()
+        largest = accelerator.gather(difference.max()[None]).max().item()
+        return (total / count, largest) if count else None
+
+
+def _telling(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
+    """A few completions with tokens, first of prompts with different kinds of media, then of different prompts."""
+    order: dict[int, tuple] = {}
+    n_of_kinds: Counter[frozenset[str]] = Counter()
+    for prompt, rows in group_by_prompt(prompts).items():
+        place = n_of_kinds[prompt.modalities]
+        n_of_kinds[prompt.modalities] += 1
+        empty = {i: not mask[i].any() for i in rows}
+        order |= {i: (empty[i], nth, place) for nth, i in enumerate(sorted(rows, key=empty.__getitem__))}
+    return sorted(order, key=order.__getitem__)[:_PROBES]
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -210,6 +343,7 @@ class _Check:
         self.media = dict(measured)
         self.model_type = self.model.config.model_type
         self.failure = ""  # what the last attempt failed with
+        self.engine_positions = False
 
     def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
         targets, donors, partners = self._choose(messages, prompts)
@@ -230,7 +364,17 @@ class _Check:
         rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
         features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
         assert padded is not None  # there is a target
-        return SelfCheck(features, padded, packed, self.media, rows, sampled, self.tolerance, self.remedies)
+        return SelfCheck(
+            features,
+            padded,
+            packed,
+            self.media,
+            rows,
+            sampled,
+            self.tolerance,
+            self.remedies,
+            self.engine_positions,
+        )
 
     # What is checked
 
@@ -376,6 +520,9 @@ class _Check:
     def _truth(self, target: _Case, ids, mask, sampled) -> torch.Tensor:
         plain = to_model(target.plain, self.model, self.device)
         plain["attention_mask"] = torch.ones_like(plain["input_ids"])
+        if self._has_engine_positions(target.prompt):
+            self.engine_positions = True
+            return self._at_engine_positions(plain, target.prompt, ids)
         own = self._attempt(
             "its own forward", lambda: torch.cat([self._own_forward(plain, row) for row in ids[:, None]])
         )
@@ -387,6 +534,24 @@ class _Check:
             return generated
         if own is None:
             raise self._cannot(f"neither its forward nor its `generate` can be measured ({self.failure})")
+        return own
+
+    def _has_engine_positions(self, prompt: EncodedPrompt) -> bool:
+        if not self.trainer.use_vllm or not prompt.media:
+            return False
+        own = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
+        return not torch.equal(own, prompt.position_ids)
+
+    def _at_engine_positions(self, plain: dict[str, torch.Tensor], prompt: EncodedPrompt, ids) -> torch.Tensor:
+        """The truth where an engine has other positions than `generate` of the model."""
+        positions = prompt.position_ids.to(self.device)
+        following = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
+        plain["position_ids"] = torch.cat([positions, following], dim=-1)
+        own = self._attempt(
+            "its own forward", lambda: torch.cat([self._own_forward(plain, row) for row in ids[:, None]])
+        )
+        if own is None:
+            raise self._cannot(f"its own forward can't be measured at the engine's positions ({self.failure})")
         return own
 
     def _own_forward(self, plain: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:

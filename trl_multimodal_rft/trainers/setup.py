@@ -250,6 +250,40 @@ def refuse_unchecked_steps(args) -> None:
             )
 
 
+def truncation(args) -> dict[str, float]:
+    """
+    Options that keep unlikely tokens from being sampled.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Returns:
+        `dict[str, float]`: Those that are set, with their values.
+    """
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    given = {**vars(args), **(args.generation_kwargs or {})}
+    return {name: given[name] for name, values in neutral.items() if given[name] not in values}
+
+
+def warn_of_truncation(args) -> None:
+    """
+    Says that the correction for vLLM is biased where tokens are cut off (huggingface/trl#6789).
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+    """
+    cut = [f"`{name}={value}`" for name, value in truncation(args).items()]
+    if cut and args.use_vllm and args.vllm_importance_sampling_correction:
+        logger.warning(
+            f"With {' and '.join(cut)}, vLLM says how likely a token is among those that are left, and the trainer "
+            "among all, so the importance ratios that correct for vLLM are too small, and the self-check can't "
+            "compare both. Leave `top_p`, `top_k` and `min_p` alone, or set "
+            "`vllm_importance_sampling_correction=False`."
+        )
+
+
 @contextmanager
 def image_token_id(config, placeholders: set[int]):
     """

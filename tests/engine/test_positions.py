@@ -1,0 +1,120 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts are scored at the positions that vLLM samples them at, which aren't transformers' after a long video."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset
+from helpers.engine_runs import make
+from helpers.families import RATE, audio, image, video
+from helpers.trainer_utils import load, saved, with_media
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.renderers import renderer_from_config
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
+
+
+# Multiples of the smallest size that all families take, 64 pixels
+def clip(frames, width, height, seed=0):
+    return video(frames, 64 * width, 64 * height, seed)
+
+
+def still(width, height, seed=0):
+    return image(64 * width, 64 * height, seed)
+
+
+def sound(seconds):
+    return {**audio(seconds), "sampling_rate": RATE}
+
+
+TEXT = {"type": "text", "text": "Describe the video."}
+MEDIA = {
+    "wide": [clip(4, 3, 2), TEXT],
+    "long": [clip(16, 1, 1), TEXT],
+    "two long": [clip(12, 1, 2), TEXT, clip(20, 1, 1, seed=1), TEXT],
+    "images and long": [still(2, 1), clip(16, 1, 1), TEXT, still(1, 3, seed=1), clip(8, 1, 1, seed=2), TEXT],
+}
+SOUNDS = {"sounds": [clip(16, 1, 1), sound(0.5), TEXT, still(1, 1), sound(0.9), TEXT]}
+
+
+def rated(media):
+    """With a rate, videos get the size of qwen-vl-utils. Without one, their time is too short in Qwen2.5-VL."""
+    return {
+        name: [{**block, "sample_fps": 2.0} if block["type"] == "video" else block for block in blocks]
+        for name, blocks in media.items()
+    }
+
+
+FAMILIES = {
+    "qwen2_vl": MEDIA,
+    "qwen2_5_vl": rated(MEDIA),
+    "qwen3_vl": rated(MEDIA),
+    "qwen2_5_omni": rated(MEDIA | SOUNDS),
+}
+
+
+def folder_for_vllm(family, tmp_path):
+    """The folder of a family, around which vLLM wants the whole of Omni."""
+    if family != "qwen2_5_omni":
+        return saved(family)
+    model, processor = load(family)
+    processor.save_pretrained(tmp_path)
+    whole = hf.Qwen2_5OmniConfig(thinker_config=model.config.to_dict()).to_dict()
+    whole |= {"architectures": ["Qwen2_5OmniModel"], "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(whole, default=str))
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_those_of_vllm(family, tmp_path):
+    folder = str(folder_for_vllm(family, tmp_path))
+    config = EngineArgs(folder, dtype="float32", enforce_eager=True, mm_processor_cache_gb=0).create_engine_config()
+    model, processor = load(family)
+    generation = object.__new__(MultimodalVLLMGeneration)
+    generation.processing_class, generation._renderer = processor, renderer_from_config(config)
+    theirs = object.__new__(ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)[0])
+    object.__setattr__(theirs, "config", config.model_config.hf_config)
+    if family == "qwen2_5_omni":
+        object.__setattr__(theirs, "config", config.model_config.hf_config.thinker_config)
+    differ = set()
+    for name, blocks in FAMILIES[family].items():
+        [row] = rows_to_messages([{"prompt": [{"role": "user", "content": [dict(block) for block in blocks]}]}])
+        own, prompt = (
+            encode_prompt(row["prompt"], processor, model, keep_decoded=True, engine_positions=engine)
+            for engine in (False, True)
+        )
+        with _processors_unchecked():
+            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded)])
+        assert rendered["prompt_token_ids"] == prompt.input_ids.tolist()
+        features = [
+            MultiModalFeatureSpec(data=item, modality=kind, identifier="", mm_position=place, mm_hash="")
+            for kind, items in rendered["mm_kwargs"].items()
+            for item, place in zip(items, rendered["mm_placeholders"][kind], strict=True)
+        ]
+        expected, offset = theirs.get_mrope_input_positions(rendered["prompt_token_ids"], features)
+        assert torch.equal(prompt.position_ids[-3:, 0], expected.long()), name
+        # Where completions go on
+        assert (prompt.position_ids[-3:, 0, -1] + 1 == len(prompt) + offset).all()
+        assert torch.equal(prompt.position_ids[:-3], own.position_ids[:-3])
+        if not torch.equal(own.position_ids, prompt.position_ids):
+            differ.add(name)
+    assert differ == ({"long", "two long", "images and long"} if family in ("qwen2_vl", "qwen2_5_vl") else set())
+
+
+def test_a_long_video_is_scored_as_it_is_sampled(tmp_path):
+    videos = [clip(16 + 4 * (i % 2), 1, 1, seed=i)["video"] for i in range(8)]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Describe the video. {i}"}]} for i in range(8)])
+    rows = with_media(rows, "video", videos)
+    trainer = make(MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_vl", rows, tmp_path)
+    trainer.train()
+    check = trainer._self_check
+    assert check.engine_positions and "at the engine's positions" in str(check)
+    assert check.padded < 1e-5 and check.packed < 1e-5
+    assert max(check.engine) < 1e-5 and max(check.engine_updated) < 1e-5

@@ -1,0 +1,182 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The self-check tells an engine that samples from the policy from one that samples from something else."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.engine_runs import make
+from helpers.trainer_utils import Recording, audio_rows, by_key, image_rows, moved, saved
+from transformers import AutoProcessor
+
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
+from trl_multimodal_rft.algorithms.losses import sequence_ratios
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+
+
+FAMILY = "qwen2_5_vl"
+
+
+def grpo(tmp_path, trainer_class=MultimodalGRPOTrainer, **options):
+    return make(trainer_class, MultimodalGRPOConfig, FAMILY, image_rows(), tmp_path, **options)
+
+
+def assert_exact(check):
+    assert max(check.engine) < 1e-5 and max(check.engine_updated) < 1e-5
+    assert "engine = recomputed" in str(check) and "after an update" in str(check)
+
+
+# Engines that sample from the policy
+
+
+def test_grpo_samples_from_the_policy(tmp_path):
+    trainer = grpo(tmp_path, temperature=0.7, generation_kwargs={"logit_bias": {60: 2.0}})
+    printed, trainer.accelerator.print = [], lambda check: printed.append(str(check))
+    trainer.train()
+    assert_exact(trainer._self_check)
+    assert ["engine =" in each for each in printed] == [False, True, True]
+    assert ["after an update" in each for each in printed] == [False, False, True]
+    assert trainer._engine_check.first is None  # no media are kept
+
+
+def test_rloo_weighs_what_the_engine_samples(tmp_path):
+    drawn = []
+
+    class Remembering(MultimodalRLOOTrainer):
+        def _correct_for_engine(self, output, logps):
+            before = output["advantages"]
+            super()._correct_for_engine(output, logps)
+            drawn.append((before, logps, output))
+
+    options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
+    trainer = make(Remembering, MultimodalRLOOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+    trainer.train()
+    assert_exact(trainer._self_check)
+    assert len(drawn) == 3
+    weights = []
+    for (before, logps, output), logged in zip(drawn, trainer.state.log_history, strict=False):
+        differences = (logps - output["sampling_per_token_logps"]) * output["completion_mask"]
+        ratios = differences.sum(1).exp()
+        ratios = ratios.clamp(max=0.98)
+        torch.testing.assert_close(output["advantages"], before * ratios)
+        weights.append(ratios)
+        for name in ("min", "mean", "max"):
+            expected = getattr(ratios, name)().item()
+            assert logged[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(expected, rel=1e-5)
+        expected = differences.abs().sum() / output["completion_mask"].sum()
+        assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(expected.item(), rel=1e-5)
+    # Placeholders, which the engine leaves out, have some probability
+    assert 0.9 < torch.cat(weights).min() < torch.cat(weights).max() == pytest.approx(0.98)
+
+
+def test_ppo_samples_from_the_policy(tmp_path):
+    options = {"num_ppo_epochs": 1}
+    trainer = make(MultimodalPPOTrainer, MultimodalPPOConfig, FAMILY, image_rows(), tmp_path, **options)
+    trainer.train()
+    assert_exact(trainer._self_check)
+    assert 0.5 < trainer.state.log_history[0]["sampling/importance_sampling_ratio/mean"] < 1
+
+
+def some_signal(completion_ids, prompts, **kwargs):
+    """The completions of every other prompt all get the same reward."""
+    dead = [sum(map(ord, str(prompt))) % 2 for prompt in prompts]
+    return [0.0 if none else float(sum(ids) % 7) for none, ids in zip(dead, completion_ids, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dynamic_sampling": True, "vllm_importance_sampling_mode": "token_mask"},
+        {"replay_buffer_size": 8, "vllm_importance_sampling_mode": "sequence_truncate"},
+    ],
+)
+def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
+    class Recorded(Recording, MultimodalGRPOTrainer):
+        pass
+
+    trainer = grpo(tmp_path, Recorded, objects={"reward_funcs": some_signal}, max_steps=4, **options)
+    trainer.train()
+    assert_exact(trainer._self_check)
+    for name in ("sampling_per_token_logps", "old_per_token_logps"):
+        drawn, used = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
+        assert used and all(torch.equal(value, drawn[key]) for key, value in used.items())
+    history = trainer.state.log_history
+    exchanged = [logged.get("sampling/rounds", 1) > 1 or logged.get("replay/frac", 0) > 0 for logged in history]
+    assert any(exchanged)
+    for batch in (each.batch for each in trainer.micro_batches):
+        old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+        ratios, mask = batch["importance_sampling_ratio"], batch["completion_mask"]
+        if ratios.size(1) == 1:
+            expected = sequence_ratios(old, sampled, mask, "sequence_truncate", high=3.0)
+            torch.testing.assert_close(ratios[:, 0], expected)
+        else:
+            torch.testing.assert_close(ratios[mask.bool()], (old - sampled)[mask.bool()].exp())
+
+
+# Engines that sample from something else
+
+
+def copied(folder):
+    """The folder of the family once more."""
+    return shutil.copytree(saved(FAMILY), folder)
+
+
+def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
+    processor = AutoProcessor.from_pretrained(saved(FAMILY))
+    policy, folder = moved(FAMILY)["model"], copied(tmp_path / "other")
+    policy.name_or_path = str(folder)
+    monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
+    objects = {"model": policy, "processing_class": processor}
+    trainer = grpo(tmp_path, objects=objects, model_init_kwargs=None)
+    with pytest.raises(RuntimeError, match="on the first batch.*other settings or weights.*`self_check=False`"):
+        trainer.train()
+
+
+def test_without_a_self_check_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
+    trainer = grpo(tmp_path, self_check=False, max_steps=2)
+    trainer.train()
+    assert trainer.state.log_history[1]["sampling/sampling_logp_difference/mean"] > 0.01
+
+
+def test_weights_that_a_sync_leaves_out_stop_training_after_an_update(tmp_path, monkeypatch):
+    named, stale = MultimodalVLLMGeneration._iter_named_params, {}
+
+    def all_but_one(self):
+        for name, parameter in named(self):
+            if name.endswith("layers.0.self_attn.q_proj.weight"):
+                # On a CPU, an engine can't keep a weight that it isn't given
+                parameter = stale.setdefault(name, parameter.detach().clone())
+            yield name, parameter
+
+    monkeypatch.setattr(MultimodalVLLMGeneration, "_iter_named_params", all_but_one)
+    trainer = grpo(tmp_path)
+    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all weights"):
+        trainer.train()
+    assert max(trainer._self_check.engine) < 1e-5 and len(stale) == 1
+
+
+def test_other_pixels_in_an_engine_stop_training(tmp_path):
+    processor, folder = AutoProcessor.from_pretrained(saved(FAMILY)), copied(tmp_path / "other")
+    [file] = [each for each in folder.glob("*.json") if "image_mean" in each.read_text()]
+    settings = json.loads(file.read_text())
+    settings.get("image_processor", settings)["image_mean"] = [0.0, 0.0, 0.0]
+    file.write_text(json.dumps(settings))
+    trainer = grpo(tmp_path, objects={"model": str(folder), "processing_class": processor})
+    with pytest.raises(RuntimeError, match="on the first batch.*makes something else of the media"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"generation_kwargs": {"frequency_penalty": 0.5}}])
+def test_what_an_engine_is_told_to_sample_otherwise_is_not_measured(options, tmp_path):
+    trainer = grpo(tmp_path, max_steps=1, **options)
+    trainer.train()
+    assert trainer._self_check.engine is None
