@@ -5,7 +5,6 @@ import math
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -25,6 +24,15 @@ from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
 from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter
+from .vllm_server import (
+    ServerRequest,
+    check_server,
+    forget_media,
+    joined,
+    server_completions,
+    server_features,
+    server_renderer,
+)
 from .vllm_weights import checkpoint_weights
 
 
@@ -55,11 +63,8 @@ def engine_obstacle() -> str | None:
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.utils import StageMissingLayer
-    from vllm.renderers import renderer_from_config
     from vllm.sampling_params import StructuredOutputsParams
 
 # What processors assume of videos whose rate isn't known, in frames per second
@@ -114,8 +119,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     Args:
         engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode, those of the server that decide
-            how media are processed.
+            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode `dtype`, which the server must
+            have, too, and `revision` of the processor.
         adapter ([`EngineAdapter`], *optional*):
             Adapter, if TRL isn't to merge it into the weights.
         adapter_folder (`str`, *optional*):
@@ -150,13 +155,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     f"{error} Set `vllm_sync_adapter=False`, which merges the adapter into the weights."
                 ) from error
             raise
+        self._renderer: Any
         if self.mode == "server":
-            args = EngineArgs(
-                model=self.model.name_or_path,
-                trust_remote_code=self.trust_remote_code,
-                **self._engine_kwargs,
+            found: list[Any] = [None]
+            if self.accelerator.is_main_process:
+                found = [self.vllm_client.get_server_info()]
+                check_server(self.vllm_client, found[0], self.model.config, self._engine_kwargs["dtype"])
+            broadcast_object_list(found, from_process=0)
+            self._renderer = server_renderer(
+                found[0], self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
-            self._renderer: Any = renderer_from_config(args.create_engine_config())
         else:
             self._renderer = self.llm.renderer
 
@@ -277,9 +285,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, of which vLLM takes {most} "
                 "for this model; set `use_vllm=False`."
             )
+        started = (
+            f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, and the engine was started for"
+        )
+        if self.mode == "server":
+            limit = f"--limit-mm-per-prompt.{kind} {number}"
+            raise MediaError(f"{started} {allowed}; start the server with `{limit}`.")
         raise MediaError(
-            f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, and the engine was started for "
-            f"{allowed}, the most in a prompt of the trainer's datasets where nothing else is set; raise "
+            f"{started} {allowed}, the most in a prompt of the trainer's datasets where nothing else is set; raise "
             f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
         )
 
@@ -287,7 +300,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         limit = self._renderer.model_config.max_model_len
         for request in requests:
             length = len(request.ids)
-            remedy = "raise `vllm_max_model_length`, or shorten the prompt or its media"
+            option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
+            remedy = f"raise {option}, or shorten the prompt or its media"
             if length >= limit:
                 raise ValueError(
                     f"row {request.row}: the prompt has {length} tokens with those of its media, which leaves nothing "
@@ -350,57 +364,25 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return completions
 
     def _ask_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
-        # The server takes ids and what its processor makes of media, which is made here
-        rendered = [self._features(request) if "multi_modal_data" in request.prompt else None for request in requests]
-        own = [
-            (request.ids, features, request.count, request.seed)
-            for request, features in zip(requests, rendered, strict=True)
-        ]
-        gathered = gather_object(own)
-        counts = gather_object([sum(request.count for request in requests)])
+        asked = [ServerRequest(each.ids, self._features(each), each.count, each.seed) for each in requests]
+        gathered = gather_object(asked)
+        counts = gather_object([sum(each.count for each in requests)])
         payload: list[Any] = [None]
         if self.accelerator.is_main_process:
             with profiler:
-                payload = [self._completions_of(_joined(gathered), options)]
+                payload = [server_completions(self.vllm_client, joined(gathered), options)]
         broadcast_object_list(payload, from_process=0)
         first = sum(counts[: self.accelerator.process_index])
-        return payload[0][first:][: counts[self.accelerator.process_index]]
+        own = counts[self.accelerator.process_index]
+        return [Completion(*each) for each in payload[0][first : first + own]]
 
-    def _completions_of(self, asked: list[tuple], options: dict[str, Any]) -> list[Completion]:
-        completions: list[list[Completion]] = [[] for _ in asked]
-
-        def ask(alike: tuple[int, int | None]) -> None:
-            places = [place for place, each in enumerate(asked) if each[2:] == alike]
-            features = [asked[place][1] for place in places]
-            count, seed = alike
-            output = self.vllm_client.generate(
-                [asked[place][0] for place in places],
-                features=features if any(features) else None,
-                n=count,
-                generation_kwargs={**({} if seed is None else {"seed": seed}), **options},
-            )
-            sampled = zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True)
-            for index, (ids, logps, tokens) in enumerate(sampled):
-                own = [of[at.index(token)] for token, of, at in zip(ids, logps, tokens, strict=True)]
-                completions[places[index // count]].append(Completion(ids, own))
-
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(ask, {each[2:] for each in asked}))
-        return [completion for each in completions for completion in each]
-
-    def _features(self, request: _Request) -> dict[str, Any]:
+    def _features(self, request: _Request) -> dict[str, Any] | None:
+        if "multi_modal_data" not in request.prompt:
+            return None
         with _processors_unchecked():
-            [prompt] = self._renderer.render_cmpl([request.prompt])
-        _check_ids(request, prompt["prompt_token_ids"])
-        return {
-            "mm_hashes": dict(prompt["mm_hashes"]),
-            "mm_placeholders": {
-                kind: [_range(place, kind) for place in places] for kind, places in prompt["mm_placeholders"].items()
-            },
-            "kwargs_data": {
-                kind: [encode_mm_kwargs_item(item) for item in items] for kind, items in prompt["mm_kwargs"].items()
-            },
-        }
+            [rendered] = self._renderer.render_cmpl([request.prompt])
+        _check_ids(request, rendered["prompt_token_ids"])
+        return server_features(rendered)
 
     # Weights
 
@@ -425,8 +407,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             if adapter is not None:
                 self._load_adapter_by_server(adapter)
             if self.accelerator.is_main_process:
-                client = self.vllm_client
-                client.session.post(f"{client.base_url}/reset_encoder_cache").raise_for_status()
+                forget_media(self.vllm_client)
             return
         if self.enable_sleep_mode:
             empty_cache()
@@ -506,32 +487,6 @@ def _check_ids(request: _Request, found: Sequence[int]) -> None:
             "same ones, so that what it samples would be scored after another prompt: its processor and "
             "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
         )
-
-
-def _joined(asked: list[tuple]) -> list[tuple]:
-    """Requests of all processes, those of a group that several processes share as one."""
-    joined: list[tuple] = []
-    for ids, features, count, seed in asked:
-        hashes = features and features["mm_hashes"]
-        if joined and joined[-1][0] == ids and (joined[-1][1] and joined[-1][1]["mm_hashes"]) == hashes:
-            joined[-1] = (*joined[-1][:2], joined[-1][2] + count, joined[-1][3])
-        else:
-            joined.append((ids, features, count, seed))
-    return joined
-
-
-def _range(place, kind: str) -> dict[str, int]:
-    """Where a medium's embeddings go, for the server, which can't be told of text between them."""
-    offset, length = place.offset, place.length
-    if place.is_embed is not None:
-        first, last = place.is_embed.nonzero().flatten()[[0, -1]].tolist()
-        if not place.is_embed[first : last + 1].all():
-            raise MediaError(
-                f"vLLM's server can't place {kind} whose placeholders have text between them, as this model's have; "
-                "set `vllm_mode='colocate'`."
-            )
-        offset, length = offset + first, last - first + 1
-    return {"offset": offset, "length": length}
 
 
 @contextmanager

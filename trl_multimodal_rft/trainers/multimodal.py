@@ -239,13 +239,12 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
     def _engine_kwargs(self) -> dict[str, Any]:
         """What the engine needs to be as the trainer, beside TRL's arguments; the user's win."""
         model = self._unwrapped(self.model)
-        # Each prompt comes once
-        kwargs: dict[str, Any] = {"mm_processor_cache_gb": 0, "revision": self._revision}
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, model.dtype)
+        kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": self._revision}
         if self.args.vllm_mode == "server":
             return kwargs
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, model.dtype)
         limits = {} if self.rollout_func else media_limits(self.args, self.train_dataset, self.eval_dataset)
-        return {**kwargs, "dtype": str(dtype).removeprefix("torch."), "limit_mm_per_prompt": limits}
+        return {**kwargs, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": limits}  # each prompt comes once
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
