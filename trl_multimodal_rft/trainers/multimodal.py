@@ -221,7 +221,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             generation_kwargs=own,
             engine_kwargs={"mm_processor_cache_gb": 0, **(args.vllm_engine_kwargs or {})},
             adapter=adapter,
-            adapter_folder=os.path.join(args.output_dir, "vllm_adapter"),
+            adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         )
         self._last_loaded_step = -1  # the step whose weights the engine has
 
