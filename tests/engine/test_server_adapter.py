@@ -25,7 +25,7 @@ def test_adapter_by_a_server(server, tmp_path, monkeypatch):
     options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_sync_adapter": True}
     trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, **options)
     assert_follows(trainer)
-    client, folder = trainer.vllm_generation.vllm_client, Path(trainer.args.output_dir, "vllm_adapter")
+    client, folder = trainer.vllm_generation.vllm_client, Path(trainer.args.output_dir, "_vllm_adapter")
     served = [each["id"] for each in requests.get(f"{server}/v1/models").json()["data"]]
     assert served == [str(saved("qwen2_5_vl")), client.model]
     assert [each.name for each in folder.iterdir()] == [client.model]

@@ -9,6 +9,7 @@ from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, saved
 from peft import LoraConfig
 from test_by_name import OMNI, whole_omni
 from test_colocate import Recorded
+from vllm.lora.layers import BaseLayerWithLoRA
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
@@ -122,6 +123,14 @@ def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
     lora = LoraConfig(r=4, target_modules=DECODER)
     with pytest.raises(ValueError, match="does not support LoRA yet. Set `vllm_sync_adapter=False`"):
         trainer_of(saved("qwen2_audio"), audio_rows, tmp_path, lora, vllm_sync_adapter=True)
+
+
+def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeypatch):
+    monkeypatch.delattr(BaseLayerWithLoRA, "load_weights", raising=False)
+    lora = LoraConfig(r=4, target_modules=DECODER)
+    with pytest.raises(ValueError, match="from 0.28 on.*or set `vllm_sync_adapter=False`"):
+        options = {"vllm_sync_adapter": True, "vllm_enable_sleep_mode": True}
+        trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, **options)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def engine_obstacle() -> str | None:
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
+    from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.utils import StageMissingLayer
     from vllm.sampling_params import StructuredOutputsParams
@@ -146,6 +147,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if (obstacle := engine_obstacle()) is not None:
             raise ImportError(f"`use_vllm` is set, but {obstacle}")
         own = self._adapter.engine_kwargs if self._adapter else {}
+        if self._fills_beside_adapter and self.mode == "colocate" and not hasattr(BaseLayerWithLoRA, "load_weights"):
+            raise ValueError(
+                "vLLM takes weights beside an adapter from 0.28 on, as 4 bits and `vllm_enable_sleep_mode=True` need; "
+                "install it, or set `vllm_sync_adapter=False`."
+            )
         try:
             with _with_arguments({**own, **self._engine_kwargs}), _processors_unchecked():
                 super()._init_vllm()
@@ -391,6 +397,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         # vLLM knows the names of checkpoints, which aren't always those of the model in memory
         return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
+    @property
+    def _fills_beside_adapter(self) -> bool:
+        """Whether an engine needs weights that aren't trained, too: what 4 bits stand for, and what it forgets."""
+        adapter = self._adapter
+        return adapter is not None and adapter.alone and (adapter.is_4bit or self.enable_sleep_mode)
+
     def sync_weights(self):
         """
         Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others.
@@ -399,10 +411,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             `RuntimeError`: If the engine, in colocate mode, leaves out weights.
         """
         adapter = self._adapter if self._adapter and self._adapter.alone else None
-        # What isn't trained the engine has loaded, but for what 4 bits stand for, and forgets when it sleeps
-        lacks_weights = adapter and (adapter.is_4bit and self._adapter_request is None or self.enable_sleep_mode)
+        is_first = self._adapter_request is None
+        gives_weights = adapter is None or self._fills_beside_adapter and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
-            if adapter is None or lacks_weights:
+            if gives_weights:
                 super().sync_weights()
             if adapter is not None:
                 self._load_adapter_by_server(adapter)
@@ -413,7 +425,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        if adapter is None or lacks_weights:
+        if gives_weights:
             self._load_weights()
         if adapter is not None:
             self._load_adapter(adapter)

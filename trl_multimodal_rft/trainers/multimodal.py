@@ -232,7 +232,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             generation_kwargs=own,
             engine_kwargs={**self._engine_kwargs(), **(args.vllm_engine_kwargs or {})},
             adapter=adapter,
-            adapter_folder=os.path.join(args.output_dir, "vllm_adapter"),
+            adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         )
         self._last_loaded_step = -1  # the step whose weights the engine has
 
