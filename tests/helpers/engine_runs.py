@@ -6,8 +6,8 @@ import vllm_cpu
 from helpers.trainer_utils import length_and_sum, saved
 
 
-def make(trainer_class, config_class, family, rows, tmp_path, objects=None, **options):
-    """A trainer of three updates of all weights in float32, with options for its config and objects beside it."""
+def make(trainer_class, config_class, family, rows, tmp_path, objects=None, engine=None, **options):
+    """A trainer of three updates of all weights in float32, with options for its config and engine."""
     options = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -20,7 +20,7 @@ def make(trainer_class, config_class, family, rows, tmp_path, objects=None, **op
         "gradient_checkpointing": False,
         "model_init_kwargs": {"dtype": "float32"},
         "use_vllm": True,
-        "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512},
+        "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512, **(engine or {})},
         **options,
     }
     args = config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)

@@ -11,17 +11,20 @@ import requests
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer, ParamWrapper
-from peft.utils.integrations import dequantize_bnb_weight
 from safetensors.torch import save_file
 from torch import nn
+from transformers.utils import is_peft_available
 from trl.distributed import DistributedBackend
 
 from ..models.quantization import is_4bit
 from ..models.wrapped import unwrapped
 from .vllm_weights import checkpoint_layer
 
+
+if is_peft_available():
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+    from peft.utils.integrations import dequantize_bnb_weight
 
 # Ranks that vLLM has room for
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -43,7 +46,7 @@ class EngineAdapter:
         `ValueError`: If vLLM can't take the adapter so. The message names what it can't take, and the remedy.
     """
 
-    def __init__(self, model: PeftModel, accelerator: Accelerator, alone: bool = True):
+    def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True):
         self._dist = DistributedBackend(accelerator)
         self._base = base = unwrapped(accelerator, model)
         self.alone = alone

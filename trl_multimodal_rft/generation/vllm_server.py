@@ -233,7 +233,7 @@ def server_completions(
     """
 
     def sample(request: ServerRequest) -> list[tuple]:
-        output: Any = client.generate(
+        output: dict[str, Any] = client.generate(
             [request.ids],
             features=[request.features],  # without, TRL's client goes another way, by text
             n=request.count,

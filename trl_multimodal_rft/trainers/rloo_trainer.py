@@ -10,6 +10,7 @@ from trl import RLOOTrainer
 from trl.trainer.rloo_trainer import RewardFunc
 
 from ..algorithms.losses import sequence_ratios
+from .batch import Batch
 from .multimodal import MultimodalMixin
 from .rloo_config import MultimodalRLOOConfig
 from .setup import own_config
@@ -106,12 +107,12 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
 
     # Rollout
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output, batch = self._roll_out(inputs)
+    def _roll_out(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Batch]:
+        output, batch = super()._roll_out(inputs)
         if self.use_vllm and self.args.vllm_importance_sampling_correction:
             # The policy that sampled is scored first
             self._correct_for_engine(output, batch.scores[0].logps)
-        return output
+        return output, batch
 
     def _correct_for_engine(self, output: dict[str, Any], logps: torch.Tensor) -> None:
         """Weighs completions; a weight on the advantage is one on the loss."""
