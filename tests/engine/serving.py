@@ -42,7 +42,7 @@ def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterato
         process.wait(60)
 
 
-def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = 400) -> None:
+def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = 900) -> None:
     for _ in range(seconds):
         try:
             return requests.get(f"{address}/health", timeout=5).raise_for_status()
