@@ -361,6 +361,8 @@ MEDIA_AND_PACKING = {
     "max_tokens_per_microbatch",  # which changes no update, see test_token_budget.py
     "audio_overlong",
     "ignored_media_columns",  # see test_unread_media.py
+    "vllm_engine_kwargs",  # these two are about vLLM, see tests/engine
+    "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py
     "max_logged_megabytes",
     "self_check",

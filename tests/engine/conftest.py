@@ -31,6 +31,23 @@ else:
     families.QWEN3_ROPE["mrope_section"] = [8, 4, 4]
 
 
+@pytest.fixture(scope="session")
+def omni(tmp_path_factory):
+    """Folder of a whole Qwen2.5-Omni."""
+    from omni import save_omni
+
+    return save_omni(tmp_path_factory.mktemp("omni") / "model")
+
+
+@pytest.fixture(scope="session")
+def server(omni, tmp_path_factory):
+    """Address of a server of it, which is the same for all tests."""
+    from serving import serve
+
+    with serve(omni, tmp_path_factory.mktemp("server")) as address:
+        yield address
+
+
 @pytest.fixture(autouse=True)
 def engines_gone():
     yield

@@ -225,31 +225,42 @@ def _lists_media(feature: Any) -> bool:
     return type(inner).__name__ in ("Audio", "Video")
 
 
-def _leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """What a feature is made of, under the last key that leads there."""
+def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """
+    What a feature is made of.
+
+    Args:
+        feature (`Any`):
+            Feature of a column, or a part of one.
+        key (`str`, *optional*, defaults to `""`):
+            Name of `feature`.
+
+    Yields:
+        `tuple[str, Any]`: The last key that leads there, and the part.
+    """
     if isinstance(feature, (List, LargeList)):
-        yield from _leaves(feature.feature, key)
+        yield from feature_leaves(feature.feature, key)
     elif isinstance(feature, list):
-        yield from _leaves(feature[0], key)
+        yield from feature_leaves(feature[0], key)
     elif isinstance(feature, dict):
         for name, item in feature.items():
-            yield from _leaves(item, name)
+            yield from feature_leaves(item, name)
     elif not (isinstance(feature, Value) and feature.dtype == "null"):
         yield key, feature
 
 
 def _holds_text(feature: Any) -> bool:
-    leaves = [leaf for _, leaf in _leaves(feature)]
+    leaves = [leaf for _, leaf in feature_leaves(feature)]
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
 def _has_media_features(
     features: dict, filled: Collection[str], reads: Collection[str], ignored: Collection[str]
 ) -> bool:
-    if any(column not in ignored and [*_leaves(features[column])] for column in filled):
+    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
         return True
     keys = {"bytes", "path", "url", "base64"}
-    leaves = [key for column in reads for key, _ in _leaves(features.get(column, Value("null")))]
+    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
     return any(key in keys or block_kind(key) is not None for key in leaves)
 
 

@@ -86,6 +86,8 @@ class EncodedPrompt:
             The prompt and its media before the processor, where that is kept.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt holds.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled in when completions are packed.
     """
@@ -96,6 +98,7 @@ class EncodedPrompt:
     position_ids: torch.Tensor
     decoded: DecodedPrompt | None = None
     modalities: frozenset[str] = frozenset()
+    row: int | None = None
     mask_cache: dict = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -239,6 +242,7 @@ def encode_prompt(
         position_ids=positions,
         decoded=kept,
         modalities=frozenset(ref.kind for ref in refs),
+        row=row,
     )
 
 

@@ -41,7 +41,7 @@ class GenerationEvalCallback(TrainerCallback):
             Folder for the results, each in a folder `step-<number>`, see [`EvaluationResult.save`].
 
     Raises:
-        `ValueError`: If there is no dataset, or if the trainer samples with vLLM.
+        `ValueError`: If there is no dataset.
 
     Example:
     ```python

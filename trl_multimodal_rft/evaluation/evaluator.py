@@ -41,7 +41,7 @@ from ..families import family_of
 from ..forward.processes import refuse_runs_apart
 from ..generation.transformers import as_generation_config, trim_after_eos
 from ..models.modes import evaluation_mode
-from ..models.wrapped import is_whole, unwrapped
+from ..models.wrapped import unwrapped
 from ..policy import PolicyForward, Remedies
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.calls import call_rewards, reward_loop
@@ -197,18 +197,20 @@ class _Policy:
     """
     What completes prompts.
 
-    `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `sample(prompts,
-    config)` gives the ids of completions. With `in_step`, processes must call it equally often.
+    `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `complete(prompts,
+    config)` gives the ids of completions, each up to its end. With `in_step`, processes must call it equally often;
+    with `keep_decoded`, it takes the prompts' media, too, as they were decoded.
     """
 
     model: nn.Module
     base: PreTrainedModel
     processor: ProcessorMixin | PreTrainedTokenizerBase
-    sample: Callable[[list[EncodedPrompt], GenerationConfig], torch.Tensor]
+    complete: Callable[[list[EncodedPrompt], GenerationConfig], list[list[int]]]
     template_kwargs: dict[str, Any]
     audio_overlong: Literal["raise", "truncate"]
     ignored_media_columns: Sequence[str] = ()
     in_step: bool = False
+    keep_decoded: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
 
     @property
@@ -289,11 +291,12 @@ def evaluate(
     # Without the accelerator: processes have batches of their own, and wait for nobody
     forward = PolicyForward(processor=processing_class, remedies=Remedies(apart=family_of(base).apart))
 
-    def sample(prompts: list[EncodedPrompt], config: GenerationConfig) -> torch.Tensor:
+    def complete(prompts: list[EncodedPrompt], config: GenerationConfig) -> list[list[int]]:
         ready = functools.partial(unwrap_model_for_generation, own, accelerator)
-        return forward.sample(own, prompts, config, config.pad_token_id, generating=ready)
+        output = forward.sample(own, prompts, config, config.pad_token_id, generating=ready)
+        return trim_after_eos(output, config.eos_token_id)
 
-    policy = _Policy(own, base, processing_class, sample, template_kwargs or {}, audio_overlong)
+    policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
 
 
@@ -307,7 +310,8 @@ def evaluate_trainer(
     [`evaluate`] of the model of a trainer, as it is now, also in the middle of training and with weights that FSDP2 or
     ZeRO-3 spread over processes. Nothing that training depends on is changed.
 
-    Completions are sampled as the trainer samples with transformers, with its chat template and its `audio_overlong`.
+    Completions are sampled by what the trainer samples with, transformers or vLLM, with its chat template and its
+    `audio_overlong`.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -324,7 +328,7 @@ def evaluate_trainer(
         [`EvaluationResult`]: Metrics and rows, the same on each process.
 
     Raises:
-        `ValueError`: If there is no dataset, if the trainer samples with vLLM, or as [`evaluate`] says.
+        `ValueError`: If there is no dataset, or as [`evaluate`] says.
     """
     _check_trainer(trainer)
     dataset = trainer.eval_dataset if dataset is None else dataset
@@ -334,20 +338,20 @@ def evaluate_trainer(
         args = EvaluationConfig(
             max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
         )
-    accelerator = trainer.accelerator
+    trainer._last_loaded_step = -1  # an engine may have other weights, wherever these are from
     policy = _Policy(
         model=trainer.model,
         base=trainer._unwrapped(trainer.model),
         processor=trainer.processing_class,
-        sample=torch.no_grad()(trainer._sample_completions),
+        complete=torch.no_grad()(trainer._complete),
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
         ignored_media_columns=trainer.args.ignored_media_columns or (),
-        # Sharded weights are gathered, and forwards counted, on all processes alike
-        in_step=not is_whole(accelerator) or trainer._policy.remedies.apart is not None,
+        in_step=trainer._completes_in_step,
+        keep_decoded=trainer.use_vllm,
         trainer_state=trainer.state,
     )
-    return _evaluate(policy, dataset, reward_funcs or list(trainer.reward_funcs), args, accelerator)
+    return _evaluate(policy, dataset, reward_funcs or list(trainer.reward_funcs), args, trainer.accelerator)
 
 
 def _check_trainer(trainer: MultimodalMixin) -> None:
@@ -355,10 +359,6 @@ def _check_trainer(trainer: MultimodalMixin) -> None:
         raise ValueError(
             f"The trainer is a {type(trainer).__name__}, which doesn't sample as the trainers of this package do; "
             "evaluate its model with `evaluate`."
-        )
-    if trainer.use_vllm:
-        raise ValueError(
-            "The trainer samples with vLLM, which evaluation doesn't; set `use_vllm=False`, or evaluate a saved model."
         )
 
 
@@ -513,6 +513,7 @@ def _answer(
             policy.base,
             template_kwargs=policy.template_kwargs,
             audio_overlong=policy.audio_overlong,
+            keep_decoded=policy.keep_decoded,
             row=index,
         )
         for index, prompt in enumerate(prompts)
@@ -521,8 +522,7 @@ def _answer(
     repeated = [prompt for prompt in encoded for _ in range(n)]
     ids = []
     for start in range(0, len(repeated), args.batch_size):
-        output = policy.sample(repeated[start : start + args.batch_size], config)
-        ids += trim_after_eos(output, config.eos_token_id)
+        ids += policy.complete(repeated[start : start + args.batch_size], config)
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     rewards, extras, metrics = call_rewards(
         reward_funcs,

@@ -2,27 +2,69 @@
 """Sampling with vLLM: what TRL's engine lacks to take media, and to know a model's weights by name."""
 
 import math
+import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from transformers import ProcessorMixin
-from transformers.core_model_loading import revert_weight_conversion
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from transformers import GenerationConfig, ProcessorMixin
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
+from ..models.wrapped import unwrapped
+from .vllm_adapters import EngineAdapter
+from .vllm_server import (
+    ServerRequest,
+    check_server,
+    forget_media,
+    joined,
+    server_completions,
+    server_features,
+    server_renderer,
+)
+from .vllm_weights import checkpoint_weights
 
 
-if is_vllm_available():
+logger = get_logger(__name__)
+
+_VERSIONS = SpecifierSet(">=0.27.1,<0.31")
+
+
+def engine_obstacle() -> str | None:
+    """
+    Why vLLM can't sample here.
+
+    Returns:
+        `str`, *optional*: What is missing, and the remedy. `None` where a version is installed that can.
+    """
+    remedy = "run `pip install trl-multimodal-rft[vllm]`, or set `use_vllm=False`."
+    if not is_vllm_available():
+        return f"vLLM isn't installed; {remedy}"
+    # The build for CPUs is a distribution of another name
+    installed = version(packages_distributions()["vllm"][0])
+    if _VERSIONS.contains(Version(installed).base_version):
+        return None
+    return (
+        f"vLLM {installed} is installed, and 0.27.1 to 0.30.0 are what works here: those before are built for an "
+        f"earlier torch, those after exclude transformers 5.23; {remedy}"
+    )
+
+
+if engine_obstacle() is None:
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
-    from vllm.renderers import renderer_from_config
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.models.utils import StageMissingLayer
     from vllm.sampling_params import StructuredOutputsParams
 
 # What processors assume of videos whose rate isn't known, in frames per second
@@ -37,11 +79,38 @@ class Completion(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A prompt as the engine takes it, the ids that it must make of it, and how many completions are wanted."""
+    """
+    A prompt as the engine takes it, the ids that it must make of it, how many completions are wanted, the seed of the
+    first one, and the row that it is of.
+    """
 
     prompt: dict[str, Any]
     ids: list[int]
     count: int
+    seed: int | None
+    row: int
+
+
+def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
+    """
+    What vLLM is to be told to sample as transformers does.
+
+    Args:
+        config ([`~transformers.GenerationConfig`]):
+            How to sample: greedily, or by temperature, `top_p` and `top_k`; the most tokens, those that end a
+            completion, and those that may not be sampled.
+
+    Returns:
+        `dict[str, Any]`: Sampling parameters.
+    """
+    drawn = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    return {
+        **(drawn if config.do_sample else {"temperature": 0.0}),
+        "max_tokens": config.max_new_tokens,
+        "stop_token_ids": config.eos_token_id,
+        "logit_bias": dict.fromkeys(config.suppress_tokens or (), -100.0),
+        "detokenize": False,
+    }
 
 
 class MultimodalVLLMGeneration(VLLMGeneration):
@@ -50,26 +119,52 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     Args:
         engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode, those of the server that decide
-            how media are processed.
+            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode `dtype`, which the server must
+            have, too, and `revision` of the processor.
+        adapter ([`EngineAdapter`], *optional*):
+            Adapter, if TRL isn't to merge it into the weights.
+        adapter_folder (`str`, *optional*):
+            Folder through which a server gets the adapter, which it must see under the same path.
         kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
-    def __init__(self, engine_kwargs: dict[str, Any] | None = None, **kwargs):
+    def __init__(
+        self,
+        engine_kwargs: dict[str, Any] | None = None,
+        adapter: EngineAdapter | None = None,
+        adapter_folder: str | None = None,
+        **kwargs,
+    ):
         self._engine_kwargs = engine_kwargs or {}
+        self._adapter = adapter
+        self._adapter_folder = adapter_folder
+        self._adapter_request: Any = None  # what the engine samples with, after the first sync
         super().__init__(**kwargs)
 
     def _init_vllm(self):
-        with _with_arguments(self._engine_kwargs), _processors_unchecked():
-            super()._init_vllm()
+        if (obstacle := engine_obstacle()) is not None:
+            raise ImportError(f"`use_vllm` is set, but {obstacle}")
+        own = self._adapter.engine_kwargs if self._adapter else {}
+        try:
+            with _with_arguments({**own, **self._engine_kwargs}), _processors_unchecked():
+                super()._init_vllm()
+        except ValueError as error:
+            if "does not support LoRA" in str(error):
+                raise ValueError(
+                    f"{error} Set `vllm_sync_adapter=False`, which merges the adapter into the weights."
+                ) from error
+            raise
+        self._renderer: Any
         if self.mode == "server":
-            args = EngineArgs(
-                model=self.model.name_or_path,
-                trust_remote_code=self.trust_remote_code,
-                **self._engine_kwargs,
+            found: list[Any] = [None]
+            if self.accelerator.is_main_process:
+                found = [self.vllm_client.get_server_info()]
+                check_server(self.vllm_client, found[0], self.model.config, self._engine_kwargs["dtype"])
+            broadcast_object_list(found, from_process=0)
+            self._renderer = server_renderer(
+                found[0], self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
-            self._renderer: Any = renderer_from_config(args.create_engine_config())
         else:
             self._renderer = self.llm.renderer
 
@@ -86,7 +181,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         images: Sequence[list | None] | None = None,
         num_generations: int = 1,
         profiler=None,
-        **sampling,
+        sampling: dict[str, Any] | None = None,
     ) -> tuple:
         """
         Samples a completion of each prompt.
@@ -100,21 +195,26 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 As for TRL's method. Groups are told by the prompts.
             profiler (`ContextManager`, *optional*):
                 Context in which the engine samples.
-            sampling:
-                Sampling parameters, where they aren't those of training.
+            sampling (`dict[str, Any]`, *optional*):
+                Sampling parameters in place of all those of training. With a `seed`, completion `i` is drawn with
+                `seed + i`, and nothing that is drawn later depends on these.
 
         Returns:
             `tuple`: Prompt ids, completion ids, log-probabilities and their token ids, as TRL's method returns them.
 
         Raises:
-            [`MediaError`]: If the engine makes other tokens of a prompt than the processing class.
+            [`MediaError`]: If the engine makes other tokens of a prompt than the processing class, or if a prompt has
+                more media than the engine takes. The message names the row.
+            `ValueError`: If a prompt is too long for the engine. The message names the row.
         """
-        requests = self._requests(prompts, images)
+        options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
+        requests = self._requests(prompts, images, None if sampling is None else options.pop("seed", None))
+        self._check_lengths(requests, options["max_tokens"])
         # Asleep, the engine has forgotten its weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
         ask = self._ask_server if self.mode == "server" else self._ask_engine
-        completions = ask(requests, sampling, profiler or nullcontext())
+        completions = ask(requests, options, profiler or nullcontext())
         return (
             [request.ids for request in requests for _ in range(request.count)],
             [completion.ids for completion in completions],
@@ -122,7 +222,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             [[[token] for token in completion.ids] for completion in completions],
         )
 
-    def _requests(self, prompts, images) -> list[_Request]:
+    def _requests(self, prompts, images, seed: int | None) -> list[_Request]:
         requests: list[_Request] = []
         last = None
         for index, prompt in enumerate(prompts):
@@ -131,17 +231,25 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
             last = prompt
-            ids = prompt.input_ids.tolist() if isinstance(prompt, EncodedPrompt) else list(prompt)
+            ids, row, decoded = prompt, None, None
+            if isinstance(prompt, EncodedPrompt):
+                ids, row, decoded = prompt.input_ids.tolist(), prompt.row, prompt.decoded
+                if prompt.modalities and decoded is None:
+                    raise ValueError("A prompt has lost its decoded media; encode it with `keep_decoded=True`.")
+            row = index if row is None else row
             taken: dict[str, Any] = {"prompt_token_ids": ids}
-            if isinstance(prompt, EncodedPrompt) and prompt.decoded is not None:
-                taken = self._with_media(prompt.decoded)
+            if decoded is not None:
+                taken = self._with_media(decoded, row)
             elif own_images:
+                self._check_number("image", len(own_images), row)
                 taken["multi_modal_data"] = {"image": own_images}
-            requests.append(_Request(taken, ids, 1))
+            requests.append(_Request(taken, list(ids), 1, None if seed is None else seed + index, row))
         return requests
 
-    def _with_media(self, prompt: DecodedPrompt) -> dict[str, Any]:
+    def _with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
         media: dict[str, Any] = dict(prompt.media)
+        for kind in media:
+            self._check_number(kind, len(media[kind]), row)
         processor: Any = self.processing_class
         options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
         if "video" in media:
@@ -165,7 +273,49 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }
 
-    def _sampling(self, sampling: dict[str, Any]) -> dict[str, Any]:
+    def _check_number(self, kind: str, number: int, row: int) -> None:
+        # Told to take no media at all, the engine has nothing to process them
+        info = self._renderer.mm_processor and self._renderer.mm_processor.info
+        allowed = info.allowed_mm_limits.get(kind, 0) if info else 0
+        if number <= allowed:
+            return
+        most = info.supported_mm_limits.get(kind, 0) if info else None
+        if most is not None and number > most:
+            raise MediaError(
+                f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, of which vLLM takes {most} "
+                "for this model; set `use_vllm=False`."
+            )
+        started = (
+            f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, and the engine was started for"
+        )
+        if self.mode == "server":
+            limit = f"--limit-mm-per-prompt.{kind} {number}"
+            raise MediaError(f"{started} {allowed}; start the server with `{limit}`.")
+        raise MediaError(
+            f"{started} {allowed}, the most in a prompt of the trainer's datasets where nothing else is set; raise "
+            f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
+        )
+
+    def _check_lengths(self, requests: list[_Request], max_tokens: int) -> None:
+        limit = self._renderer.model_config.max_model_len
+        for request in requests:
+            length = len(request.ids)
+            option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
+            remedy = f"raise {option}, or shorten the prompt or its media"
+            if length >= limit:
+                raise ValueError(
+                    f"row {request.row}: the prompt has {length} tokens with those of its media, which leaves nothing "
+                    f"for a completion of the {limit} that the engine was started for; {remedy}."
+                )
+            if length + max_tokens > limit:
+                logger.warning_once(
+                    f"Row {request.row}: the prompt has {length} tokens with those of its media, which leaves "
+                    f"completions {limit - length} of {max_tokens} before the engine cuts them off; {remedy}. Others "
+                    "may be as long."
+                )
+
+    def _sampling(self) -> dict[str, Any]:
+        structured = {} if self.structured_outputs_regex is None else {"regex": self.structured_outputs_regex}
         return {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -174,16 +324,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             "min_p": 0.0 if self.min_p is None else self.min_p,
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
-            **sampling,
+            **self.generation_kwargs,
+            **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _ask_engine(self, requests: list[_Request], sampling: dict[str, Any], profiler) -> list[Completion]:
-        options = {**self._sampling({}), **self.generation_kwargs, **sampling}
-        structured = options.get("structured_outputs")
-        if self.structured_outputs_regex is not None:
-            structured = {"regex": self.structured_outputs_regex}
-        if isinstance(structured, dict):
-            options["structured_outputs"] = StructuredOutputsParams(**structured)
+    def _ask_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+        if isinstance(options.get("structured_outputs"), dict):
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         first, asked = 0, requests
         if self.tensor_parallel_size > 1:
             gathered: list[Any] = [None] * self.tensor_parallel_size
@@ -198,140 +345,148 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         with profiler, _processors_unchecked():
             outputs = self.llm.generate(
                 [request.prompt for request in asked],
-                sampling_params=[SamplingParams(**{**options, "n": request.count}) for request in asked],
+                sampling_params=[
+                    SamplingParams(**{"seed": request.seed, **options, "n": request.count}) for request in asked
+                ],
                 use_tqdm=False,
+                lora_request=self._adapter_request,
             )
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
         completions = []
         for request, output in zip(requests, outputs[first:], strict=False):
-            _check_ids(request.ids, output.prompt_token_ids)
+            _check_ids(request, output.prompt_token_ids)
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
                 logps = [None if math.isnan(logp) else logp for logp in logps]
                 completions.append(Completion(list(each.token_ids), logps))
         return completions
 
-    def _ask_server(self, requests: list[_Request], sampling: dict[str, Any], profiler) -> list[Completion]:
-        # The server takes ids and what its processor makes of media, which is made here
-        rendered = [self._features(request) if "multi_modal_data" in request.prompt else None for request in requests]
-        own = [(request.ids, features, request.count) for request, features in zip(requests, rendered, strict=True)]
-        gathered = gather_object(own)
-        counts = gather_object([sum(request.count for request in requests)])
+    def _ask_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+        asked = [ServerRequest(each.ids, self._features(each), each.count, each.seed) for each in requests]
+        gathered = gather_object(asked)
+        counts = gather_object([sum(each.count for each in requests)])
         payload: list[Any] = [None]
         if self.accelerator.is_main_process:
             with profiler:
-                payload = [self._completions_of(_joined(gathered), sampling)]
+                payload = [server_completions(self.vllm_client, joined(gathered), options)]
         broadcast_object_list(payload, from_process=0)
         first = sum(counts[: self.accelerator.process_index])
-        return payload[0][first:][: counts[self.accelerator.process_index]]
+        own = counts[self.accelerator.process_index]
+        return [Completion(*each) for each in payload[0][first : first + own]]
 
-    def _completions_of(self, asked: list[tuple], sampling: dict[str, Any]) -> list[Completion]:
-        completions: list[list[Completion]] = [[] for _ in asked]
-        for count in {count for _, _, count in asked}:
-            places = [place for place, each in enumerate(asked) if each[2] == count]
-            features = [asked[place][1] for place in places]
-            output = self.vllm_client.generate(
-                [asked[place][0] for place in places],
-                features=features if any(features) else None,
-                n=count,
-                structured_outputs_regex=self.structured_outputs_regex,
-                generation_kwargs=self.generation_kwargs,
-                **self._sampling(sampling),
-            )
-            sampled = zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True)
-            for index, (ids, logps, tokens) in enumerate(sampled):
-                own = [of[at.index(token)] for token, of, at in zip(ids, logps, tokens, strict=True)]
-                completions[places[index // count]].append(Completion(ids, own))
-        return [completion for each in completions for completion in each]
-
-    def _features(self, request: _Request) -> dict[str, Any]:
+    def _features(self, request: _Request) -> dict[str, Any] | None:
+        if "multi_modal_data" not in request.prompt:
+            return None
         with _processors_unchecked():
-            [prompt] = self._renderer.render_cmpl([request.prompt])
-        _check_ids(request.ids, prompt["prompt_token_ids"])
-        return {
-            "mm_hashes": dict(prompt["mm_hashes"]),
-            "mm_placeholders": {
-                kind: [_range(place, kind) for place in places] for kind, places in prompt["mm_placeholders"].items()
-            },
-            "kwargs_data": {
-                kind: [encode_mm_kwargs_item(item) for item in items] for kind, items in prompt["mm_kwargs"].items()
-            },
-        }
+            [rendered] = self._renderer.render_cmpl([request.prompt])
+        _check_ids(request, rendered["prompt_token_ids"])
+        return server_features(rendered)
 
     # Weights
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = super()._iter_named_params() if self._adapter is None else self._adapter.weights()
         # vLLM knows the names of checkpoints, which aren't always those of the model in memory
-        model: Any = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if is_peft_model(model) else model
-        for name, parameter in super()._iter_named_params():
-            yield from revert_weight_conversion(model, {name: parameter}).items()
+        return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
     def sync_weights(self):
         """
-        Gives the engine the model's weights, and makes it forget what it computed with others.
+        Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others.
 
         Raises:
             `RuntimeError`: If the engine, in colocate mode, leaves out weights.
         """
+        adapter = self._adapter if self._adapter and self._adapter.alone else None
+        # What isn't trained the engine has loaded, but for what 4 bits stand for, and forgets when it sleeps
+        lacks_weights = adapter and (adapter.is_4bit and self._adapter_request is None or self.enable_sleep_mode)
         if self.mode == "server":
-            super().sync_weights()
+            if adapter is None or lacks_weights:
+                super().sync_weights()
+            if adapter is not None:
+                self._load_adapter_by_server(adapter)
             if self.accelerator.is_main_process:
-                client = self.vllm_client
-                client.session.post(f"{client.base_url}/reset_encoder_cache").raise_for_status()
+                forget_media(self.vllm_client)
             return
         if self.enable_sleep_mode:
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        if adapter is None or lacks_weights:
+            self._load_weights()
+        if adapter is not None:
+            self._load_adapter(adapter)
+        self.llm.reset_prefix_cache()
+        # What encoders made is kept by the medium alone (huggingface/trl#7198)
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def _load_weights(self) -> None:
+        model = self._runner.model
         # vLLM says which weights it took, and drops others without a word
-        left_out = [name for name, weight in self._iter_named_params() if not model.load_weights([(name, weight)])]
+        left_out = [
+            name
+            for name, weight in self._iter_named_params()
+            if not model.load_weights([(name, weight)]) and not _is_of_unused_tower(model, name)
+        ]
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
                 f"'{left_out[0]}', so it would sample from another model; set `use_vllm=False`."
             )
-        self.llm.reset_prefix_cache()
-        # What encoders made is kept by the medium alone (huggingface/trl#7198)
-        self.llm.llm_engine.reset_encoder_cache()
 
-
-def _check_ids(expected: list[int], found: Sequence[int]) -> None:
-    if list(found) != expected:
-        raise MediaError(
-            f"vLLM made {len(found)} tokens of a prompt that has {len(expected)} here, so what it samples would be "
-            "scored after another prompt: its processor and `processing_class` don't agree. Load both from the folder "
-            "of the model, or set `use_vllm=False`."
-        )
-
-
-def _joined(asked: list[tuple]) -> list[tuple]:
-    """Requests of all processes, those of a group that several processes share as one."""
-    joined: list[tuple] = []
-    for ids, features, count in asked:
-        hashes = features and features["mm_hashes"]
-        if joined and joined[-1][0] == ids and (joined[-1][1] and joined[-1][1]["mm_hashes"]) == hashes:
-            joined[-1] = (*joined[-1][:2], joined[-1][2] + count)
-        else:
-            joined.append((ids, features, count))
-    return joined
-
-
-def _range(place, kind: str) -> dict[str, int]:
-    """Where a medium's embeddings go, for the server, which can't be told of text between them."""
-    offset, length = place.offset, place.length
-    if place.is_embed is not None:
-        first, last = place.is_embed.nonzero().flatten()[[0, -1]].tolist()
-        if not place.is_embed[first : last + 1].all():
-            raise MediaError(
-                f"vLLM's server can't place {kind} whose placeholders have text between them, as this model's have; "
-                "set `vllm_mode='colocate'`."
+    def _load_adapter(self, adapter: EngineAdapter) -> None:
+        engine, last = self.llm.llm_engine, self._adapter_request
+        with tempfile.TemporaryDirectory() as folder:
+            adapter.write(folder)
+            number = 1 if last is None else last.lora_int_id + 1
+            request = LoRARequest(f"policy-{number}", number, folder)
+            if last is not None:
+                engine.remove_lora(last.lora_int_id)
+            engine.add_lora(request)
+        self._adapter_request = request
+        # vLLM drops what is for layers that it doesn't find, or adapts
+        manager: Any = self._runner.lora_manager._adapter_manager
+        left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+        if left_out:
+            raise RuntimeError(
+                f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
+                f"such as '{left_out[0]}', so it would sample from another model; leave them out of `target_modules`, "
+                "or set `vllm_sync_adapter=False`, which merges the adapter into the weights at each sync."
             )
-        offset, length = offset + first, last - first + 1
-    return {"offset": offset, "length": length}
+
+    @property
+    def _runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+
+    def _load_adapter_by_server(self, adapter: EngineAdapter) -> None:
+        # Other runs may have left theirs
+        name = f"policy-{uuid.uuid4().hex}"
+        folder = Path(self._adapter_folder or "", name).absolute()
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            folder.mkdir(parents=True)
+        adapter.write(folder if is_main else None)
+        last, self._adapter_request = self._adapter_request, LoRARequest(name, 1, str(folder))
+        if is_main:
+            adapter.replace_on_server(self.vllm_client, folder, last and Path(last.lora_path))
+
+
+def _is_of_unused_tower(model, name: str) -> bool:
+    """Whether a weight of the checkpoint is of an encoder whose media the engine was told not to take."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapped = [name] if mapper is None else mapper.apply_list([name])
+    unused = tuple(f"{place}." for place, module in model.named_modules() if isinstance(module, StageMissingLayer))
+    return any(each.startswith(unused) for each in mapped)
+
+
+def _check_ids(request: _Request, found: Sequence[int]) -> None:
+    if list(found) != request.ids:
+        raise MediaError(
+            f"row {request.row}: vLLM made {len(found)} tokens of a prompt that has {len(request.ids)} here, not the "
+            "same ones, so that what it samples would be scored after another prompt: its processor and "
+            "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
+        )
 
 
 @contextmanager

@@ -17,5 +17,23 @@ def keep_differentiable(model: nn.Module) -> None:
             Model, changed in place. Without 4-bit layers nothing happens.
     """
     for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
+        if _is_4bit(module):
             module.support_avx512bf16_for_cpu = False  # pyrefly: ignore[bad-argument-type]
+
+
+def is_4bit(model: nn.Module) -> bool:
+    """
+    Whether a model has 4-bit weights.
+
+    Args:
+        model (`nn.Module`):
+            Model.
+
+    Returns:
+        `bool`: Whether it has.
+    """
+    return any(map(_is_4bit, model.modules()))
+
+
+def _is_4bit(module: nn.Module) -> bool:
+    return type(module).__name__ == "Linear4bit"

@@ -1,15 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
+import os
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from torch import nn
-from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -34,10 +35,11 @@ from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import trim_after_eos
-from ..generation.vllm import MultimodalVLLMGeneration
+from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
+from ..generation.vllm_adapters import EngineAdapter
 from ..models.modes import evaluation_mode
-from ..models.quantization import keep_differentiable
-from ..models.wrapped import unwrapped
+from ..models.quantization import is_4bit, keep_differentiable
+from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
@@ -48,12 +50,14 @@ from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
 from .self_check import EngineCheck, SelfCheck, run_self_check
 from .setup import (
+    check_engine_format,
     check_name,
     check_takes_media,
     has_unknown_columns,
     image_token_id,
     load_policy,
     load_reference,
+    media_limits,
     no_warning_about_init_kwargs,
     refuse_several_runs,
     refuse_unchecked_steps,
@@ -98,15 +102,18 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             model = load_policy(model, args, quantization_config)
         check_name(model, args, processing_class, ref_model, kwargs.get("peft_config"))
         revision = (args.model_init_kwargs or {}).get("revision")
+        self._revision = revision if loaded_here else None
         self._processor_source: dict[str, Any] | None = None  # how to load the processor again
         if processing_class is None:
             self._processor_source = {
                 "pretrained_model_name_or_path": get_config_model_id(model.config),
-                "revision": revision if loaded_here else None,
+                "revision": self._revision,
                 "trust_remote_code": args.trust_remote_code,
             }
             processing_class = load_processor(*self._processor_source.values())
         check_processor(processing_class)
+        if args.use_vllm:
+            check_engine_format(processing_class)
         check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if ref_model is None:
             ref_model = load_reference(model, args, kwargs.get("peft_config"), quantization_config)
@@ -194,6 +201,10 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             **own,
             "logit_bias": named if args.vllm_mode == "server" else self._logit_bias,
         }
+        in_4bit = is_peft_model(self.model) and is_4bit(self.model)
+        alone = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
+        # TRL would round to 4 bits what it merges
+        adapter = EngineAdapter(self.model, self.accelerator, alone) if alone or in_4bit else None
         self.vllm_generation = MultimodalVLLMGeneration(
             model=self.model,
             accelerator=self.accelerator,
@@ -219,9 +230,21 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             min_p=self.min_p,
             max_completion_length=self.max_completion_length,
             generation_kwargs=own,
-            engine_kwargs={"mm_processor_cache_gb": 0, **(args.vllm_engine_kwargs or {})},
+            engine_kwargs={**self._engine_kwargs(), **(args.vllm_engine_kwargs or {})},
+            adapter=adapter,
+            adapter_folder=os.path.join(args.output_dir, "vllm_adapter"),
         )
         self._last_loaded_step = -1  # the step whose weights the engine has
+
+    def _engine_kwargs(self) -> dict[str, Any]:
+        """What the engine needs to be as the trainer, beside TRL's arguments; the user's win."""
+        model = self._unwrapped(self.model)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, model.dtype)
+        kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": self._revision}
+        if self.args.vllm_mode == "server":
+            return kwargs
+        limits = {} if self.rollout_func else media_limits(self.args, self.train_dataset, self.eval_dataset)
+        return {**kwargs, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": limits}  # each prompt comes once
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
@@ -407,6 +430,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         unknown = not prompts or prompt_ids != [prompt.input_ids.tolist() for prompt in prompts]
         if self.use_vllm:
             completion_ids, logps = self._ask_engine(prompt_ids if unknown else prompts)
+            for prompt in prompts or ():
+                prompt.decoded = None  # the engine has seen it
             if not self._sampling_logps_expected:
                 self._batch.sampled_logps = logps
             return (completion_ids, logps) if self._sampling_logps_expected else completion_ids
@@ -417,18 +442,38 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         completion_ids = trim_after_eos(self._sample_completions(prompts, self.generation_config), self.eos_token_ids)
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
-    def _ask_engine(self, prompts, **sampling) -> tuple[list[list[int]], list[list[float | None]]]:
+    def _complete(self, prompts: list[EncodedPrompt], generation_config: GenerationConfig) -> list[list[int]]:
+        """Completions under another config than that of training, by whatever samples there, each up to its end."""
+        if not self.use_vllm:
+            output = self._sample_completions(prompts, generation_config)
+            return trim_after_eos(output, generation_config.eos_token_id)
+        sampling = sampling_parameters(generation_config)
+        if generation_config.do_sample:
+            # The engine's own random numbers are those of training
+            sampling["seed"] = torch.randint(2**31, ()).item()
+        return self._ask_engine(prompts, sampling)[0]
+
+    @property
+    def _completes_in_step(self) -> bool:
+        """Whether processes must call [`_complete`] equally often."""
+        if not is_whole(self.accelerator):  # weights are gathered
+            return True
+        if self.use_vllm:  # requests are gathered
+            return self.args.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1
+        return self._policy.remedies.apart is not None  # forwards are counted
+
+    def _ask_engine(
+        self, prompts, sampling: dict[str, Any] | None = None
+    ) -> tuple[list[list[int]], list[list[float | None]]]:
         """Completions by vLLM with the weights of this step, and the log-probabilities it sampled them with."""
         if self.state.global_step != self._last_loaded_step:
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
-        _, completion_ids, logps, _ = self.vllm_generation.generate(
-            prompts, profiler=profiling_context(self, "vLLM.generate"), **sampling
+        engine: Any = self.vllm_generation
+        _, completion_ids, logps, _ = engine.generate(
+            prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling
         )
-        for prompt in prompts:
-            if isinstance(prompt, EncodedPrompt):
-                prompt.decoded = None  # the engine has seen it
         return completion_ids, [[logp for [logp] in each] for each in logps]
 
     def _sample_completions(self, prompts, generation_config, share_prefill: bool | None = None):
@@ -666,6 +711,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         return self._train_sampler
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        self._last_loaded_step = -1  # another run may start with other weights
         epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
         if self.state.global_step >= max_steps:
             # Resumed after its last step, `Trainer` would go on to the end of the epoch, and stop one step too late

@@ -41,7 +41,12 @@ class MultimodalArguments:
         > Parameters that control vLLM
 
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside those that TRL sets, over which they win.
+            Arguments for `vllm.LLM` beside those that TRL sets, over which they win. A server has its own.
+        vllm_sync_adapter (`bool`, *optional*):
+            Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
+            into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
+            unquantized, and nothing is rounded to 4 bits. A server loads the adapter from a folder within
+            `output_dir`, which it must see under the same path.
 
         > Parameters that control the logging
 
@@ -101,6 +106,13 @@ class MultimodalArguments:
     vllm_engine_kwargs: dict | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
     )
+    vllm_sync_adapter: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the "
+            "adapter merged into them. `None` does so where the weights have 4 bits."
+        },
+    )
     max_logged_media: int | None = field(
         default=8,
         metadata={
@@ -133,6 +145,11 @@ class MultimodalArguments:
         for name in ("packing", "audio_overlong"):
             check_choice(self, name)
         check_ignored(self.ignored_media_columns)
+        if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
+            raise ValueError(
+                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
+                "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+            )
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(
                 f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` "

@@ -241,11 +241,9 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     # Rollout
 
-    def _generate_single_turn(self, *args, **kwargs):
-        if not self.use_vllm:
-            return super()._generate_single_turn(*args, **kwargs)
+    def _ask_engine(self, prompts, sampling=None):
         with self._policy_alone():
-            return super()._generate_single_turn(*args, **kwargs)
+            return super()._ask_engine(prompts, sampling)
 
     def _estimate_advantages(self, output, rewards, per_func, group_ids, mask):
         if self.critic is None:

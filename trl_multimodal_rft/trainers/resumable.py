@@ -192,6 +192,7 @@ class ResumingMixin(TrainerMixin):
 
     def _load_best_model(self):
         super()._load_best_model()
+        self._last_loaded_step = -1  # an engine has others
         self._reload_weights(self.state.best_model_checkpoint)
 
     def _reload_weights(self, folder: str | Path) -> None:

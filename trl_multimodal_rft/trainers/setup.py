@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
 from ..data.columns import iter_refs, rows_to_messages
+from ..data.counts import most_media
 from ..data.unread import check_columns, columns_known
-from ..families import MODALITIES, family_of
+from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.processes import refuse_runs_apart
 from ..models.pretrained import load_model, trained_part
 from ..models.towers import freeze_as_built
@@ -74,17 +75,40 @@ def check_name(model, args, processing_class, ref_model, peft_config) -> None:
             Adapter to come, without which the policy is its own reference.
 
     Raises:
-        `ValueError`: If a processor or a reference is to be loaded by a name.
+        `ValueError`: If a processor, a reference or an engine is to be loaded by a name.
     """
     if get_config_model_id(model.config):
         return
     lacks = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
     if processing_class is None:
         raise ValueError(f"{lacks} its processor would be loaded; pass `processing_class`.")
+    if args.use_vllm:
+        raise ValueError(
+            f"{lacks} vLLM would load it; save the model and its processor with `save_pretrained`, and load them from "
+            "there, or set `use_vllm=False`."
+        )
     if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
             f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
+        )
+
+
+def check_engine_format(processing_class) -> None:
+    """
+    vLLM knows some models in the format of their makers alone, with tokens and names of weights of their own.
+
+    Args:
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
+            What encodes prompts.
+
+    Raises:
+        `ValueError`: If this is one of them.
+    """
+    if family_of_processor(processing_class).takes_base64_audio:
+        raise ValueError(
+            f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
+            "tokenizer and names of weights, not with those of transformers; set `use_vllm=False`."
         )
 
 
@@ -157,6 +181,27 @@ def has_unknown_columns(dataset) -> bool:
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(each is not None and not columns_known(each) for each in datasets)
+
+
+def media_limits(args, *datasets) -> dict[str, int]:
+    """
+    The most media that prompts have, which decides how much memory an engine keeps for them.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+        datasets:
+            Datasets of prompts, dictionaries of them and `None`.
+
+    Returns:
+        `dict[str, int]`: A number for each kind of media. Empty if one of the datasets can't tell.
+    """
+    parts = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
+    found = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
+    counts = [each for each in found if each is not None]
+    if len(counts) < len(found):
+        return {}
+    return {kind: max((each[kind] for each in counts), default=0) for kind in MODALITIES} if counts else {}
 
 
 def refuse_several_runs(args) -> None:

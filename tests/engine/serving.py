@@ -1,0 +1,76 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""vLLM's own server in a process of its own, and training in several."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import requests
+from helpers.processes import free_port, python_command, python_environment
+
+
+FLAGS = [
+    *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.3"),
+    *("--max-model-len", "512", "--max-num-seqs", "16"),
+    *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+]
+
+
+@contextmanager
+def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterator[str]:
+    """The address of a server that runs within the context; it takes a minute to start."""
+    port, log = free_port(), folder / "server.txt"
+    # Not `vllm serve`, which looks for a distribution of that name
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, *FLAGS, *flags],
+            env=python_environment(VLLM_SERVER_DEV_MODE="1", **environment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait(address, process, log)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = 400) -> None:
+    for _ in range(seconds):
+        try:
+            return requests.get(f"{address}/health", timeout=5).raise_for_status()
+        except requests.RequestException:
+            assert process.poll() is None, log.read_text()[-8000:]
+            time.sleep(1)
+    raise AssertionError(f"no server after {seconds} s\n{log.read_text()[-8000:]}")
+
+
+def train(
+    model: Path, folder: Path, processes: int, runs: dict[str, dict], **environment: str
+) -> dict[str, list[dict]]:
+    """What each process of `worker.py` wrote, by the name of the run, whose options are given."""
+    log = folder / "worker.txt"
+    script = [Path(__file__).with_name("worker.py"), folder, model, json.dumps(runs)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            python_command(script, processes),
+            env=python_environment(**environment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        outcome = process.wait(500)
+    finally:
+        process.terminate()  # a kill would leave torchrun's workers behind
+        process.wait(60)
+    assert outcome == 0, log.read_text()[-8000:]
+    return {
+        name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(processes)] for name in runs
+    }

@@ -1,0 +1,163 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the engine takes and what it is told: numbers of media, lengths, media mixed and missing, users' options."""
+
+import logging
+
+import pytest
+import torch
+import vllm_cpu
+from datasets import Dataset
+from helpers.families import audio, image, video
+from helpers.trainer_utils import (
+    audio_rows,
+    image_rows,
+    images_rows,
+    length_and_sum,
+    make_trainer,
+    sound,
+    text_rows,
+    with_media,
+)
+from test_by_name import OMNI, whole_omni
+from test_colocate import Recorded, make
+from test_trainer import Calling, look_up, with_tools
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
+
+
+def answers(trainer, rows, **options) -> list[list[str]]:
+    result = evaluate_trainer(trainer, rows, length_and_sum, EvaluationConfig(max_completion_length=4, **options))
+    return [row["completions"] for row in result.rows]
+
+
+def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
+    rows = images_rows(6).to_list() + text_rows(2).map(lambda row: {"images": None}).to_list()
+    mixed = Dataset.from_list(rows, features=images_rows(6).features).shuffle(seed=0)
+    engine = {**vllm_cpu.ENGINE, "max_model_len": 96}
+    del engine["dtype"]  # the trainer's
+    options = {"vllm_engine_kwargs": engine, "max_steps": 4, "max_completion_length": 4}
+    trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", mixed, tmp_path, **options)
+    config = trainer.vllm_generation.llm.model_config
+    assert config.dtype == torch.float32
+    limits = config.multimodal_config
+    assert [limits.get_limit_per_prompt(kind) for kind in ("image", "video")] == [3, 0]
+    trainer.train()  # an epoch
+    assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 4
+
+    four = [{"prompt": "a"}, {"prompt": "b", "images": [image(56, 56, seed=i)["image"] for i in range(4)]}]
+    with pytest.raises(MediaError, match=r"row 1: .*'image', 4 of them.*started for 3.*limit_mm_per_prompt.*: 4"):
+        answers(trainer, four)
+    shown = with_media(text_rows(1), "video", [video(4, 56, 56)["video"]])
+    with pytest.raises(MediaError, match=r"row 0: .*'video', 1 of them.*started for 0"):
+        answers(trainer, shown)
+    heard = [{"prompt": "a", "image": image(28 * 12, 28 * 12)["image"]}]
+    with pytest.raises(ValueError, match=r"row 0: the prompt has \d+ tokens.* of the 96 .*vllm_max_model_length"):
+        answers(trainer, heard)
+    near = [{"prompt": " ".join(["bird"] * 40)}]
+    caplog.set_level(logging.WARNING)
+    evaluate_trainer(trainer, near, length_and_sum, EvaluationConfig(max_completion_length=90, batch_size=1))
+    assert "leaves completions" in caplog.text
+
+    processor = trainer.processing_class.image_processor
+    processor.size = {**processor.size, "shortest_edge": 4 * processor.size["shortest_edge"]}
+    with pytest.raises(MediaError, match=r"row 1: vLLM made \d+ tokens .*Load both from the folder"):
+        answers(trainer, [{"prompt": "a"}, *image_rows(1).to_list()])
+
+
+def test_options_of_users(tmp_path):
+    trainer = make(
+        MultimodalGRPOTrainer,
+        MultimodalGRPOConfig,
+        "qwen2_audio",
+        audio_rows(),
+        tmp_path,
+        max_steps=1,
+        generation_kwargs={"logit_bias": {300: 100.0}, "stop": ["<nothing>"]},
+    )
+    words = trainer.processing_class.tokenizer
+    sampled = []
+    take = trainer._generate_single_turn
+    trainer._generate_single_turn = lambda *args: sampled.append(take(*args)) or sampled[-1]
+    trainer.train()
+    [(completions, _)] = sampled
+    assert completions == [[300] * 6] * 8  # beside the bias against placeholders
+
+    engine = trainer.vllm_generation
+    engine.generation_kwargs["stop"] = [words.decode([300, 300])]
+    ids = words("Is there a bird?")["input_ids"]
+    assert engine.generate([ids])[1] == [[300, 300]]
+    engine.generation_kwargs["stop"] = []
+    engine.generation_kwargs["logit_bias"] = {}
+    engine.structured_outputs_regex = "(cat|dog)"
+    for completion in engine.generate([ids] * 4)[1]:
+        assert words.decode(completion, skip_special_tokens=True).strip() in ("cat", "dog")
+
+
+def omni(rows, tmp_path, monkeypatch, **options):
+    monkeypatch.setattr("test_colocate.saved", lambda family: whole_omni(family)[0])
+    return make(Recorded, MultimodalGRPOConfig, OMNI, rows, tmp_path, max_steps=2, **options)
+
+
+def test_an_encoder_that_the_data_do_not_need_is_left_out(tmp_path, monkeypatch):
+    rows = Dataset.from_list([{"prompt": f"What do you hear? {i}", "audio": sound(0.4, seed=i)} for i in range(4)])
+    trainer = omni(rows, tmp_path, monkeypatch)
+    model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+    assert not list(model.visual.parameters()) and list(model.audio_tower.parameters())
+    trainer.train()
+    assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 2
+
+
+def test_all_kinds_in_one_prompt(tmp_path, monkeypatch):
+    def blocks(i):
+        return [
+            image(84, 56, seed=i),
+            audio(0.9, seed=i + 1),
+            {"type": "text", "text": "Compare them to"},
+            video(4, 56, 56, seed=i + 2),
+            audio(0.3, seed=i + 3),
+            {"type": "text", "text": "Is there a bird?"},
+        ]
+
+    prompts = [[{"role": "user", "content": blocks(i)}] for i in range(4)]
+    rows = Dataset.from_dict({"index": range(4)}).with_transform(
+        lambda batch: {**batch, "prompt": [prompts[i] for i in batch["index"]]}
+    )
+    trainer = omni(rows, tmp_path, monkeypatch)
+    trainer.train()
+    assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 2
+
+
+def rollout(prompts, trainer):
+    ids = [trainer.processing_class.tokenizer(prompt[-1]["content"])["input_ids"] for prompt in prompts]
+    prompt_ids, completion_ids, logps, _ = trainer.vllm_generation.generate(
+        prompts=ids, images=None, num_generations=trainer.num_generations
+    )
+    logps = [[logp for [logp] in each] for each in logps]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logps}
+
+
+def test_rollout_func_asks_the_engine_as_in_trl(tmp_path):
+    options = {"use_vllm": True, "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512}}
+    objects = {"rollout_func": rollout}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, objects=objects, **options)
+    trainer.train()
+    differences = [e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "reward" in e]
+    assert len(differences) == 2 and max(differences) < 0.05  # what placeholders had of the probabilities
+
+
+class Called(Calling, MultimodalGRPOTrainer):
+    def _generate_single_turn(self, *args, **kwargs):
+        ids, logps = super()._generate_single_turn(*args, **kwargs)
+        return ids, [[0.0] * len(each) for each in ids] if logps is None else logps
+
+
+def test_tools_continue_with_the_engine(tmp_path):
+    options = {"use_vllm": True, "vllm_engine_kwargs": vllm_cpu.ENGINE, "generation_kwargs": {"max_tokens": 8}}
+    options["max_completion_length"] = 200
+    objects = with_tools(tools=[look_up])
+    trainer = make_trainer(Called, "qwen3_vl", text_rows(), tmp_path, objects=objects, **options)
+    trainer.train()
+    assert trainer.continued > 0
+    assert any(entry.get("tools/call_frequency", 0) > 0 for entry in trainer.state.log_history)

@@ -1,0 +1,211 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""vLLM's own server in a process of its own: what it is refused for, and that what it samples is what is scored."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers as hf
+import vllm
+from helpers.trainer_utils import length_and_sum, load, saved, video_rows
+from omni import Exact, load_omni, omni_rows
+from trl.generation.vllm_client import VLLMClient
+from trl.scripts import vllm_serve
+from vllm.multimodal.inputs import PlaceholderRange
+
+from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
+from trl_multimodal_rft.generation.vllm_server import (
+    ServerRequest,
+    check_server,
+    forget_media,
+    joined,
+    server_features,
+    server_renderer,
+)
+
+
+def make(server, omni, tmp_path, rows=None, **options):
+    options = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": server,
+        **options,
+    }
+    args = MultimodalGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+    rows = omni_rows() if rows is None else rows
+    return Exact(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(omni))
+
+
+@pytest.fixture
+def client(server):
+    return VLLMClient(base_url=server)
+
+
+def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path):
+    """After updates of all weights, for a sound, text alone, several media in one prompt, and an image."""
+    trainer = make(server, omni, tmp_path, per_device_train_batch_size=16)
+    encoded = [len(prompt) for prompt, _, _ in trainer_draw(trainer)]
+    assert len(set(encoded)) == 4 and len(encoded) == 16
+    trainer.train()
+    assert max(trainer.differences) < 1e-5 and len(trainer.differences) == 4
+
+
+def trainer_draw(trainer):
+    rows = [row for row in trainer.train_dataset for _ in range(4)]
+    trainer._generate_and_score_completions(rows)
+    return trainer.draws[-1]
+
+
+@pytest.mark.parametrize("part", ["audio_tower", "visual"])
+def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
+    """Of the same media before they changed."""
+    trainer = make(server, omni, tmp_path, self_check=False)
+    trainer_draw(trainer)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if part in name:
+                parameter += 0.05 * torch.randn_like(parameter)
+    trainer._last_loaded_step = -1
+    trainer_draw(trainer)
+    assert max(trainer.differences) < 1e-5
+
+
+def test_server_that_does_not_forget(client):
+    client.base_url += "/nowhere"
+    with pytest.raises(RuntimeError, match=r"didn't forget .* \(404 .*`VLLM_SERVER_DEV_MODE=1`"):
+        forget_media(client)
+
+
+def test_processor_that_makes_other_tokens(server, omni, tmp_path):
+    trainer = make(server, omni, tmp_path, self_check=False)
+    render = trainer.vllm_generation._renderer.render_cmpl
+
+    def with_one_more(prompts):
+        return [{**each, "prompt_token_ids": [*each["prompt_token_ids"], 5]} for each in render(prompts)]
+
+    trainer.vllm_generation._renderer.render_cmpl = with_one_more
+    with pytest.raises(MediaError, match="its processor and `processing_class` don't agree"):
+        trainer_draw(trainer)
+
+
+# Which servers are refused
+
+
+def changed(info, **settings):
+    return {**info, "model_config": {**info["model_config"], **settings}}
+
+
+def test_refused_servers(client, omni, tmp_path):
+    info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(omni)
+    check_server(client, info, config.thinker_config, "float32")
+    with pytest.raises(ValueError, match="computes in float32 and the trainer in bfloat16.*`--dtype bfloat16`"):
+        check_server(client, info, config, "bfloat16")
+    with pytest.raises(ValueError, match="returns raw_logprobs.*`--logprobs-mode processed_logprobs`"):
+        check_server(client, changed(info, logprobs_mode="raw_logprobs"), config, "float32")
+    config.thinker_config.text_config.num_hidden_layers += 1
+    with pytest.raises(ValueError, match="another model than the trainer's: `num_hidden_layers` is 2, not 3"):
+        check_server(client, info, config, "float32")
+    # A path of another machine
+    check_server(client, changed(info, model="/not/here"), config, "float32")
+
+
+class Answers:
+    """A server that has not all that is asked of it."""
+
+    base_url = "http://elsewhere:8000"
+
+    def __init__(self, version="0.30.0", status=404):
+        self.session = self
+        self.get = lambda url: SimpleNamespace(json=lambda: {"version": version})
+        self.post = lambda url, json: SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (Answers(), "http://elsewhere:8000 takes no features of media; start it with `--enable-scale-out`"),
+        (Answers("0.27.1"), f"runs vLLM 0.27.1 and the trainer {vllm.__version__}.*same version for both"),
+    ],
+)
+def test_refused_answers(answers, message):
+    info = {"model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}}
+    with pytest.raises(ValueError, match=message):
+        check_server(answers, info, hf.Qwen2Config(), "float32")
+
+
+def test_trls_command_starts_a_server_as_it_must_be():
+    with patch("os.execve") as execute, pytest.warns(FutureWarning, match="it now only runs vLLM's own server"):
+        vllm_serve.main(vllm_serve.ScriptArguments(model="model", dtype="float32"))
+    command, environment = execute.call_args.args[1:]
+    joined = " ".join(command)
+    assert all(flag in joined for flag in ("--logprobs-mode processed_logprobs", "--enable-scale-out"))
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_engine_kwargs_are_the_servers(tmp_path):
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_engine_kwargs": {"dtype": "float32"}}
+    with pytest.raises(ValueError, match=r"`vllm_engine_kwargs` \(dtype\) are for the trainer's own engine"):
+        MultimodalGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+# What is sent
+
+
+def test_settings_are_the_servers(client, omni):
+    media = {**client.get_server_info()["model_config"]["multimodal_config"], "limit_per_prompt": {"image": 3}}
+    media["mm_processor_kwargs"] = {"min_pixels": 3136}
+    info = changed(client.get_server_info(), max_model_len=300, dtype="torch.bfloat16", multimodal_config=media)
+    renderer = server_renderer(info, str(omni), None, False)
+    config = renderer.model_config
+    assert (config.max_model_len, config.dtype) == (300, torch.bfloat16)
+    assert config.multimodal_config.mm_processor_kwargs == {"min_pixels": 3136}
+    assert renderer.mm_processor.info.allowed_mm_limits["image"] == 3
+
+
+def test_video_with_text_between_its_parts_is_refused(client):
+    """Qwen3-VL writes a time before each frame, and HTTP has no field for which tokens are the frame's."""
+    folder = saved("qwen3_vl")
+    renderer = server_renderer(client.get_server_info(), str(folder), None, False)
+    model, processor = load("qwen3_vl")
+    engine = SimpleNamespace(_renderer=renderer, processing_class=processor, _check_number=lambda *args: None)
+    rows = rows_to_messages(list(video_rows(1)), (), [])
+    decoded = encode_prompt(rows[0]["prompt"], processor, model, keep_decoded=True).decoded
+    with _processors_unchecked():
+        [rendered] = renderer.render_cmpl([MultimodalVLLMGeneration._with_media(engine, decoded, 0)])
+    with pytest.raises(MediaError, match="can't be told where the parts of video go.*`vllm_mode='colocate'`"):
+        server_features(rendered)
+
+
+def test_tokens_around_a_medium_are_left_out():
+    """One run of embeddings needs no such field."""
+    inside = torch.tensor([False, True, True, False])
+    place = PlaceholderRange(offset=3, length=4, is_embed=inside)
+    rendered = {"mm_kwargs": {"audio": []}, "mm_hashes": {"audio": ["a"]}, "mm_placeholders": {"audio": [place]}}
+    assert server_features(rendered)["mm_placeholders"] == {"audio": [{"offset": 4, "length": 2}]}
+
+
+def test_requests_of_a_group_are_one():
+    def request(ids, media, count):
+        return ServerRequest(ids, media and {"mm_hashes": {"audio": [media]}}, count, None)
+
+    asked = [
+        request([1], "a", 4),
+        request([2], "b", 2),
+        request([2], "b", 2),
+        request([2], "c", 1),
+        request([2], None, 1),
+    ]
+    assert [(each.ids, each.count) for each in joined(asked)] == [([1], 4), ([2], 4), ([2], 1), ([2], 1)]

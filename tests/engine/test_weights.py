@@ -1,0 +1,144 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Weights that the colocated engine is given: it samples from what the trainer holds, whatever changed."""
+
+import pytest
+import torch
+import vllm_cpu
+from helpers import families
+from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, saved
+from peft import LoraConfig
+from test_by_name import OMNI, whole_omni
+from test_colocate import Recorded
+
+from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
+
+
+DECODER = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_proj|mlp\.0|mlp\.2)"
+
+
+def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=None, **options):
+    args = MultimodalGRPOConfig(
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        report_to="none",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        self_check=False,
+        use_vllm=True,
+        vllm_engine_kwargs={**vllm_cpu.ENGINE, "max_model_len": 512},
+        **options,
+    )
+    objects = {"peft_config": peft_config, "quantization_config": quantization_config}
+    return Recorded(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
+
+
+def difference(trainer) -> float:
+    """Of the engine's log-probabilities to the model's, after a sync."""
+    trainer._last_loaded_step = -1
+    trainer._generate_and_score_completions([row for row in list(trainer.train_dataset)[:2] for _ in range(4)])
+    return trainer.differences[-1]
+
+
+def change(trainer, part="") -> None:
+    """Moves all trained weights whose names have a part."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad and part in name:
+                parameter.add_(0.1 * parameter.std().clamp(min=0.05) * torch.randn_like(parameter))
+
+
+def assert_follows(trainer) -> None:
+    assert difference(trainer) < 1e-5
+    for _ in range(2):
+        change(trainer)
+        assert difference(trainer) < 1e-5
+
+
+def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
+    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path)
+    assert_follows(trainer)
+    change(trainer, "visual")
+    assert difference(trainer) < 1e-5
+    change(trainer, "visual")
+    monkeypatch.setattr(trainer.vllm_generation.llm.llm_engine, "reset_encoder_cache", lambda: None)
+    assert difference(trainer) > 1e-3  # what the tower made of the same images before
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_that_the_engine_has_no_place_for(has_bias, tmp_path):
+    model, processor = families.FAMILIES["glm4v"].build()
+    model.config.text_config.attention_bias = has_bias
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    trainer = trainer_of(tmp_path, image_rows, tmp_path)
+    if has_bias:
+        assert_follows(trainer)
+    else:
+        with pytest.raises(RuntimeError, match=r"no place for \d+ weights of the model, such as '.*bias'"):
+            difference(trainer)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "towers"),
+    [("qwen2_audio", audio_rows, r".*audio_tower.*\.(q_proj|fc1)"), ("qwen2_5_vl", image_rows, QWEN_TOWER)],
+)
+def test_merged_adapter(family, rows, towers, tmp_path):
+    lora = LoraConfig(r=4, target_modules=f"{DECODER}|{towers}")
+    assert_follows(trainer_of(saved(family), rows, tmp_path, lora))
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "layers"),
+    [
+        ("qwen2_5_vl", image_rows, f"{DECODER}|{QWEN_TOWER}"),
+        ("internvl", image_rows, DECODER),
+        (OMNI, audio_rows, DECODER),
+    ],
+)
+def test_adapter_alone(family, rows, layers, tmp_path, monkeypatch):
+    settings = {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 16}}
+    lora = LoraConfig(r=4, target_modules=layers, **settings)
+    folder = whole_omni(family)[0] if family == OMNI else saved(family)
+    trainer = trainer_of(folder, rows, tmp_path, lora, vllm_sync_adapter=True)
+    generation = trainer.vllm_generation
+    monkeypatch.setattr(generation, "_load_weights", lambda: pytest.fail("gave all weights"))
+    assert_follows(trainer)
+    assert generation.llm.llm_engine.list_loras() == {3}
+    if family == "internvl":  # whose tower vLLM doesn't adapt
+        trainer.model.add_adapter("tower", LoraConfig(r=4, target_modules=r".*vision_tower.*q_proj"))
+        trainer.model.set_adapter("tower")
+        generation._adapter = EngineAdapter(trainer.model, trainer.accelerator)
+        with pytest.raises(RuntimeError, match=r"no place for the adapter of 2 layers, such as '.*q_proj'.*False"):
+            difference(trainer)
+
+
+def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
+    lora = LoraConfig(r=4, target_modules=DECODER)
+    with pytest.raises(ValueError, match="does not support LoRA yet. Set `vllm_sync_adapter=False`"):
+        trainer_of(saved("qwen2_audio"), audio_rows, tmp_path, lora, vllm_sync_adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "alone"), [("qwen2_5_vl", image_rows, None), ("qwen2_audio", audio_rows, False)]
+)
+def test_weights_of_4_bits(family, rows, alone, tmp_path):
+    """They stay what they are; the engine has what they stand for."""
+    pytest.importorskip("bitsandbytes")
+    from test_qlora import NF4, save_wide
+
+    save_wide(family, tmp_path)
+    lora = LoraConfig(r=4, target_modules=DECODER)
+    trainer = trainer_of(tmp_path, rows, tmp_path, lora, NF4, vllm_sync_adapter=alone)
+    for parameter in trainer.model.parameters():  # TRL trains it in bfloat16, which rounds in the trainer alone
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    before = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert_follows(trainer)
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert bool(trainer.vllm_generation._adapter_request) == (alone is None)

@@ -1,0 +1,60 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Trains in one or several processes, and writes what each of them sampled: `worker.py OUTPUT MODEL RUNS`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
+
+import torch  # noqa: E402
+import vllm_cpu  # noqa: E402
+from helpers.trainer_utils import length_and_sum  # noqa: E402
+from omni import Exact, load_omni, omni_rows  # noqa: E402
+
+from trl_multimodal_rft import MultimodalGRPOConfig  # noqa: E402
+
+
+def run(output: Path, model: Path, name: str, options: dict) -> None:
+    """Three steps of three groups of four; of two processes, both have half of the second."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    args = MultimodalGRPOConfig(
+        **{
+            "output_dir": str(output / "run"),
+            "use_cpu": not torch.cuda.is_available(),
+            "bf16": False,
+            "per_device_train_batch_size": 12 // processes,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "report_to": "none",
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "use_vllm": True,
+            **options,
+        }
+    )
+    trainer = Exact(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model))
+    assert trainer.accelerator.num_processes == processes
+    asked = []
+    client = getattr(trainer.vllm_generation, "vllm_client", None)
+    if client is not None:
+        generate = client.generate
+        client.generate = lambda prompts, n, **more: asked.append(n) or generate(prompts, n=n, **more)
+    trainer.train()
+    result = {
+        "draws": trainer.draws,
+        "asked": asked,  # of the server: how many completions of each prompt
+        "weights": sum(parameter.double().abs().sum().item() for parameter in trainer.model.parameters()),
+    }
+    (output / f"{name}-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    vllm_cpu.install()
+    for name, options in json.loads(sys.argv[3]).items():
+        run(Path(sys.argv[1]), Path(sys.argv[2]), name, options)

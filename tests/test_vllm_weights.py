@@ -1,0 +1,165 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Names and values of the weights that vLLM is given, for all families. No engine is needed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers.families import FAMILIES, SPECIAL
+from helpers.trainer_utils import saved
+from peft import LoHaConfig, LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from test_by_name import OMNI, whole_omni
+from torch import nn
+
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
+from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer
+from trl_multimodal_rft.models.pretrained import load_model
+
+
+FAMILY_NAMES = [*FAMILIES, *SPECIAL]
+
+
+class WithoutEngine(MultimodalVLLMGeneration):
+    def _init_vllm(self):
+        pass
+
+
+def load(family):
+    return type({**FAMILIES, **SPECIAL}[family].build()[0]).from_pretrained(saved(family))
+
+
+def synced(model) -> dict[str, torch.Tensor]:
+    """What a sync gives, each weight once."""
+    generation = WithoutEngine(model=model, accelerator=Accelerator(cpu=True), processing_class=None)
+    weights = {}
+    for name, weight in generation._iter_named_params():
+        assert name not in weights
+        weights[name] = weight.clone()
+    return weights
+
+
+def assert_stored(weights, folder, buffers=()):
+    """All weights of the folder, but for those that no update changes."""
+    stored = {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    assert weights.keys() <= stored.keys(), weights.keys() - stored.keys()
+    left = sum(stored[name].numel() for name in stored.keys() - weights.keys())
+    assert left == sum(buffer.numel() for buffer in buffers)
+    for name, weight in weights.items():
+        assert torch.equal(weight, stored[name]), name
+
+
+def buffers(model) -> list[torch.Tensor]:
+    """What isn't trained, but saved."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [value for name, value in model.state_dict().items() if name not in parameters]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_weights_are_those_of_the_checkpoint(family, tmp_path):
+    """As it is loaded from, and as it is saved to."""
+    model = load(family)
+    weights = synced(model)
+    assert_stored(weights, saved(family), buffers(model))
+    model.save_pretrained(tmp_path)
+    assert_stored(weights, tmp_path, buffers(model))
+
+
+def linear(model) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and "lm_head" not in name]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_merged_weights_are_those_of_the_checkpoint(family, tmp_path):
+    model = load(family)
+    untrained = buffers(model)
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=linear(model), init_lora_weights=False))
+    before = {name: weight.clone() for name, weight in synced(load(family)).items()}
+    weights = synced(peft)
+    assert sum(not torch.equal(weight, before[name]) for name, weight in weights.items()) >= 10
+    peft.merge_and_unload().save_pretrained(tmp_path)
+    assert_stored(weights, tmp_path, untrained)
+
+
+@pytest.mark.parametrize("family", [OMNI, "qwen3_omni_moe"])
+def test_weights_of_a_thinker_are_those_of_the_whole_model(family, tmp_path):
+    folder, _ = whole_omni(family)
+    weights = synced(load_model(folder, dtype="float32", device_map=None))
+    stored = load_file(Path(folder, "model.safetensors"))
+    assert weights.keys() == {name for name in stored if name.startswith("thinker.")}
+    assert all(torch.equal(weight, stored[name]) for name, weight in weights.items())
+
+
+# Adapters by themselves
+
+
+def adapted(family, **settings):
+    model = load(family)
+    layers = [name for name in linear(model) if checkpoint_layer(model, name) is not None]
+    return get_peft_model(
+        model, LoraConfig(**{"r": 2, "target_modules": layers, "init_lora_weights": False, **settings})
+    )
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
+    """For the layers of the same names, whatever scales and ranks they have."""
+    model = adapted(family, r=4, use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 16})
+    EngineAdapter(model, Accelerator(cpu=True)).write(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == 4
+    before, after = synced(load(family)), synced(model)
+    names = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    moved = {name.removesuffix(".weight") for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert names == moved and len(names) >= 10
+    for name in names:
+        down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        update = after[f"{name}.weight"] - before[f"{name}.weight"]
+        torch.testing.assert_close(up @ down, update, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "has `use_dora=True`; drop it"),
+        ({"modules_to_save": ["merger"]}, r"has `modules_to_save=\['merger'\]`; drop it"),
+        ({"trainable_token_indices": [1]}, r"has `trainable_token_indices=\[1\]`; drop it"),
+        ({"bias": "all"}, "has `bias='all'`; drop it"),
+        (
+            {"target_modules": ["patch_embed.proj"]},
+            r"the layer 'model.visual.patch_embed.proj' \(Conv3d\); leave it out",
+        ),
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens' \(Embedding\); leave it out"),
+    ],
+)
+def test_adapters_that_vllm_cannot_take(settings, message):
+    with pytest.raises(ValueError, match=f"{message}.*or set `vllm_sync_adapter=False`"):
+        EngineAdapter(adapted("qwen2_5_vl", **settings), Accelerator(cpu=True))
+
+
+def test_other_ways_to_train_than_one_lora():
+    def refused(model, message):
+        with pytest.raises(ValueError, match=message):
+            EngineAdapter(model, Accelerator(cpu=True))
+
+    model = load("qwen2_5_vl")
+    refused(model, "needs an adapter; pass `peft_config`")
+    refused(get_peft_model(model, LoHaConfig(target_modules=["q_proj"])), "is made by LoHaConfig; use `LoraConfig`")
+    model = adapted("qwen2_5_vl")
+    model.base_model.model.model.visual.merger.ln_q.weight.requires_grad_(True)
+    refused(model, r"isn't all that is trained \('model.visual.merger.ln_q.weight' is, too\); freeze the rest")
+    model = adapted("qwen2_5_vl", r=513)
+    with pytest.raises(ValueError, match="has the rank 513; lower it to 512"):
+        EngineAdapter(model, Accelerator(cpu=True)).engine_kwargs  # noqa: B018
+
+
+def test_engine_of_an_adapter():
+    own = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1}
+    decoder = adapted("qwen2_5_vl", r=12, target_modules=r".*language_model.*q_proj|lm_head")
+    assert EngineAdapter(decoder, Accelerator(cpu=True)).engine_kwargs == own
+    everywhere = EngineAdapter(adapted("qwen2_5_vl", r=12), Accelerator(cpu=True))
+    assert everywhere.engine_kwargs == {**own, "enable_tower_connector_lora": True}

@@ -1,0 +1,114 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How many media the prompts of a dataset have, told without decoding or copying any."""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+
+from ..families import MODALITIES
+from .columns import MEDIA_COLUMNS, block_kind
+from .unread import feature_leaves
+
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+class _Unknown(Exception):
+    """A column whose type doesn't tell how many media it holds."""
+
+
+def most_media(dataset: Any, ignored: Collection[str] = ()) -> dict[str, int] | None:
+    """
+    The most media of each kind that a prompt of a dataset has, in its columns and its messages.
+
+    Args:
+        dataset (`Any`):
+            Dataset with a column `prompt`.
+        ignored (`Collection[str]`, *optional*, defaults to `()`):
+            Media columns that are not for the prompt.
+
+    Returns:
+        `dict[str, int]` or `None`: A number for `"image"`, `"video"` and `"audio"`, at least as large as any row
+        needs: rows that a selection leaves out count, too. `None` if it can't be told: of streams, of datasets with a
+        transform, and of columns of other types than messages and media have.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return None
+    columns = [column for column in dataset.format["columns"] if column not in ignored]
+    if "prompt" not in columns or any(
+        type(leaf).__name__ == "Json" for _, leaf in feature_leaves(dataset.features["prompt"])
+    ):
+        return None
+    try:
+        in_messages, waiting = _in_messages(dataset.data.column("prompt"))
+        in_columns = {kind: np.zeros(len(dataset.data), int) for kind in MODALITIES}
+        for column, kind in MEDIA_COLUMNS.items():
+            if column in columns:
+                held = dataset.data.column(column)
+                counts = _valid(held) if column == kind else _lengths(held)
+                in_columns[kind] = np.maximum(in_columns[kind], counts)
+    except _Unknown:
+        return None
+    # Those of columns take the placeholders of the messages, or are put beside what is there
+    totals = {kind: in_messages[kind] + np.where(waiting[kind], 0, in_columns[kind]) for kind in MODALITIES}
+    return {kind: int(total.max(initial=0)) for kind, total in totals.items()}
+
+
+def _valid(column: pa.ChunkedArray) -> np.ndarray:
+    """1 where a row isn't null."""
+    return pc.is_valid(column).to_numpy().astype(int)
+
+
+def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    """How long each list is, 0 where there is none."""
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column), int)
+    if not any(is_list(column.type) for is_list in _LISTS):
+        raise _Unknown
+    return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(int)
+
+
+def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """For each row how many blocks are of each kind of media, and whether one waits for a medium of a column."""
+    counted = {kind: np.zeros(len(prompts), int) for kind in MODALITIES}
+    waiting = {kind: np.zeros(len(prompts), bool) for kind in MODALITIES}
+    first = 0
+    for chunk in prompts.chunks:
+        rows = np.arange(first, first + len(chunk))
+        first += len(chunk)
+        messages, rows = _items(chunk, rows)
+        blocks, rows = _items(_field(messages, "content"), rows)
+        if blocks is None:
+            continue
+        types = _field(blocks, "type").to_pylist()
+        # What a block holds beside its type may be its medium
+        others = [field.name for field in blocks.type if field.name not in ("type", "text")]
+        held = np.zeros(len(blocks), bool)
+        for name in others:
+            held |= _field(blocks, name).is_valid().to_numpy(zero_copy_only=False)
+        kinds = {each: block_kind(each) for each in set(types)}
+        for kind in MODALITIES:
+            of_kind = np.array([kinds[each] == kind for each in types], bool)
+            np.add.at(counted[kind], rows[of_kind], 1)
+            waiting[kind][rows[of_kind & ~held]] = True
+    return counted, waiting
+
+
+def _items(lists: pa.Array | None, rows: np.ndarray) -> tuple[pa.Array | None, np.ndarray]:
+    """The items of lists and the rows that they are of; none of texts."""
+    if lists is None or any(is_text(lists.type) for is_text in (pa.types.is_string, pa.types.is_large_string)):
+        return None, rows
+    lengths = _lengths(lists)
+    return (None if pa.types.is_null(lists.type) else lists.flatten()), np.repeat(rows, lengths)
+
+
+def _field(structs: pa.Array | None, name: str) -> Any:
+    if structs is None:
+        return None
+    if not pa.types.is_struct(structs.type) or structs.type.get_field_index(name) < 0:
+        raise _Unknown
+    return pc.struct_field(structs, name)

@@ -1,0 +1,197 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""LoRA adapters that vLLM holds beside weights that aren't trained."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from safetensors.torch import save_file
+from torch import nn
+from transformers.utils import is_peft_available
+from trl.distributed import DistributedBackend
+
+from ..models.quantization import is_4bit
+from ..models.wrapped import unwrapped
+from .vllm_weights import checkpoint_layer
+
+
+if is_peft_available():
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+    from peft.utils.integrations import dequantize_bnb_weight
+
+# Ranks that vLLM has room for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class EngineAdapter:
+    """
+    The LoRA adapter of a policy, as vLLM takes it: by itself, or merged into what weights of 4 bits stand for.
+
+    Args:
+        model ([`~peft.PeftModel`]):
+            The policy. Its adapter is all that is trained.
+        accelerator ([`~accelerate.Accelerator`]):
+            What trains it.
+        alone (`bool`, *optional*, defaults to `True`):
+            Whether it is given by itself.
+
+    Raises:
+        `ValueError`: If vLLM can't take the adapter so. The message names what it can't take, and the remedy.
+    """
+
+    def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True):
+        self._dist = DistributedBackend(accelerator)
+        self._base = base = unwrapped(accelerator, model)
+        self.alone = alone
+        self.is_4bit = is_4bit(base)
+        if not is_peft_model(model):
+            raise ValueError("`vllm_sync_adapter=True` needs an adapter; pass `peft_config`, or drop the argument.")
+        if self._dist.is_fsdp:
+            raise self._error("is sharded by FSDP", "train with DeepSpeed or DDP")
+        if len(model.active_adapters) > 1:
+            raise self._error(f"is one of several ({', '.join(model.active_adapters)})", "activate one")
+        [self._name] = model.active_adapters
+        self._check_config(model.peft_config[self._name])
+        self._layers: dict[str, Any] = {}  # by their names in the checkpoint
+        for name, layer in base.named_modules():
+            if isinstance(layer, LoraLayer) and self._name in layer.r:
+                stored = checkpoint_layer(base, name) if self._takes(layer) else None
+                if stored is None:
+                    kind = type(layer.get_base_layer()).__name__
+                    raise self._error(f"is on the layer '{name}' ({kind})", "leave it out of `target_modules`")
+                self._layers[stored] = layer
+        own = {id(parameter) for pair in self._pairs() for parameter in pair}
+        others = [name for name, each in base.named_parameters() if each.requires_grad and id(each) not in own]
+        if others:
+            raise self._error(f"isn't all that is trained ('{others[0]}' is, too)", "freeze the rest")
+
+    def _takes(self, layer: Any) -> bool:
+        is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
+        return is_plain and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [(layer.lora_A[self._name].weight, layer.lora_B[self._name].weight) for layer in self._layers.values()]
+
+    def _check_config(self, config: Any) -> None:
+        if getattr(config.peft_type, "value", config.peft_type) != "LORA":
+            raise self._error(f"is made by {type(config).__name__}", "use `LoraConfig`")
+        for option in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"):
+            value = getattr(config, option)
+            if value:
+                raise self._error(f"has `{option}={value!r}`", "drop it")
+        if config.bias != "none":
+            raise self._error(f"has `bias={config.bias!r}`", "drop it")
+
+    def _error(self, what: str, remedy: str) -> ValueError:
+        otherwise = "`vllm_sync_adapter=False`, which merges it into the weights at each sync"
+        if self.is_4bit:
+            otherwise = "`use_vllm=False`"
+        return ValueError(f"vLLM can't be given the adapter, since it {what}; {remedy}, or set {otherwise}.")
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """
+        What the engine must be started with.
+
+        Returns:
+            `dict[str, Any]`: Arguments for `vllm.LLM`.
+
+        Raises:
+            `ValueError`: If the adapter's rank is larger than vLLM takes.
+        """
+        # Trained on weights that lost bits, the adapter is right on these alone, and they are given in full
+        in_full = {"quantization": None} if self.is_4bit else {}
+        if not self.alone:
+            return in_full
+        rank = max(layer.r[self._name] for layer in self._layers.values())
+        if rank > _RANKS[-1]:
+            raise self._error(f"has the rank {rank}", f"lower it to {_RANKS[-1]}")
+        options = {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank), "max_loras": 1}
+        decoder = {id(module) for module in self._base.get_decoder().modules()}
+        head = self._base.get_output_embeddings()
+        if any(id(each) not in decoder and each is not head for each in self._layers.values()):
+            options["enable_tower_connector_lora"] = True
+        return {**options, **in_full}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        The weights without the adapter where that is given by itself, otherwise with it.
+
+        Yields:
+            `tuple[str, torch.Tensor]`: Name in memory and weight. One of 4 bits is what it stands for.
+        """
+        adapted = {id(layer.get_base_layer().weight): layer for layer in self._layers.values()}
+        for name, parameter in self._base.named_parameters():
+            if "lora_" in name:
+                continue
+            with self._dist.gather_params([parameter]):
+                weight = parameter.data
+                if type(parameter).__name__ == "Params4bit":
+                    weight = dequantize_bnb_weight(parameter)
+                if not self.alone and id(parameter) in adapted:
+                    weight = weight + adapted[id(parameter)].get_delta_weight(self._name).to(weight)
+                yield name.replace("base_layer.", ""), weight
+
+    def write(self, folder: str | Path | None) -> None:
+        """
+        Writes the adapter as vLLM reads it. With ZeRO-3 all processes must call it.
+
+        Args:
+            folder (`str` or `Path`, *optional*):
+                Folder, which exists. `None` where another process writes.
+        """
+        tensors = {}
+        with self._dist.gather_params([parameter for pair in self._pairs() for parameter in pair]):
+            if folder is None:
+                return
+            for (name, layer), (down, up) in zip(self._layers.items(), self._pairs(), strict=True):
+                # Layers may have scales of their own, vLLM has one
+                scaled = up.data * layer.scaling[self._name]
+                tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()
+                tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.cpu().contiguous()
+        rank = max(layer.r[self._name] for layer in self._layers.values())
+        targets = sorted({name.rpartition(".")[2] for name in self._layers})
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+        Path(folder, "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, Path(folder, "adapter_model.safetensors"))
+
+    def replace_on_server(self, client: Any, folder: Path, last: Path | None) -> None:
+        """
+        Has a server sample with the adapter.
+
+        Args:
+            client ([`~trl.generation.vllm_client.VLLMClient`]):
+                The connection to it.
+            folder (`Path`):
+                Where the adapter was written, to a name that the server hasn't had.
+            last (`Path`, *optional*):
+                Where the one before was written, which is deleted.
+
+        Raises:
+            `RuntimeError`: If the server can't load it.
+        """
+        adapter = {"lora_name": folder.name, "lora_path": str(folder)}
+        loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
+        if not loaded.ok:
+            flags = [
+                f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                for name, value in self.engine_kwargs.items()
+                if value is not None
+            ]
+            raise RuntimeError(
+                f"The vLLM server at {client.base_url} doesn't load the adapter (status {loaded.status_code}: "
+                f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
+                f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
+            )
+        client.model = folder.name
+        if last is not None:
+            before = {"lora_name": last.name}
+            requests.post(f"{client.base_url}/v1/unload_lora_adapter", json=before).raise_for_status()
+            shutil.rmtree(last)

@@ -1,0 +1,66 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Weights as checkpoints hold them, which is how vLLM knows them."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightTransform, revert_weight_conversion
+
+
+def checkpoint_weights(
+    model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Turns weights of a model in memory into those of its checkpoint.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+        weights (`Iterable[tuple[str, torch.Tensor]]`):
+            Names and weights. A weight may change as soon as the next one is asked for.
+
+    Yields:
+        `tuple[str, torch.Tensor]`: Name and weight. Those that the checkpoint holds as one come last.
+    """
+    joining = [each for each in _converters(model) if len(each.source_patterns) > 1]
+    joined = {}
+    for name, weight in weights:
+        if any(_takes(each, name) for each in joining):
+            joined[name] = weight.clone()
+        else:
+            yield from revert_weight_conversion(model, {name: weight}).items()
+    yield from revert_weight_conversion(model, joined).items()
+
+
+def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
+    """
+    The name that a layer has in its model's checkpoint.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+        name (`str`):
+            Dotted name of the layer in memory.
+
+    Returns:
+        `str`, *optional*: The name. `None` where the checkpoint holds the layer's weight in another shape.
+    """
+    weight = f"{name}.weight"
+    if any(_takes(each, weight) for each in _converters(model)):
+        return None
+    [stored] = revert_weight_conversion(model, {weight: torch.empty(0)})
+    return stored.removesuffix(".weight") if stored.endswith(".weight") else None
+
+
+def _converters(model: PreTrainedModel) -> list[WeightTransform]:
+    """What makes weights of the checkpoint of those in memory, beyond other names."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # not loaded, but built
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
+
+
+def _takes(converter: WeightTransform, name: str) -> bool:
+    return converter.rename_source_key(name)[1] is not None
