@@ -13,6 +13,7 @@ from PIL import Image
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import (
     encode_prompt,
+    engine_position_ids,
     join_media,
     placeholder_token_ids,
     prompt_position_ids,
@@ -74,6 +75,23 @@ def test_positions_are_those_of_the_model():
     assert torch.equal(positions[-3:], seen["position_ids"][-3:])
     assert positions[-1].max() < inputs["input_ids"].size(1) - 1  # an image takes fewer positions than tokens
     assert model.model.rope_deltas is before
+
+
+def test_positions_of_an_engine_go_on_behind_the_last_of_any_axis():
+    # Two tokens of text, a video of 4 x 1 x 2, text, an image of 1 x 2 x 1, text
+    is_media = torch.tensor([0, 0, *[1] * 8, 0, 0, 1, 1, 0]).bool()
+    time = [0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 4, 5, 6, 6, 8]
+    width = [0, 1, *[2, 3] * 4, 4, 5, 6, 6, 8]
+    height = [0, 1, *[2] * 8, 4, 5, 6, 7, 8]
+    plain = torch.arange(15)
+    positions = torch.stack([plain, *(torch.tensor(axis) for axis in (time, height, width))])[:, None]
+    engine = engine_position_ids(positions, is_media)[:, 0]
+    assert torch.equal(engine[0], plain)
+    assert torch.equal(engine[1:, :10], positions[1:, 0, :10])
+    assert torch.equal(engine[1:, 10:], positions[1:, 0, 10:] + 2)  # 6 follows 5
+    assert torch.equal(positions[1, 0], torch.tensor(time))
+    for untouched in (positions[1:, :, 10:], plain[None]):  # an image, and positions of one axis
+        assert torch.equal(engine_position_ids(untouched, is_media[-untouched.size(-1) :]), untouched)
 
 
 def test_long_audio_raises_or_is_cut():

@@ -23,6 +23,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, described
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, log_ratios, policy_loss
+from trl_multimodal_rft.trainers import setup
 
 
 def config(**options):
@@ -139,6 +140,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             )
             for kind in ("mask", "truncate")
         ),
+        ({"loss_type": "vespo", "use_vllm": True}, "`loss_type='vespo'` weighs completions itself"),
         ({"dynamic_sampling_max_rounds": 0}, "`dynamic_sampling_max_rounds` must be at least 1, got 0"),
         ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
         ({"replay_max_age": 0}, "`replay_max_age` must be at least 1, got 0"),
@@ -158,6 +160,38 @@ def test_config_refuses_groups_across_processes(name, monkeypatch):
     config(**batch)
     with pytest.raises(ValueError, match=rf"`{name}` exchanges whole groups on each process.*\(12\).*\(8\)"):
         config(**batch, **{name: 1})
+
+
+def test_config_of_rloo_corrects_for_vllm_as_that_of_grpo():
+    options = {"output_dir": "out", "use_cpu": True, "bf16": False}
+    names = [name for name in MultimodalRLOOConfig.__dataclass_fields__ if name.startswith("vllm_importance_sampling")]
+    rloo, grpo = MultimodalRLOOConfig(**options), MultimodalGRPOConfig(**options)
+    assert len(names) == 4 and all(getattr(rloo, name) == getattr(grpo, name) for name in names)
+    MultimodalRLOOConfig(**options, vllm_importance_sampling_mode="sequence_truncate")
+    for refused, message in (
+        ({"mode": "token_mask"}, "must be one of 'sequence_mask', 'sequence_truncate', got 'token_mask'"),
+        ({"clip_min": 3.0}, r"clip_min` \(3.0\) must be below"),
+        ({"mode": "sequence_truncate", "clip_max": None}, "needs a bound"),
+    ):
+        named = {f"vllm_importance_sampling_{name}": value for name, value in refused.items()}
+        with pytest.raises(ValueError, match=message):
+            MultimodalRLOOConfig(**options, **named)
+
+
+@pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig])
+def test_truncated_sampling_is_told_where_vllm_is_corrected_for(config_class, monkeypatch):
+    told = []
+    monkeypatch.setattr(setup.logger, "warning", told.append)
+    cut = {"top_p": 0.9, "generation_kwargs": {"min_p": 0.1}}
+    for options in (
+        {"use_vllm": True},
+        cut,
+        {**cut, "use_vllm": True, "vllm_importance_sampling_correction": False},
+        {**cut, "use_vllm": True},
+    ):
+        assert not told
+        setup.warn_of_truncation(config_class("out", use_cpu=True, bf16=False, **options))
+    assert len(told) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM says" in told[0]
 
 
 def test_config_of_rloo_refuses_estimators():
@@ -188,6 +222,8 @@ def test_config_of_rloo_refuses_estimators():
         ({"loss_type": "dual_clip"}, {"delta": 3.0}),
         ({"loss_type": "dual_clip", "delta": 1.5}, {"delta": 1.5}),
         ({"loss_type": "gmpo", "use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}, {}),
+        ({"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}, {}),
+        ({"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": False}, {}),
         ({"delta": 1.1}, {"delta": 1.1}),
         (SUM, {}),
         ({"soft_overlong_cache": 8, "max_completion_length": 8}, {}),

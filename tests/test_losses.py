@@ -19,6 +19,7 @@ from trl_multimodal_rft.algorithms.losses import (
     aggregate,
     explained_variance,
     policy_drift,
+    sequence_ratios,
     value_loss,
 )
 
@@ -194,6 +195,17 @@ def test_clipped_tokens_have_no_gradient(name):
             inputs = torch.zeros_like(log_ratio), advantages, torch.ones_like(log_ratio), options
             grad = gradient(lambda x, inputs=inputs: loss(x, *inputs).sum(), log_ratio)[1]
             assert torch.equal(grad == 0, low | high)
+
+
+def test_sequence_ratios_golden():
+    logps = tensor([[1, 1.5, 9], [0.5, 0, 0], [-1, 0, 0], [0, 0, 0]]).log1p().nan_to_num(neginf=-3)
+    sampled = tensor([[0.0, 0, 5], [0, math.nan, 0], [0, 0, 0], [math.nan, 0, 0]])
+    mask = tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    ratios = tensor([5, 1.5, math.exp(-3), 1])
+    assert_close(sequence_ratios(logps, sampled, mask), ratios)
+    assert_close(sequence_ratios(logps, sampled, mask, high=3.0), tensor([0, *ratios[1:].tolist()]))
+    assert_close(sequence_ratios(logps, sampled, mask, low=0.5), tensor([5, 1.5, 0, 1]))
+    assert_close(sequence_ratios(logps, sampled, mask, "sequence_truncate", 0.5, 3.0), tensor([3, 1.5, 0.5, 1]))
 
 
 def test_losses_are_listed_with_their_papers():

@@ -5,8 +5,10 @@ import functools
 import itertools
 
 import pytest
+import torch
 from helpers.rloo_runs import InjectedOurs, InjectedTRL
 from helpers.trainer_utils import (
+    Recorded,
     assert_equal,
     audio_rows,
     image_rows,
@@ -191,6 +193,55 @@ def test_video_trains():
 
 
 # Config and model card
+
+
+class FromEngine:
+    """Log-probabilities of an engine, made up, one of which it doesn't know."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        completions = super()._generate_single_turn(*args, **kwargs)
+        completions = completions[0] if isinstance(completions, tuple) else completions
+        logps = [[-4 - 0.01 * (token % 100) for token in ids] for ids in completions]
+        logps[0][0] = None
+        self._batch.sampled_logps = None if self._sampling_logps_expected else logps
+        return (completions, logps) if self._sampling_logps_expected else completions
+
+
+class RLOOFromEngine(FromEngine, InjectedOurs):
+    pass
+
+
+class GRPOFromEngine(FromEngine, Recorded):
+    pass
+
+
+@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate"])
+def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
+    bounds = {"clip_max": 1.0, "clip_min": 0.001}
+    named = {f"vllm_importance_sampling_{name}": value for name, value in {"mode": mode, **bounds}.items()}
+    options = {**named, "self_check": False, "max_steps": 1, "beta": 0.0, "learning_rate": 0.0}
+    histories, ratios = [], []
+    for trainer_class in (GRPOFromEngine, RLOOFromEngine):
+        trainer = make_trainer(trainer_class, FAMILY, image_rows(), tmp_path, **options)
+        trainer.use_vllm = True
+        if trainer_class is RLOOFromEngine:
+            correct = trainer._correct_for_engine
+
+            def remember(output, logps, correct=correct):
+                before = output["advantages"]
+                correct(output, logps)
+                ratios.append(output["advantages"] / before)
+
+            trainer._correct_for_engine = remember
+        trainer.train()
+        if trainer_class is GRPOFromEngine:
+            ratios.append(trainer.draws[0].batch["importance_sampling_ratio"][:, 0])
+        [first, *_] = trainer.state.log_history
+        histories.append({key: value for key, value in first.items() if "sampl" in key})
+    assert len(histories[0]) == 5 and histories[0] == pytest.approx(histories[1], rel=1e-5)
+    torch.testing.assert_close(*ratios)
+    inside = (ratios[0] > 0.001) & (ratios[0] < 1)
+    assert inside.any() and not inside.all()
 
 
 def test_advantage_estimator_is_for_the_other_trainer(tmp_path):
