@@ -63,7 +63,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     processor = trainer.processing_class.image_processor
     processor.size = {"shortest_edge": 84 * 84, "longest_edge": 112 * 112}
     with pytest.raises(MediaError, match=r"row 1: vLLM made \d+ tokens .*Load both from the folder"):
-        answers(trainer, [{"prompt": "a"}, *image_rows(1).to_list()])
+        answers(trainer, [{"prompt": "a"}, image_rows(1)[0]])
 
 
 def test_options_of_users(tmp_path):
@@ -91,7 +91,7 @@ def test_options_of_users(tmp_path):
     engine.generation_kwargs["stop"] = []
     engine.generation_kwargs["logit_bias"] = {}
     engine.structured_outputs_regex = "(cat|dog)"
-    for completion in engine.generate([ids] * 4)[1]:
+    for completion in engine.generate([list(ids) for _ in range(4)])[1]:
         assert words.decode(completion, skip_special_tokens=True).strip() in ("cat", "dog")
 
 
