@@ -1,13 +1,36 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What lets vLLM's build for CPUs stand in for a GPU's: how weights are written, and windows that tiny models have."""
+"""
+What lets vLLM's build for CPUs stand in for a GPU's: how weights are written, and windows that tiny models have.
 
+Runs a script with it, whose arguments follow:
+
+```bash
+python tests/shims/vllm_cpu.py examples/grpo_audio.py --use_vllm
+```
+"""
+
+import os
+import runpy
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.models import qwen2_audio
 
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+# In this process, on its threads, with little memory; before vLLM is imported
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.models import qwen2_audio  # noqa: E402
+
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
 
 
 # Arguments of an engine of float32 on a CPU that does other things, too
@@ -39,3 +62,10 @@ def install() -> None:
     MultimodalVLLMGeneration.sync_weights = sync_weights
     # It wants windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
+
+
+if __name__ == "__main__":
+    install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
