@@ -34,6 +34,11 @@ demo-ppo-audio: $(VENV)/examples
 demo-ppo-vision: $(VENV)/examples
 	$(LAUNCH) examples/ppo_vision.py
 
+# `make demo` with vLLM, whose build for CPUs needs some help
+demo-vllm: $(VLLM)/ok
+	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
+		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
+
 # The models of the tests are tiny: one thread each, and one worker per core
 test: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -40,8 +40,8 @@ class MultimodalArguments:
 
         > Parameters that control vLLM
 
-        vllm_engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside those that TRL sets, over which they win.
+        vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
+            Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON.
 
         > Parameters that control the logging
 
@@ -98,7 +98,7 @@ class MultimodalArguments:
             "aren't put into prompts."
         },
     )
-    vllm_engine_kwargs: dict | None = field(
+    vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
     )
     max_logged_media: int | None = field(
@@ -129,6 +129,7 @@ class MultimodalArguments:
     )
 
     def __post_init__(self):
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
         super().__post_init__()
         for name in ("packing", "audio_overlong"):
             check_choice(self, name)
