@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision demo-vllm \
-	test test-slow test-vllm test-gpu benchmark docs lint types clean
+	test test-slow test-vllm test-gpu vllm-families benchmark docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -53,6 +53,10 @@ test-vllm: $(VLLM)/ok
 # What only a GPU shows; skipped without one
 test-gpu: $(VLLM_GPU)/ok
 	$(call IN,$(VLLM_GPU)) python -m pytest tests/engine -m gpu
+
+# The table of families in docs/vllm.md
+vllm-families: $(VLLM)/ok
+	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_families.py -m 'slow or not slow' -s
 
 benchmark: $(VENV)/examples
 	$(BIN)/python benchmarks/policy_update.py

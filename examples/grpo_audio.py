@@ -9,7 +9,8 @@ voices it never heard, on a CPU in minutes:
 accelerate launch examples/grpo_audio.py
 ```
 
-With `--use_vllm`, which needs a GPU, vLLM samples. With arguments, any audio model and dataset (columns `prompt`, `audio` and `solution`):
+With `--use_vllm`, on a GPU, vLLM samples. With arguments, any audio model and dataset (columns `prompt`, `audio` and
+`solution`):
 
 ```bash
 accelerate launch examples/grpo_audio.py \

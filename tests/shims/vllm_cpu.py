@@ -11,6 +11,7 @@ python tests/shims/vllm_cpu.py examples/grpo_audio.py --use_vllm
 
 import os
 import runpy
+import socket
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+with socket.socket() as free:  # TRL would choose the same one in each process
+    free.bind(("", 0))
+    os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 
+from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
     finalize_layerwise_reload,
@@ -49,17 +54,20 @@ def _writable(engine):
             finalize_layerwise_reload(runner.model, runner.model_config)
 
 
-def install() -> None:
-    """Patches vLLM and the package's use of it, for this process."""
-    in_place = MultimodalVLLMGeneration.sync_weights
-
+def _in_a_reload(in_place):
     def sync_weights(self):
         if self.mode == "server":
             return in_place(self)
         with _writable(self.llm.llm_engine):
             in_place(self)
 
-    MultimodalVLLMGeneration.sync_weights = sync_weights
+    return sync_weights
+
+
+def install() -> None:
+    """Patches vLLM, and the use that TRL and the package make of it, for this process."""
+    for engine in (VLLMGeneration, MultimodalVLLMGeneration):
+        engine.sync_weights = _in_a_reload(engine.sync_weights)
     # It wants windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
 
