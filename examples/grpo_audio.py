@@ -9,7 +9,8 @@ voices it never heard, on a CPU in minutes:
 accelerate launch examples/grpo_audio.py
 ```
 
-With arguments, any audio model and dataset (columns `prompt`, `audio` and `solution`):
+With `--use_vllm`, on a GPU, vLLM samples. With arguments, any audio model and dataset (columns `prompt`, `audio` and
+`solution`):
 
 ```bash
 accelerate launch examples/grpo_audio.py \
@@ -28,7 +29,7 @@ accelerate launch examples/grpo_audio.py \
 """
 
 from datasets import load_dataset
-from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, model_init_kwargs
+from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, model_init_kwargs, saved
 from small_models import spoken_digit_model
 from tasks import leading_answer_reward, spoken_digits
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
@@ -48,6 +49,8 @@ def main(script_args, training_args, model_args):
     demo = model_args.model_name_or_path is None
     if demo:
         model, processor = spoken_digit_model()
+        if training_args.use_vllm:
+            model = saved(model, processor, f"{training_args.output_dir}/before")
         dataset = spoken_digits()
         reward_funcs = [accuracy_reward, leading_answer_reward]
     else:

@@ -6,18 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import families
+from trl.import_utils import is_vllm_available
 
 
-try:
-    import vllm  # noqa: F401
-except ImportError:
+if not is_vllm_available():
     collect_ignore_glob = ["test_*.py"]
 else:
     sys.path.insert(0, str(Path(__file__).parents[1] / "shims"))
     import vllm_cpu
 
-    vllm_cpu.install()
+    if not torch.cuda.is_available():
+        vllm_cpu.install()
 
     # Attention on the CPU takes heads of 32
     _decoder = families.decoder

@@ -1,18 +1,46 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What lets vLLM's build for CPUs stand in for a GPU's: how weights are written, and windows that tiny models have."""
+"""
+What lets vLLM's build for CPUs stand in for a GPU's: how weights are written, and windows that tiny models have.
 
+Runs a script with it, whose arguments follow:
+
+```bash
+python tests/shims/vllm_cpu.py examples/grpo_audio.py --use_vllm
+```
+"""
+
+import os
+import runpy
+import socket
+import sys
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from trl.generation.vllm_client import VLLMClient
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.models import qwen2_audio
-from vllm.platforms import current_platform
 
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+# In this process, on its threads, with little memory; before vLLM is imported
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+with socket.socket() as free:  # TRL would choose the same one in each process
+    free.bind(("", 0))
+    os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from trl.generation.vllm_client import VLLMClient  # noqa: E402
+from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.models import qwen2_audio  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
 
 
 # Arguments of an engine of float32 on a CPU that does other things, too
@@ -32,21 +60,26 @@ def _writable(engine):
 
 
 def install() -> None:
-    """Patches vLLM and the package's use of it, for this process."""
+    """Patches vLLM, and the use that TRL and the package make of it, for this process."""
     # It wants windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
-    in_place = MultimodalVLLMGeneration._load_weights
-
-    def load_weights(self):
-        with _writable(self.llm.llm_engine):
-            in_place(self)
-
-    MultimodalVLLMGeneration._load_weights = load_weights
+    for engine, name in ((VLLMGeneration, "sync_weights"), (MultimodalVLLMGeneration, "_load_weights")):
+        setattr(engine, name, _in_a_reload(getattr(engine, name)))
     # Weights reach a server by NCCL, which needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
+
+
+def _in_a_reload(in_place):
+    def load(self):
+        if self.mode == "server":
+            return in_place(self)
+        with _writable(self.llm.llm_engine):
+            in_place(self)
+
+    return load
 
 
 def _send_by_folder(client: VLLMClient, metadata, named_params) -> None:
@@ -56,3 +89,10 @@ def _send_by_folder(client: VLLMClient, metadata, named_params) -> None:
         save_file(weights, f"{folder}/model.safetensors")
         request = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         client._post(f"{client.base_url}/collective_rpc", json=request)
+
+
+if __name__ == "__main__":
+    install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -40,8 +40,9 @@ class MultimodalArguments:
 
         > Parameters that control vLLM
 
-        vllm_engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside those that TRL sets, over which they win. A server has its own.
+        vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
+            Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON. A
+            server has its own.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
             into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
@@ -103,7 +104,7 @@ class MultimodalArguments:
             "aren't put into prompts."
         },
     )
-    vllm_engine_kwargs: dict | None = field(
+    vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
     )
     vllm_sync_adapter: bool | None = field(
@@ -141,6 +142,7 @@ class MultimodalArguments:
     )
 
     def __post_init__(self):
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
         super().__post_init__()
         for name in ("packing", "audio_overlong"):
             check_choice(self, name)

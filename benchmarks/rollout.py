@@ -1,0 +1,283 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Sampling in a GRPO step: transformers with one prefill per prompt, vLLM, and unmodified TRL with vLLM, in one run.
+
+```bash
+OMP_NUM_THREADS=1 python tests/shims/vllm_cpu.py benchmarks/rollout.py --clock cpu --threads 1
+python benchmarks/rollout.py --device cuda --preset 3b --tokens 512 --json
+```
+
+All three get the same dataset with images and the same model, that of `policy_update.py`, with seeded random weights.
+vLLM runs in the process of its trainer (`colocate`). On a CPU it needs `tests/shims/vllm_cpu.py`, in the environment of
+`make test-vllm`. Measured are
+
+- **tokens per second**: sampled tokens by the time for them, giving the engine the weights included.
+- **step**: everything from reading the rows to the gradients, without the optimizer's own step.
+- **processor**: prompts with images put through a processor in a step, by the trainer and by vLLM.
+- **prompt**: its tokens for whoever samples, and for whoever scores. Unmodified TRL hands vLLM placeholders that are
+  expanded already, and vLLM expands them again (https://github.com/huggingface/trl/issues/6294), so that it samples
+  after another prompt.
+
+No completion ends early. Repetitions of the three alternate, after a step that is not counted, and the *minimum* of
+each quantity is reported. CPU ratios are not GPU ratios.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from measuring import CLOCKS, hardware, markdown, versions
+from policy_update import CASES, PRESETS, build_dataset, build_model, build_processor, reward
+from transformers import Qwen2_5_VLProcessor
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+
+
+CONTESTANTS = {
+    "transformers": (MultimodalGRPOTrainer, MultimodalGRPOConfig, False),
+    "vLLM": (MultimodalGRPOTrainer, MultimodalGRPOConfig, True),
+    "TRL with vLLM": (GRPOTrainer, GRPOConfig, True),
+}
+
+
+class Contestant:
+    """
+    A trainer whose steps are timed.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer to measure.
+        processed (`list[int]`):
+            What counts prompts with images that a processor gets.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, processed: list[int]):
+        self.trainer, self.processed = trainer, processed
+        self.loader = trainer.get_train_dataloader()
+        self.best: dict[str, np.ndarray] = {}
+        self.prompts = 0  # put through a processor in the latest step
+        self.tokens = 0  # sampled in it
+        self.scored = self.sampled_after = 0  # tokens of the prompt
+        trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
+        self._generate, trainer._generate_single_turn = trainer._generate_single_turn, self._timed
+        if trainer.use_vllm:
+            engine = trainer.vllm_generation.llm
+            self._ask, engine.generate = engine.generate, self._watched
+
+    def _now(self) -> np.ndarray:
+        if self.trainer.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return np.array([clock() for clock in CLOCKS.values()])
+
+    def _timed(self, prompt_ids, *args, **kwargs):
+        self.scored = self.sampled_after = len(prompt_ids[0])
+        start = self._now()
+        result = self._generate(prompt_ids, *args, **kwargs)
+        self._keep_best("generation", self._now() - start)
+        self.tokens = sum(map(len, result[0]))
+        return result
+
+    def _watched(self, *args, **kwargs):
+        outputs = self._ask(*args, **kwargs)
+        self.sampled_after = len(outputs[0].prompt_token_ids)
+        return outputs
+
+    def _keep_best(self, name: str, value: np.ndarray) -> None:
+        self.best[name] = np.minimum(self.best.get(name, value), value)
+
+    def step(self) -> None:
+        """One step up to the gradients, with weights that the engine hasn't seen."""
+        self.trainer.model.zero_grad(set_to_none=False)
+        self.trainer.state.global_step += 1
+        self.trainer._step += 1
+        self.processed.clear()
+        gc.collect()
+        start = self._now()
+        rows = next(iter(self.loader))
+        self.trainer.training_step(self.trainer.model, rows, None)
+        self._keep_best("step", self._now() - start)
+        self.prompts = sum(self.processed)
+
+
+def count_prompts() -> list[int]:
+    """A list to which each call of a processor with images adds its number of prompts."""
+    processed, call = [], Qwen2_5_VLProcessor.__call__
+
+    @functools.wraps(call)
+    def counting(self, images=None, text=None, **kwargs):
+        if images is not None and len(images):
+            processed.append(len(text) if isinstance(text, list) else 1)  # vLLM's calls have one, or none
+        return call(self, images=images, text=text, **kwargs)
+
+    Qwen2_5_VLProcessor.__call__ = counting
+    return processed
+
+
+def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int]) -> Contestant:
+    """A contestant with the model in `folder`."""
+    trainer_class, config_class, use_vllm = CONTESTANTS[name]
+    case, processor = CASES["image"], build_processor()
+    tokenizer = processor.tokenizer
+    if use_vllm:
+        banned = {tokenizer.image_token_id: -100.0, tokenizer.video_token_id: -100.0}
+        kwargs = {"ignore_eos": True, "detokenize": False, "logit_bias": banned}
+    else:
+        kwargs = {"min_new_tokens": args.tokens}
+    prompts = build_dataset(case, args.prompts, args.seed)
+    config = config_class(
+        output_dir=str(folder / name),
+        per_device_train_batch_size=args.prompts * args.group,
+        num_generations=args.group,
+        max_completion_length=args.tokens,
+        generation_kwargs=kwargs,
+        model_init_kwargs={"dtype": "bfloat16" if args.device == "cuda" else "float32"},
+        gradient_checkpointing=False,
+        use_cpu=args.device == "cpu",
+        bf16=args.device == "cuda",
+        report_to=[],
+        seed=args.seed,
+        use_vllm=use_vllm,
+        vllm_max_model_length=2048,
+    )
+    trainer = trainer_class(str(folder / "model"), reward, config, prompts, processing_class=processor)
+    return Contestant(trainer, processed)
+
+
+def run(args: argparse.Namespace) -> dict:
+    """
+    Runs the benchmark.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `dict`: For each contestant tokens per second, seconds, prompts processed, tokens of the prompt for the sampler
+        and for the scorer; setting, hardware and versions.
+    """
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.device == "cpu":  # as `tests/engine` has them
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+    clock = [*CLOCKS].index(args.clock)
+    processed = count_prompts()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processor = build_processor()
+        model = build_model(PRESETS[args.preset], processor, args.device, args.seed)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        model.save_pretrained(folder / "model")
+        # The class that vLLM finds by its name
+        plain = Qwen2_5_VLProcessor(**{part: getattr(processor, part) for part in processor.get_attributes()})
+        plain.chat_template = processor.chat_template
+        plain.save_pretrained(folder / "model")
+        del model
+        contestants = {each: build(each, args, folder, processed) for each in args.contestants}
+        for _ in range(1 + args.repeats):
+            for contestant in contestants.values():
+                if not contestant.prompts:
+                    contestant.step()  # not counted; our trainers run their self-check in it
+                    contestant.best.clear()
+                    continue
+                contestant.step()
+    results = {
+        each: {
+            "tokens_per_s": contestant.tokens / contestant.best["generation"][clock],
+            "generation_s": contestant.best["generation"][clock],
+            "step_s": contestant.best["step"][clock],
+            "processor_prompts": contestant.prompts,
+            "prompt_tokens_sampled_after": contestant.sampled_after,
+            "prompt_tokens_scored": contestant.scored,
+        }
+        for each, contestant in contestants.items()
+    }
+    names = ("preset", "device", "clock", "repeats", "seed", "prompts", "group", "tokens")
+    setting = {name: getattr(args, name) for name in names}
+    return {
+        **results,
+        "setting": {**setting, "threads": torch.get_num_threads(), "parameters": parameters},
+        "hardware": hardware(args.device),
+        "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
+    }
+
+
+def table(result: dict) -> str:
+    """
+    The result as text.
+
+    Args:
+        result (`dict`):
+            What [`run`] returns.
+
+    Returns:
+        `str`: A few lines about the setting and a table.
+    """
+    setting, machine = result["setting"], result["hardware"]
+    title = (
+        f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions of "
+        f"{setting['tokens']} tokens; {machine['gpu'] or machine['cpu']}, {setting['threads']} threads; "
+        f"{setting['clock']} time, minimum of {setting['repeats']}"
+    )
+    header = ("", "tokens per s", "generation", "whole step", "prompts processed", "prompt sampled after / scored")
+    rows = [
+        (
+            each,
+            f"{values['tokens_per_s']:,.0f}",
+            f"{values['generation_s']:.2f} s",
+            f"{values['step_s']:.2f} s",
+            str(values["processor_prompts"]),
+            f"{values['prompt_tokens_sampled_after']} / {values['prompt_tokens_scored']}",
+        )
+        for each, values in result.items()
+        if each in CONTESTANTS
+    ]
+    return f"{title}\n\n{markdown(header, rows)}"
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per step, of 418 tokens with an image")
+    parser.add_argument("--group", type=int, default=16, help="completions of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each completion")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="which time is reported")
+    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
+    parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and args.clock == "cpu":
+        parser.error("CPU time says nothing about a GPU; use `--clock wall`")
+    if args.repeats < 1:
+        parser.error("`--repeats` must be at least 1")
+
+    result = run(args)
+    print(table(result))
+    if args.json:
+        print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Every family with vLLM's own engine, compared with the model's own forward, before and after all weights change.
+
+`make vllm-families` prints the table of all, of which `docs/vllm.md` shows the latest.
+"""
+
+import pytest
+import torch
+from helpers.families import FAMILIES, RATE
+from helpers.trainer_utils import length_and_sum, saved, text_rows, with_media
+from test_by_name import whole_omni
+from vllm_cpu import ENGINE
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+
+
+OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}  # vLLM takes released models, not thinkers
+OFTEN = ["qwen2_audio", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "idefics3", "internvl"]
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in OFTEN]
+# What stands in the table for those that can't be sampled exactly
+KNOWN: dict[str, str] = {}
+
+
+def trainer_of(name: str, tmp_path) -> MultimodalGRPOTrainer:
+    folder = whole_omni(name)[0] if name in OMNI else str(saved(name))
+    rows = with_media(text_rows(), "prompt", [None] * 8)  # whose media can't be counted
+    args = MultimodalGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        num_generations=2,
+        per_device_train_batch_size=2,
+        max_completion_length=8,
+        model_init_kwargs={"dtype": "float32"},
+        report_to="none",
+        self_check=False,
+        use_vllm=True,
+        vllm_engine_kwargs={**ENGINE, "max_model_len": 1024, "max_num_seqs": 8},
+    )
+    return MultimodalGRPOTrainer(folder, length_and_sum, args, train_dataset=rows)
+
+
+def kinds(chat) -> str:
+    counts = [block["type"] for block in chat[0]["content"] if block["type"] != "text"]
+    return " + ".join(f"{counts.count(kind)} {kind}" for kind in dict.fromkeys(counts)) or "text"
+
+
+def difference(trainer, chat) -> float:
+    """Largest difference of the engine's log-probabilities to the model's own, of two completions of a chat."""
+    for block in chat[0]["content"]:
+        if block["type"] == "audio":
+            block["sampling_rate"] = RATE
+    [row] = rows_to_messages([{"prompt": chat}])
+    model, worst = trainer._unwrapped(trainer.model), 0.0
+    banned = sorted(all_placeholder_ids(model, trainer.processing_class))
+    with trainer._at_hand(rows=[row] * 2) as batch:
+        prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]] * 2)
+        completions, logps = trainer._generate_single_turn(prompt_ids, None, {})
+        prompt = batch.prompts[0]
+    for ids, sampled in zip(completions, logps, strict=True):
+        sequence = torch.cat([prompt.input_ids, torch.tensor(ids)])[None]
+        fields = {k: torch.nn.functional.pad(v, (0, len(ids)))[None] for k, v in prompt.token_fields.items()}
+        after = prompt.position_ids[..., -1:] + 1 + torch.arange(len(ids))
+        fields["position_ids"] = torch.cat([prompt.position_ids, after], dim=-1)
+        with torch.no_grad():
+            logits = model(sequence, attention_mask=torch.ones_like(sequence), **fields, **prompt.media).logits
+        logits = logits[0, len(prompt) - 1 : -1].float()
+        logits[:, banned] = -torch.inf
+        own = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        worst = max(worst, (own - torch.tensor(sampled)).abs().max().item())
+    return worst
+
+
+def change_weights(trainer) -> None:
+    """As an update that reaches every weight, also those that are 0."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in trainer._unwrapped(trainer.model).parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_(noise * (0.1 * weight.abs().mean() + 0.01))
+    trainer.state.global_step += 1
+
+
+def measured(name: str, tmp_path) -> dict[str, str | list[float]]:
+    """By what a prompt holds, the differences before and after a change of all weights, or what went wrong."""
+    try:
+        trainer = trainer_of(name, tmp_path)
+    except Exception as error:
+        return {"": f"can't start: {shown(error)}"}
+    results: dict[str, str | list[float]] = {}
+    for update in range(2):
+        if update:
+            change_weights(trainer)
+        for chat in FAMILIES[name].prompts():
+            place = kinds(chat)
+            if isinstance(results.get(place), str):
+                continue
+            try:
+                worst = difference(trainer, chat)
+            except Exception as error:
+                results[place] = shown(error)
+                if isinstance(error, RuntimeError):
+                    return results
+                continue
+            before = results.setdefault(place, [0.0] * 2)
+            before[update] = max(before[update], worst)
+    return results
+
+
+def shown(error: BaseException) -> str:
+    """The innermost cause, in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *REST])
+def test_samples_as_the_model_does(name, tmp_path):
+    results = measured(name, tmp_path)
+    for place, result in results.items():
+        cell = result if isinstance(result, str) else f"{result[0]:.0e}, {result[1]:.0e}"
+        print(f"| {name} | {place} | {cell} |")
+    wrong = {place: result for place, result in results.items() if isinstance(result, str) or max(result) > 1e-4}
+    if name in KNOWN:
+        assert wrong and KNOWN[name] in str(wrong)
+    else:
+        assert not wrong
