@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
         # Of one mixin for another
         _policy: Any
+        _self_check: Any
         _check_weights: Any
         _pushes: Any
         _uploaded: Any

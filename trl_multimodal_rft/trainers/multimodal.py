@@ -1,13 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
-import os
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
 from torch import nn
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
@@ -35,10 +34,9 @@ from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import trim_after_eos
-from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
-from ..generation.vllm_adapters import EngineAdapter
+from ..generation.vllm import sampling_parameters
 from ..models.modes import evaluation_mode
-from ..models.quantization import is_4bit, keep_differentiable
+from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
 from ..reporting.hub import PublishingMixin
@@ -46,9 +44,10 @@ from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.model import RewardModel
 from .batch import Batch
+from .engine import EngineMixin, as_tensor
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
-from .self_check import EngineCheck, SelfCheck, run_self_check
+from .self_check import SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
     check_name,
@@ -57,11 +56,9 @@ from .setup import (
     image_token_id,
     load_policy,
     load_reference,
-    media_limits,
     no_warning_about_init_kwargs,
     refuse_several_runs,
     refuse_unchecked_steps,
-    truncation,
     warn_of_truncation,
     warn_of_unread,
     without_engine,
@@ -71,11 +68,8 @@ from .setup import (
 
 logger = get_logger(__name__)
 
-# Options of vLLM that leave its log-probabilities alone
-_NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize"}
 
-
-class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -101,13 +95,12 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         if loaded_here:
             model = load_policy(model, args, quantization_config)
         check_name(model, args, processing_class, ref_model, kwargs.get("peft_config"))
-        revision = (args.model_init_kwargs or {}).get("revision")
-        self._revision = revision if loaded_here else None
+        revision = (args.model_init_kwargs or {}).get("revision") if loaded_here else None
         self._processor_source: dict[str, Any] | None = None  # how to load the processor again
         if processing_class is None:
             self._processor_source = {
                 "pretrained_model_name_or_path": get_config_model_id(model.config),
-                "revision": self._revision,
+                "revision": revision,
                 "trust_remote_code": args.trust_remote_code,
             }
             processing_class = load_processor(*self._processor_source.values())
@@ -129,7 +122,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
 
         self._train_sampler = None
         self._self_check: SelfCheck | None = None
-        self._engine_check: EngineCheck | None = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         # Datasets whose rows are looked at when the first ones come
@@ -165,7 +157,7 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         self._own_tokens = placeholder_tokens(model, self.processing_class)
         self.use_vllm = args.use_vllm
         if self.use_vllm:
-            self._set_engine(placeholders)
+            self._set_engine(placeholders, revision)
         if ref_model is not None:
             self._set_reference(ref_model)
         self._set_rewards(reward_processors, loaded_rewards)
@@ -186,65 +178,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
         keep_differentiable(self.model)
         self._set_packing()
-
-    def _set_engine(self, placeholders: set[int]) -> None:
-        """Makes vLLM sample, with the arguments that TRL gives it."""
-        args = self.args
-        own = args.generation_kwargs or {}
-        # A sampled placeholder would stand for media that aren't there
-        bias = dict.fromkeys(placeholders, -100.0)
-        self._logit_bias = bias | {int(i): float(value) for i, value in own.get("logit_bias", {}).items()}
-        named = {str(i): value for i, value in self._logit_bias.items()}  # as JSON has it
-        # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
-        own = {
-            "detokenize": "stop" in own,
-            **own,
-            "logit_bias": named if args.vllm_mode == "server" else self._logit_bias,
-        }
-        in_4bit = is_peft_model(self.model) and is_4bit(self.model)
-        alone = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
-        # TRL would round to 4 bits what it merges
-        adapter = EngineAdapter(self.model, self.accelerator, alone) if alone or in_4bit else None
-        self.vllm_generation = MultimodalVLLMGeneration(
-            model=self.model,
-            accelerator=self.accelerator,
-            processing_class=self.processing_class,
-            mode=args.vllm_mode,
-            structured_outputs_regex=args.vllm_structured_outputs_regex,
-            server_base_url=args.vllm_server_base_url,
-            server_host=args.vllm_server_host,
-            server_port=args.vllm_server_port,
-            group_port=args.vllm_group_port,
-            server_timeout=args.vllm_server_timeout,
-            tensor_parallel_size=args.vllm_tensor_parallel_size,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            max_model_length=args.vllm_max_model_length,
-            max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-            enable_sleep_mode=args.vllm_enable_sleep_mode,
-            model_impl=args.vllm_model_impl,
-            trust_remote_code=args.trust_remote_code,
-            repetition_penalty=self.repetition_penalty,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_completion_length=self.max_completion_length,
-            generation_kwargs=own,
-            engine_kwargs={**self._engine_kwargs(), **(args.vllm_engine_kwargs or {})},
-            adapter=adapter,
-            adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
-        )
-        self._last_loaded_step = -1  # the step whose weights the engine has
-
-    def _engine_kwargs(self) -> dict[str, Any]:
-        """What the engine needs to be as the trainer, beside TRL's arguments; the user's win."""
-        model = self._unwrapped(self.model)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, model.dtype)
-        kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": self._revision}
-        if self.args.vllm_mode == "server":
-            return kwargs
-        limits = {} if self.rollout_func else media_limits(self.args, self.train_dataset, self.eval_dataset)
-        return {**kwargs, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": limits}  # each prompt comes once
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
@@ -353,8 +286,8 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
                 self._media_log.add([row.get("prompt") for row in rows], group_size)
             if batch.prompts is not None:
                 if batch.sampled_logps is not None:
-                    output["sampling_per_token_logps"] = _as_tensor(batch.sampled_logps, output["completion_ids"])
-                self._check_engine(output, batch.prompts)
+                    output["sampling_per_token_logps"] = as_tensor(batch.sampled_logps, output["completion_ids"])
+                self._check_engine(output, batch.prompts, self._loss_mask(output))
                 self._choose_packing(batch, output["completion_mask"])
                 output["encoded_prompts"] = batch.prompts
                 output["packed"] = [batch.packed] * len(inputs)
@@ -461,20 +394,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         if self.use_vllm:  # requests are gathered
             return self.args.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1
         return self._policy.remedies.apart is not None  # forwards are counted
-
-    def _ask_engine(
-        self, prompts, sampling: dict[str, Any] | None = None
-    ) -> tuple[list[list[int]], list[list[float | None]]]:
-        """Completions by vLLM with the weights of this step, and the log-probabilities it sampled them with."""
-        if self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        engine: Any = self.vllm_generation
-        _, completion_ids, logps, _ = engine.generate(
-            prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling
-        )
-        return completion_ids, [[logp for [logp] in each] for each in logps]
 
     def _sample_completions(self, prompts, generation_config, share_prefill: bool | None = None):
         with profiling_context(self, "transformers.generate"):
@@ -668,27 +587,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)
 
-    def _check_engine(self, output: dict[str, Any], prompts: list[EncodedPrompt]) -> None:
-        """Compares what an engine sampled with, on its first batch and after an update."""
-        check = self._self_check
-        if check is None or not self.model.training or "sampling_per_token_logps" not in output:
-            return
-        if not self._samples_from_policy():
-            return
-        if self._engine_check is None or self._engine_check.check is not check:
-            self._engine_check = EngineCheck(self, check)
-        if self._engine_check.run(output, prompts, self._loss_mask(output)):
-            logger.info(str(check))
-            self.accelerator.print(check)
-
-    def _samples_from_policy(self) -> bool:
-        """Whether an engine's log-probabilities are those of the policy, with nothing but our bias of its logits."""
-        args = self.args
-        if not self.use_vllm or args.repetition_penalty not in (None, 1.0) or args.vllm_structured_outputs_regex:
-            return False
-        others = (args.generation_kwargs or {}).keys() - _NEUTRAL_OPTIONS - {"logit_bias"}
-        return not others and not truncation(args)
-
     @staticmethod
     def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
         return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -721,13 +619,6 @@ class MultimodalMixin(ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
             for _ in range(epochs_trained):
                 torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
         return epochs_trained, steps_trained
-
-
-def _as_tensor(logps: list[list[float | None]], completion_ids: torch.Tensor) -> torch.Tensor:
-    """An engine's log-probabilities beside the completions, NaN where it has none, as TRL has them."""
-    rows = [[float("nan") if logp is None else logp for logp in row] for row in logps]
-    width = completion_ids.size(1)
-    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], device=completion_ids.device)
 
 
 def _reorder(value, order: list[int]):
