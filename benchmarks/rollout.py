@@ -8,8 +8,8 @@ python benchmarks/rollout.py --device cuda --preset 3b --tokens 512 --json
 ```
 
 All three get the same dataset with images and the same model, that of `policy_update.py`, with seeded random weights.
-vLLM runs in the process of its trainer (`colocate`). On a CPU it needs `tests/shims/vllm_cpu.py`, in the environment of
-`make test-vllm`. Measured are
+vLLM runs in the process of its trainer (`colocate`). On a CPU it needs `tests/shims/vllm_cpu.py`, in the environment
+of `make test-vllm`. Measured are
 
 - **tokens per second**: sampled tokens by the time for them, giving the engine the weights included.
 - **step**: everything from reading the rows to the gradients, without the optimizer's own step.
