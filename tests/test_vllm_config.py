@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation import vllm
-from trl_multimodal_rft.trainers import multimodal
+from trl_multimodal_rft.trainers import engine
 
 
 class Started:
@@ -33,7 +33,7 @@ class Started:
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """Gives the arguments that an engine is started with beside TRL's."""
-    monkeypatch.setattr(multimodal, "MultimodalVLLMGeneration", Started)
+    monkeypatch.setattr(engine, "MultimodalVLLMGeneration", Started)
 
     def start(dataset, family="qwen2_5_vl", **options):
         options = {"use_vllm": True, **options}
