@@ -13,6 +13,7 @@ from helpers.trainer_utils import (
     image_rows,
     images_rows,
     length_and_sum,
+    load,
     make_trainer,
     sound,
     text_rows,
@@ -20,6 +21,7 @@ from helpers.trainer_utils import (
 )
 from test_by_name import OMNI, whole_omni
 from test_colocate import Recorded, make
+from test_engine_evaluation import Remembers
 from test_trainer import Calling, look_up, with_tools
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -66,33 +68,15 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
         answers(trainer, [{"prompt": "a"}, image_rows(1)[0]])
 
 
-def test_options_of_users(tmp_path):
-    trainer = make(
-        MultimodalGRPOTrainer,
-        MultimodalGRPOConfig,
-        "qwen2_audio",
-        audio_rows(),
-        tmp_path,
-        max_steps=1,
-        generation_kwargs={"logit_bias": {300: 100.0}, "stop": ["<nothing>"]},
-    )
-    words = trainer.processing_class.tokenizer
-    sampled = []
-    take = trainer._generate_single_turn
-    trainer._generate_single_turn = lambda *args: sampled.append(take(*args)) or sampled[-1]
+@pytest.mark.parametrize("stop", [False, True])
+def test_options_of_users(stop, tmp_path):
+    options: dict = {"logit_bias": {300: 100.0}}  # beside the bias against placeholders
+    if stop:
+        options["stop"] = [load("qwen2_audio")[1].tokenizer.decode([300, 300])]
+    options = {"generation_kwargs": options, "max_steps": 1}
+    trainer = make(Remembers, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
     trainer.train()
-    [(completions, _)] = sampled
-    assert completions == [[300] * 6] * 8  # beside the bias against placeholders
-
-    engine = trainer.vllm_generation
-    engine.generation_kwargs["stop"] = [words.decode([300, 300])]
-    ids = words("Is there a bird?")["input_ids"]
-    assert engine.generate([ids])[1] == [[300, 300]]
-    engine.generation_kwargs["stop"] = []
-    engine.generation_kwargs["logit_bias"] = {}
-    engine.structured_outputs_regex = "(cat|dog)"
-    for completion in engine.generate([list(ids) for _ in range(4)])[1]:
-        assert words.decode(completion, skip_special_tokens=True).strip() in ("cat", "dog")
+    assert trainer.drawn == [[[300] * (2 if stop else 6)] * 8]
 
 
 def omni(rows, tmp_path, monkeypatch, **options):
