@@ -73,7 +73,7 @@ def test_the_engine_computes_as_the_trainer_does(started):
 
 
 def test_a_server_has_settings_of_its_own(started):
-    assert started(image_rows(), vllm_mode="server") == {"mm_processor_cache_gb": 0, "revision": None}
+    assert started(image_rows(), vllm_mode="server") == {"dtype": "float32", "revision": None}
 
 
 def test_a_model_without_a_name_is_refused(started):
