@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES, RATE, MelExtractor
+from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,
@@ -52,7 +53,7 @@ from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 
 
 FOLDERS = tempfile.TemporaryDirectory()
-AUDIO, IMAGE, OMNI = "qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"
+AUDIO, IMAGE = "qwen2_audio", "qwen2_5_vl"
 STEP = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "max_completion_length": 4}
 POLICIES = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
 
@@ -426,88 +427,11 @@ def test_the_side_of_a_given_tokenizer_does_not_matter(trainer_class, tmp_path):
 # Released omni models
 
 
-SPEAKER = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-
-
-def released(family: str) -> hf.PreTrainedModel:
-    """An omni model with its parts that speak, around a thinker of the family."""
-    thinker = FAMILIES[family].build()[0]
-    if family == OMNI:
-        model_class, config_class = hf.Qwen2_5OmniForConditionalGeneration, hf.Qwen2_5OmniConfig
-        small = {**SPEAKER, "hidden_size": 32, "head_dim": 16}
-        parts = {
-            "talker_config": {
-                **small,
-                "vocab_size": 64,
-                "embedding_size": 64,
-                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-            },
-            "token2wav_config": {
-                "dit_config": {
-                    **small,
-                    "ff_mult": 1,
-                    "emb_dim": 16,
-                    "num_embeds": 32,
-                    "mel_dim": 8,
-                    "enc_emb_dim": 8,
-                    "enc_dim": 8,
-                    "enc_channels": [8, 8, 8],
-                    "enc_kernel_sizes": [3, 3, 3],
-                    "enc_dilations": [1, 1, 1],
-                    "enc_attention_channels": 4,
-                    "enc_se_channels": 4,
-                },
-                "bigvgan_config": {
-                    "mel_dim": 8,
-                    "upsample_initial_channel": 32,
-                    "resblock_kernel_sizes": [3],
-                    "resblock_dilation_sizes": [[1, 1, 1]],
-                    "upsample_rates": [2],
-                    "upsample_kernel_sizes": [4],
-                },
-            },
-        }
-    else:
-        model_class, config_class = hf.Qwen3OmniMoeForConditionalGeneration, hf.Qwen3OmniMoeConfig
-        small = {**SPEAKER, "hidden_size": 32, "head_dim": 16, "vocab_size": 64}
-        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-        rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-        parts = {
-            "talker_config": {
-                "text_config": {**small, **experts, "shared_expert_intermediate_size": 16, "rope_parameters": rope},
-                "code_predictor_config": {**small, "num_code_groups": 2},
-                "thinker_hidden_size": 64,
-                "num_code_groups": 2,
-                "spatial_merge_size": 2,
-            },
-            "code2wav_config": {
-                **SPEAKER,
-                "hidden_size": 32,
-                "codebook_size": 8,
-                "decoder_dim": 32,
-                "upsample_rates": [2],
-                "upsampling_ratios": [2],
-                "num_quantizers": 2,
-            },
-        }
-    model = model_class(config_class(thinker_config=thinker.config.to_dict(), **parts)).float()
-    model.thinker.load_state_dict(thinker.state_dict())
-    return model
-
-
 @functools.cache
 def whole_omni(family: str) -> tuple[str, hf.PreTrainedModel]:
     """Folder of an omni model as it is released, and its thinker."""
-    shutil.copytree(checkpoint(family), folder := Path(FOLDERS.name, f"whole-{family}"))
-    (folder / "model.safetensors").unlink()
-    model = released(family)
-    model.save_pretrained(folder)
-    settings = json.loads((folder / "config.json").read_text())
-    if family == OMNI:
-        settings["architectures"] = ["Qwen2_5OmniModel"]  # what the release says, and transformers doesn't have
-        (folder / "config.json").write_text(json.dumps(settings))
-    assert settings["model_type"] == family and settings["talker_config"]
-    return str(folder), model.thinker
+    folder = Path(FOLDERS.name, f"whole-{family}")
+    return str(folder), save_released(family, checkpoint(family), folder)
 
 
 def assert_equal_weights(model, expected) -> None:

@@ -1,14 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """An adapter on a policy in 4 bits trains as it does on the same weights in full."""
 
-import copy
-
 import pytest
 import torch
-from helpers.families import FAMILIES
+from helpers.four_bits import NF4, save_wide
 from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, norm, relative_difference
 from peft import LoraConfig, PeftModel
-from transformers import AutoProcessor, BitsAndBytesConfig
+from transformers import AutoProcessor
 
 from trl_multimodal_rft.lightrft import ActorAL
 
@@ -16,32 +14,8 @@ from trl_multimodal_rft.lightrft import ActorAL
 bnb = pytest.importorskip("bitsandbytes")
 
 CASES = {"audio": ("qwen2_audio", audio_rows), "image": ("qwen2_5_vl", image_rows)}
-NF4 = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
-)
 TOWERS = {"audio": "audio_tower", "image": "visual"}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-
-
-def save_wide(family, folder):
-    """The tiny model, but wide enough for 4-bit kernels, which take blocks of 64 weights."""
-    model, processor = FAMILIES[family].build()
-    config = copy.deepcopy(model.config)
-    if family == "qwen2_audio":
-        config.audio_config.d_model, config.audio_config.encoder_ffn_dim = 64, 128
-        config.text_config.intermediate_size = 128
-    else:
-        config.vision_config.hidden_size, config.vision_config.intermediate_size = 64, 128
-        config.text_config.intermediate_size = 128
-    torch.manual_seed(0)
-    model = type(model)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(4)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return type(model)
 
 
 def trained(folder, model, rows, output):

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from helpers.families import FAMILIES, RATE, audio, audio_prompts, encode, image, template, video
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
+from helpers.tools import Calling, look_up, with_tools
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
@@ -39,7 +40,6 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl.chat_template_utils import qwen3_vl_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import (
@@ -575,19 +575,6 @@ class Environment:
         return f"{word} is a bird"
 
 
-def look_up(word: str) -> str:
-    """
-    Looks a word up.
-
-    Args:
-        word: The word.
-
-    Returns:
-        Its meaning.
-    """
-    return f"{word} is a bird"
-
-
 def show(word: str) -> list:
     """
     Shows a picture of a word.
@@ -612,12 +599,6 @@ def rollout(prompts, trainer):
     }
 
 
-def with_tools(**objects):
-    model, processor = load("qwen3_vl")
-    processor.chat_template = processor.tokenizer.chat_template = qwen3_vl_chat_template
-    return {"model": model, "processing_class": processor, **objects}
-
-
 @pytest.mark.parametrize(
     "extra",
     [{"tools": [look_up]}, {"environment_factory": Environment}, {"rollout_func": rollout}],
@@ -640,21 +621,6 @@ def test_rollout_func_works_as_in_trl():
     assert norm(theirs.update) > 0.01
     assert relative_difference(theirs.update, ours.update) <= 1e-5  # TRL rounds its advantages earlier
     assert largest_difference(theirs.history, ours.history)[0] <= 1e-5
-
-
-class Calling:
-    """Half of the first turns call a tool, the turns after it are sampled."""
-
-    tool = "look_up"
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if len(prompt_ids) < self.args.generation_batch_size:
-            self.continued = getattr(self, "continued", 0) + len(prompt_ids)
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        call = f'<tool_call>\n{{"name": "{self.tool}", "arguments": {{"word": "cat"}}}}\n</tool_call>'
-        ids = self._tokenizer(call)["input_ids"]
-        end = self._tokenizer.eos_token_id
-        return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(len(prompt_ids))], None
 
 
 class CallingTRL(Calling, GRPOTrainer):

@@ -34,10 +34,12 @@ else:
 
 @pytest.fixture(scope="session")
 def omni(tmp_path_factory):
-    """Folder of a whole Qwen2.5-Omni."""
-    from omni import save_omni
+    """Folder of a Qwen2.5-Omni as it is released."""
+    from helpers.omni import OMNI, save_released
+    from helpers.trainer_utils import saved
 
-    return save_omni(tmp_path_factory.mktemp("omni") / "model")
+    save_released(OMNI, saved(OMNI), folder := tmp_path_factory.mktemp("omni") / "model")
+    return folder
 
 
 @pytest.fixture(scope="session")

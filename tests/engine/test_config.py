@@ -7,7 +7,10 @@ import pytest
 import torch
 import vllm_cpu
 from datasets import Dataset
+from helpers.engine_runs import Recorded, make
 from helpers.families import image, video
+from helpers.omni import OMNI
+from helpers.tools import Calling, look_up, with_tools
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -19,10 +22,6 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
-from test_by_name import OMNI, whole_omni
-from test_colocate import Recorded, make
-from test_engine_evaluation import Remembers
-from test_trainer import Calling, look_up, with_tools
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
@@ -68,32 +67,34 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
         answers(trainer, [{"prompt": "a"}, image_rows(1)[0]])
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_options_of_users(stop, tmp_path):
-    options: dict = {"logit_bias": {300: 100.0}}  # beside the bias against placeholders
-    if stop:
-        options["stop"] = [load("qwen2_audio")[1].tokenizer.decode([300, 300])]
-    options = {"generation_kwargs": options, "max_steps": 1}
-    trainer = make(Remembers, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+def test_options_of_users(tmp_path):
+    two = load("qwen2_audio")[1].tokenizer.decode([300, 300])
+    # Each beside the bias against placeholders
+    for options, drawn in (({}, [300] * 6), ({"stop": [two]}, [300] * 2)):
+        options = {"generation_kwargs": {"logit_bias": {300: 100.0}, **options}, "max_steps": 1}
+        trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+        trainer.train()
+        assert [[ids for _, ids, _ in draw] for draw in trainer.draws] == [[drawn] * 8]
+
+
+def test_structured_outputs(tmp_path):
+    options = {"vllm_structured_outputs_regex": "[ab]{2,5}", "vllm_importance_sampling_correction": False}
+    trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, max_steps=1, **options)
     trainer.train()
-    assert trainer.drawn == [[[300] * (2 if stop else 6)] * 8]
+    texts = trainer.processing_class.batch_decode([ids for _, ids, _ in trainer.draws[0]], skip_special_tokens=True)
+    assert len(set(texts)) > 1 and all(2 <= len(text) <= 5 and set(text) <= {"a", "b"} for text in texts)
 
 
-def omni(rows, tmp_path, monkeypatch, **options):
-    monkeypatch.setattr("test_colocate.saved", lambda family: whole_omni(family)[0])
-    return make(Recorded, MultimodalGRPOConfig, OMNI, rows, tmp_path, max_steps=2, **options)
-
-
-def test_an_encoder_that_the_data_do_not_need_is_left_out(tmp_path, monkeypatch):
+def test_an_encoder_that_the_data_do_not_need_is_left_out(omni, tmp_path):
     rows = Dataset.from_list([{"prompt": f"What do you hear? {i}", "audio": sound(0.4, seed=i)} for i in range(4)])
-    trainer = omni(rows, tmp_path, monkeypatch)
+    trainer = make(Recorded, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
     model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
     assert not list(model.visual.parameters()) and list(model.audio_tower.parameters())
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 2
 
 
-def test_all_kinds_in_one_prompt(tmp_path, monkeypatch):
+def test_all_kinds_in_one_prompt(omni, tmp_path):
     def blocks(i):
         return [
             image(84, 56, seed=i),
@@ -108,7 +109,7 @@ def test_all_kinds_in_one_prompt(tmp_path, monkeypatch):
     rows = Dataset.from_dict({"index": range(4)}).with_transform(
         lambda batch: {**batch, "prompt": [prompts[i] for i in batch["index"]]}
     )
-    trainer = omni(rows, tmp_path, monkeypatch)
+    trainer = make(Recorded, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 2
 

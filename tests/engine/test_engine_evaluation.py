@@ -3,8 +3,8 @@
 
 import copy
 
+from helpers.engine_runs import make
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
-from test_colocate import make
 from transformers import set_seed
 
 from trl_multimodal_rft import (

@@ -8,8 +8,8 @@ Every family with vLLM's own engine, compared with the model's own forward, befo
 import pytest
 import torch
 from helpers.families import FAMILIES, RATE
+from helpers.omni import save_released
 from helpers.trainer_utils import length_and_sum, saved, text_rows, with_media
-from test_by_name import whole_omni
 from vllm_cpu import ENGINE
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -32,7 +32,9 @@ KNOWN = {
 
 
 def trainer_of(name: str, tmp_path) -> MultimodalGRPOTrainer:
-    folder = whole_omni(name)[0] if name in OMNI else str(saved(name))
+    folder = str(saved(name))
+    if name in OMNI:
+        save_released(name, folder, folder := str(tmp_path / "released"))
     rows = with_media(text_rows(), "prompt", [None] * 8)  # whose media can't be counted
     args = MultimodalGRPOConfig(
         output_dir=str(tmp_path),

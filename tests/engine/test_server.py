@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers as hf
 import vllm
+from helpers.engine_runs import RecordedOmni
 from helpers.trainer_utils import length_and_sum, load, saved, video_rows
-from omni import Exact, load_omni, omni_rows
+from omni import load_omni, omni_rows
 from trl.generation.vllm_client import VLLMClient
 from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
@@ -46,7 +47,7 @@ def make(server, omni, tmp_path, rows=None, **options):
     }
     args = MultimodalGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
     rows = omni_rows() if rows is None else rows
-    return Exact(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(omni))
+    return RecordedOmni(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(omni))
 
 
 @pytest.fixture

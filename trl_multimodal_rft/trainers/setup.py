@@ -250,20 +250,21 @@ def refuse_unchecked_steps(args) -> None:
             )
 
 
-def truncation(args) -> dict[str, float]:
+def truncation(args) -> dict[str, Any]:
     """
-    Options that keep unlikely tokens from being sampled.
+    Options that keep tokens from being sampled.
 
     Args:
         args ([`MultimodalArguments`]):
             The config.
 
     Returns:
-        `dict[str, float]`: Those that are set, with their values.
+        `dict[str, Any]`: Those that are set, with their values.
     """
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
     given = {**vars(args), **(args.generation_kwargs or {})}
-    return {name: given[name] for name, values in neutral.items() if given[name] not in values}
+    return {name: given[name] for name, values in neutral.items() if given.get(name) not in values}
 
 
 def warn_of_truncation(args) -> None:
@@ -279,8 +280,7 @@ def warn_of_truncation(args) -> None:
         logger.warning(
             f"With {' and '.join(cut)}, vLLM says how likely a token is among those that are left, and the trainer "
             "among all, so the importance ratios that correct for vLLM are too small, and the self-check can't "
-            "compare both. Leave `top_p`, `top_k` and `min_p` alone, or set "
-            "`vllm_importance_sampling_correction=False`."
+            "compare both. Leave these options alone, or set `vllm_importance_sampling_correction=False`."
         )
 
 

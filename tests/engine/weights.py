@@ -1,0 +1,55 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Weights that change, and an engine that follows them."""
+
+import torch
+import vllm_cpu
+from helpers.engine_runs import Recorded
+from helpers.trainer_utils import length_and_sum
+
+from trl_multimodal_rft import MultimodalGRPOConfig
+
+
+DECODER = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_proj|mlp\.0|mlp\.2)"
+
+
+def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=None, **options):
+    args = MultimodalGRPOConfig(
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        report_to="none",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        self_check=False,
+        use_vllm=True,
+        vllm_engine_kwargs={**vllm_cpu.ENGINE, "max_model_len": 512},
+        **options,
+    )
+    objects = {"peft_config": peft_config, "quantization_config": quantization_config}
+    return Recorded(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
+
+
+def difference(trainer) -> float:
+    """Of the engine's log-probabilities to the model's, after a sync."""
+    trainer._last_loaded_step = -1
+    trainer._generate_and_score_completions([row for row in list(trainer.train_dataset)[:2] for _ in range(4)])
+    return trainer.differences[-1]
+
+
+def change(trainer, part="") -> None:
+    """Moves all trained weights whose names have a part."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad and part in name:
+                parameter.add_(0.1 * parameter.std().clamp(min=0.05) * torch.randn_like(parameter))
+
+
+def assert_follows(trainer) -> None:
+    assert difference(trainer) < 1e-5
+    for _ in range(2):
+        change(trainer)
+        assert difference(trainer) < 1e-5
