@@ -73,6 +73,8 @@ class Family:
             Whether qwen-vl-utils samples and resizes images and videos.
         towers (`Mapping[str, str]`, *optional*):
             Dotted names of encoders that `get_encoder` doesn't know, by modality.
+        not_in_vllm (`tuple[str, ...]`, *optional*):
+            Kinds of media of which vLLM makes other tokens.
         trained_part (`Mapping[str, str]`, *optional*):
             By the `model_type` of what is released, the class in transformers that loads what is trained of it.
     """
@@ -89,6 +91,7 @@ class Family:
     takes_base64_audio: bool = False
     has_qwen_vl_utils: bool = False
     towers: Mapping[str, str] = field(default_factory=dict)
+    not_in_vllm: tuple[str, ...] = ()
     trained_part: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -120,6 +123,10 @@ FAMILIES = (
         audio_tokens=lambda model, tokens: tokens,  # its mask is one of tokens
         has_frame_mask=False,
         towers={"audio": "model.encoder"},
+    ),
+    Family(
+        processors=("InternVLProcessor",),
+        not_in_vllm=("video",),  # which has a token of its own for them
     ),
     Family(
         model_types=("llava_onevision",),

@@ -25,7 +25,7 @@ KNOWN = {
     # vLLM imports a name that transformers 5.23 hasn't
     "llava": "failed to be inspected",
     "llava_onevision": "failed to be inspected",
-    "internvl": "unhashable type",  # videos, which vLLM keys what it processes by
+    "internvl": "vLLM makes other tokens of a video",
     "qwen3_vl_moe": "norm_topk_prob",  # an attribute that transformers' config hasn't any more
     "qwen3_omni_moe": "image_size",  # the same
 }

@@ -22,6 +22,7 @@ from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
+from ..families import family_of_processor
 from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter
 from .vllm_server import (
@@ -254,9 +255,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
         media: dict[str, Any] = dict(prompt.media)
-        for kind in media:
-            self._check_number(kind, len(media[kind]), row)
         processor: Any = self.processing_class
+        for kind in media:
+            if kind in family_of_processor(processor).not_in_vllm:
+                raise MediaError(
+                    f"row {row}: vLLM makes other tokens of a {kind} than {type(processor).__name__}, so that what it "
+                    "samples would be scored after another prompt; set `use_vllm=False`."
+                )
+            self._check_number(kind, len(media[kind]), row)
         options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
         if "video" in media:
             videos = options["videos_kwargs"]
