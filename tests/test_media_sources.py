@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trl_multimodal_rft.data import sources
+from trl_multimodal_rft.data import http as http_client
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, without_credentials
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video
 from trl_multimodal_rft.data.sources import MediaRules
@@ -307,7 +307,7 @@ def test_a_sound_that_was_cut_off_is_named():
 
 
 def test_busy_servers_and_broken_downloads_are_asked_again(site, monkeypatch):
-    monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(http_client.time, "sleep", lambda seconds: None)
     whole = answer(body=png())
     half = answer(body=png()[:40], Content_Length=str(len(png())))
     for path, first in (("/busy", answer(503)), ("/limited", answer(429, Retry_After="1")), ("/cut", half)):

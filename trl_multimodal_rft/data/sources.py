@@ -5,20 +5,18 @@ import base64
 import binascii
 import os
 import re
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
 import fsspec
 import requests
-import urllib3
 
 from .columns import MediaRef
+from .http import NoAnswer, TooLarge, TooManyRedirects, ask
 
 
 # What rows may name: files, servers, stores of objects, and archives within them
@@ -41,9 +39,6 @@ PROTOCOLS = (
 
 # How often a server is asked that is busy, or that breaks off
 _ATTEMPTS = 4
-_BUSY = {408, 425, 429, 500, 502, 503, 504}
-_MOST_REDIRECTS = 5
-_CHUNK = 2**20
 
 # Starts of the files that FFmpeg may be given: containers and streams of media, no lists of other files
 _MEDIA_STARTS = re.compile(
@@ -217,67 +212,30 @@ def _check_domain(ref: MediaRef, url: str, rules: MediaRules) -> None:
         raise ref.error(f"'{host}' is none of `allowed_media_domains`; add it if you trust the data")
 
 
-class _Interrupted(Exception):
-    """A download that may succeed when it is tried again."""
-
-    def __init__(self, reason: str, wait: float = 0.0):
-        super().__init__(reason)
-        self.wait = wait
-
-
 def _download(ref: MediaRef, url: str, rules: MediaRules) -> bytes:
-    deadline = time.monotonic() + rules.media_timeout
-    for attempt in range(_ATTEMPTS):
-        try:
-            return b"".join(_chunks(ref, url, rules, deadline))
-        except (_Interrupted, requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
-            pause = max(0.5 * 2**attempt, getattr(error, "wait", 0.0))
-            if attempt + 1 == _ATTEMPTS or time.monotonic() + pause > deadline:
-                raise ref.error(
-                    f"cannot download '{url}' ({error}); repair the URL, remove the row, or raise `media_timeout`"
-                ) from None
-            time.sleep(pause)
-        except requests.RequestException as error:
-            raise ref.error(f"cannot download '{url}' ({error}); repair the URL or remove the row") from None
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _chunks(ref: MediaRef, url: str, rules: MediaRules, deadline: float) -> Iterator[bytes]:
-    with _response(ref, url, rules, deadline) as response:
-        if response.status_code in _BUSY:
-            wait = response.headers.get("Retry-After", "0")
-            raise _Interrupted(f"status {response.status_code}", float(wait) if wait.isdigit() else 0.0)
-        if not response.ok:
-            raise ref.error(f"'{url}' gives status {response.status_code}; correct the URL or remove the row")
-        size, read = response.headers.get("Content-Length"), 0
-        if size is not None and int(size) > rules.max_media_bytes:
-            raise _too_large(ref, rules)
-        while chunk := response.raw.read1(_CHUNK):
-            read += len(chunk)
-            if read > rules.max_media_bytes:
-                raise _too_large(ref, rules)
-            if time.monotonic() > deadline:
-                raise ref.error(
-                    f"'{url}' takes longer than {rules.media_timeout:g} s; remove the row or raise `media_timeout`"
-                )
-            yield chunk
-        if size is not None and read < int(size):
-            raise _Interrupted(f"{read} of {size} bytes")
-
-
-def _response(ref: MediaRef, url: str, rules: MediaRules, deadline: float) -> requests.Response:
-    """The answer after redirects, each of which must be allowed."""
-    for _ in range(_MOST_REDIRECTS + 1):
-        _check_domain(ref, url, rules)
-        left = max(deadline - time.monotonic(), 0.1)
-        # Some servers refuse the user agent of the library; what is compressed would be larger than it says
-        headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
-        response = requests.get(url, headers=headers, stream=True, timeout=left, allow_redirects=False)
-        if not response.is_redirect:
-            return response
-        response.close()
-        url = urljoin(url, response.headers["Location"])
+    def may_visit(url: str) -> None:
         protocol = urlsplit(url).scheme
         if protocol not in ("http", "https") or protocol not in rules.allowed_media_protocols:
             raise ref.error(f"it redirects to the protocol '{protocol}', which isn't allowed; remove the row")
-    raise ref.error(f"more than {_MOST_REDIRECTS} redirects; correct the URL or remove the row")
+        _check_domain(ref, url, rules)
+
+    try:
+        answer = ask(
+            "GET",
+            url,
+            seconds=rules.media_timeout,
+            attempts=_ATTEMPTS,
+            max_bytes=rules.max_media_bytes,
+            may_visit=may_visit,
+        )
+    except TooLarge:
+        raise _too_large(ref, rules) from None
+    except NoAnswer as error:
+        raise ref.error(
+            f"cannot download '{url}' ({error}); repair the URL, remove the row, or raise `media_timeout`"
+        ) from None
+    except (TooManyRedirects, requests.RequestException) as error:
+        raise ref.error(f"cannot download '{url}' ({error}); repair the URL or remove the row") from None
+    if answer.status >= 300:
+        raise ref.error(f"'{url}' gives status {answer.status}; correct the URL or remove the row")
+    return answer.body
