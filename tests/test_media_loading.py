@@ -16,11 +16,13 @@ import soundfile
 import torch
 from helpers import families
 from PIL import Image
+from qwen_vl_utils.vision_process import to_rgb
 from transformers.utils import is_torchcodec_usable
 
 from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from trl_multimodal_rft.data.sources import PROTOCOLS, MediaRules
 
 
 RATE, FPS, FRAMES, WIDTH, HEIGHT = 16000, 10, 20, 96, 64
@@ -135,11 +137,12 @@ FORMS = (
 
 @pytest.mark.parametrize("form", FORMS)
 def test_files_are_read_in_every_form(folder, site, form):
-    image = load_image(ref("image", forms(folder / "i.png", site, "image/png")[form]))
+    rules = MediaRules(allowed_media_protocols=(*PROTOCOLS, "memory"))
+    image = load_image(ref("image", forms(folder / "i.png", site, "image/png")[form]), rules)
     assert (image.mode, image.size, image.getpixel((5, 3))) == ("RGB", (6, 4), RED)
-    audio = load_audio(ref("audio", forms(folder / "a.wav", site, "audio/wav")[form]), RATE)
+    audio = load_audio(ref("audio", forms(folder / "a.wav", site, "audio/wav")[form]), RATE, rules=rules)
     np.testing.assert_allclose(audio, tone(RATE), atol=1 / 32768)
-    frames, metadata = load_video(ref("video", forms(folder / "v.mp4", site, "video/mp4")[form]))
+    frames, metadata = load_video(ref("video", forms(folder / "v.mp4", site, "video/mp4")[form]), rules=rules)
     assert shown(frames) == list(range(FRAMES))
     assert metadata["fps"] == FPS
 
@@ -158,6 +161,19 @@ def test_images_of_every_mode_become_rgb(tmp_path, mode):
     expected = {"L": (grey,) * 3, "LA": (grey,) * 3}.get(mode, RED)
     assert (image.mode, image.size) == ("RGB", (6, 4))
     assert np.abs(np.subtract(image.getpixel((3, 2)), expected)).max() <= (40 if mode in ("P", "PA") else 1)
+
+
+def test_what_is_transparent_is_white(tmp_path):
+    original = Image.new("RGBA", (6, 4), (200, 30, 40, 0))
+    original.putpixel((0, 0), (200, 30, 40, 128))
+    original.save(tmp_path / "i.png")
+    image = load_image(ref("image", tmp_path / "i.png"))
+    assert image.getpixel((3, 2)) == (255, 255, 255)
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(to_rgb(original)))
+    palette = Image.new("P", (2, 2), 1)
+    palette.putpalette([0, 0, 0, *RED])
+    palette.save(tmp_path / "p.png", transparency=1)
+    assert load_image(ref("image", tmp_path / "p.png")).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_orientation_of_photos_is_applied(tmp_path):
@@ -180,7 +196,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
         PIXELS.transpose(2, 0, 1),
         torch.from_numpy(PIXELS).permute(2, 0, 1),
         torch.from_numpy(PIXELS).permute(2, 0, 1) / 255,
-        np.dstack([PIXELS, np.zeros((4, 6), np.uint8)]),
+        np.dstack([PIXELS, np.full((4, 6), 255, np.uint8)]),
     ],
     ids=["uint8", "list", "int64", "float", "numpy CHW", "tensor", "float tensor", "alpha"],
 )
@@ -238,7 +254,7 @@ def test_truncated_images_and_dead_links_are_named(tmp_path, site):
     (tmp_path / "i.jpg").write_bytes(data[: len(data) // 2])
     with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image '.*i.jpg' .*truncated"):
         load_image(ref("image", tmp_path / "i.jpg"))
-    with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image 'http.*gone.png' .*404"):
+    with pytest.raises(MediaError, match="row 3, column 'image': 'http.*gone.png' gives status 404"):
         load_image(ref("image", f"{site}/gone.png"))
 
 
@@ -346,7 +362,10 @@ def test_overlong_audio_is_refused_or_cut():
         ((SAMPLES, float("nan")), "the sampling rate is nan;"),
         ((SAMPLES[:0], RATE), "the audio is empty"),
         ((np.zeros((2, 0), np.float32), RATE), "the audio is empty"),
-        ((SAMPLES[:1], 48000), "the audio is empty"),
+        ((SAMPLES[:1], 48000), "1 samples are too short to hear anything"),
+        ((SAMPLES, 16), "the sampling rate is 16; set it to the true rate in Hz"),
+        ((np.stack([SAMPLES, -SAMPLES]), RATE), "its channels cancel each other out; give one of them"),
+        ((SAMPLES * 32768, RATE), "float samples up to"),
         ((np.append(SAMPLES, np.nan), RATE), "the audio has NaN or infinite samples"),
         ((np.append(SAMPLES, np.inf), RATE), "the audio has NaN or infinite samples"),
         (([1, -5, 9], RATE), "int64 samples of shape (3,); give floats in -1 to 1, or integers of 8, 16"),
@@ -442,7 +461,8 @@ def test_frames_are_a_video(tmp_path):
     ("source", "options", "message"),
     [
         ("missing.mp4", {}, "row 3, column 'video': no such file: '"),
-        (b"not a video", {}, "row 3, column 'video': cannot read this video ("),
+        (b"not a video", {}, "row 3, column 'video': this is no file of video; it starts with b'not a video'"),
+        ([frame(0)], {"fps": 0}, "row 3, column 'video': 'fps' is 0; set the frames per second"),
         ([], {}, "row 3, column 'video': the video has 0 of 0 frames"),
         ([frame(0), frame(1)[:32]], {}, "row 3, column 'video': the frames have different sizes; resize them"),
         ([frame(0), "missing.png"], {}, "row 3, column 'video[1]': no such file: '"),

@@ -279,7 +279,13 @@ def test_null_is_no_reward(serve):
         ({"rewards": [1.0, [2.0]]}, r"returned \[2.0\]; rewards are"),
         ({"scores": [1.0, 2.0]}, r"answered '{\"scores\": \[1.0, 2.0\]}' instead of {'rewards': \[...\]}"),
         ([1.0, 2.0], r"answered '\[1.0, 2.0\]' instead of"),
-        (b"<html>Hello</html>", "answered '<html>Hello</html>' instead of"),
+        (b"Hello", "answered 'Hello' instead of"),
+        (b'{"rewards": [1, ' + b"[" * 100_000 + b"]" * 100_000 + b"]}", "instead of {'rewards'"),
+        (b'{"rewards": [1, 1' + b"0" * 400 + b"]}", "returned 1000.*; rewards are finite numbers or null"),
+        (b'{"rewards": [1, 1' + b"0" * 5000 + b"]}", "answered .* instead of|returned 1000"),
+        (b'{"rewards": [1, 1e999]}', "returned inf; rewards are finite numbers or null"),
+        (b" " * 2**21, "answered with more than 2 rewards can take; it must return one number for each"),
+        ((302, {}), "answered 302"),
     ],
 )
 def test_other_answers_are_errors(serve, answer, error):
@@ -293,21 +299,79 @@ def test_other_answers_are_errors(serve, answer, error):
 # Failures
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 520])
 def test_busy_servers_are_asked_again(serve, status, monkeypatch):
     waits = []
-    monkeypatch.setattr("urllib3.util.retry.time.sleep", waits.append)
+    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
     answers = iter([(status, {})] * 4 + [{"rewards": [1, 2]}])
     server = serve(lambda request: next(answers))
     assert RemoteReward(server.url, backoff=0.25)(["?"] * 2, ["a", "b"]) == [1, 2]
     assert len(server.requests) == 5
     assert server.requests[0] == server.requests[-1]
-    assert waits == [0.5, 1.0, 2.0]
+    assert waits == [0.25, 0.5, 1.0, 2.0]
+
+
+def test_pages_of_what_stands_between_are_asked_again(serve):
+    answers = iter([b"<html>One moment</html>", b"\n<!DOCTYPE html>", {"rewards": [1]}])
+    server = serve(lambda request: next(answers))
+    assert RemoteReward(server.url, backoff=0.001)(["?"], ["a"]) == [1]
+    server = serve(lambda request: b"<html>Hello</html>")
+    with pytest.raises(RuntimeError, match="failed: status 200: '<html>Hello</html>', after 2 attempts"):
+        RemoteReward(server.url, retries=1, backoff=0.001)([SECRET], ["a"])
+
+
+def test_patience_ends_and_lasts(serve, monkeypatch):
+    server = serve(lambda request: (503, {}))
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="within 0.5 s"):
+        RemoteReward(server.url, retries=None, patience=0.5, backoff=0.01)([SECRET], ["a"])
+    assert time.monotonic() - started < 5 and len(server.requests) > 3
+    waits, answers = [], iter([(503, {})] * 30 + [{"rewards": [1]}])
+    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
+    server = serve(lambda request: next(answers))
+    assert RemoteReward(server.url, retries=None)(["?"], ["a"]) == [1]
+    assert max(waits) == 60 and len(waits) == 30
+
+
+def test_answers_that_break_off_are_asked_again():
+    """The first connection closes in the middle of the body, the second one answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        whole = b'{"rewards": [1]}'
+
+        def answer():
+            for body in (whole[:5], whole):
+                connection, _ = listener.accept()
+                with connection:
+                    while b"completions" not in connection.recv(2**16):
+                        pass
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(whole)}\r\nConnection: close\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
+        assert RemoteReward(url, backoff=0.001, timeout=5.0)(["?"], ["a"]) == [1]
+        thread.join(5)
+
+
+def test_redirects_do_not_get_the_payload(serve):
+    other = serve()
+
+    def away(handler_request):
+        return 307, {}
+
+    server = serve(away)
+    server.location = other.url
+    with pytest.raises(RuntimeError, match="answered 307"):
+        RemoteReward(server.url)([SECRET], ["a"])
+    assert other.requests == []
 
 
 def test_retries_end(serve):
     server = serve(lambda request: (503, {"detail": "too busy"}))
-    with pytest.raises(RuntimeError, match=r"/reward answered 503: '{\"detail\": \"too busy\"}'\.") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"/reward failed: status 503: '{\"detail\": \"too busy\"}', after 3 at"
+    ) as caught:
         RemoteReward(server.url, retries=2, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
     assert len(server.requests) == 3
     assert_names_only(server.url, caught.value)
@@ -333,7 +397,7 @@ def test_servers_that_do_not_answer(serve):
     server = serve(answer)
     try:
         with pytest.raises(
-            RuntimeError, match="/reward failed: ConnectionError|/reward failed: ReadTimeout"
+            RuntimeError, match="/reward failed: (ConnectionError|ReadTimeout), after 2 attempts"
         ) as caught:
             RemoteReward(server.url, timeout=0.1, retries=1, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
         deadline = time.monotonic() + 10  # the second request may still be on its way

@@ -77,6 +77,7 @@ def test_options_of_users(tmp_path):
         assert [[ids for _, ids, _ in draw] for draw in trainer.draws] == [[drawn] * 8]
 
 
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")  # vLLM's use of xgrammar
 def test_structured_outputs(tmp_path):
     options = {"vllm_structured_outputs_regex": "[ab]{2,5}", "vllm_importance_sampling_correction": False}
     trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, max_steps=1, **options)

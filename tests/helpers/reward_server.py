@@ -27,6 +27,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.requests, self.images_sent = answer, [], 0
         self.busy = self.most_busy = 0
+        self.location = "/elsewhere"  # of answers with a status that redirects
         self.lock = threading.Lock()
 
     @property
@@ -60,6 +61,8 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status: int, body: bytes):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if 300 <= status < 400:
+            self.send_header("Location", self.server.location)
         self.end_headers()
         self.wfile.write(body)
 

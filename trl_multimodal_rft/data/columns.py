@@ -55,6 +55,21 @@ _ENDING = re.compile(
 )
 
 
+def without_credentials(text: str) -> str:
+    """
+    Takes user information and queries, which may hold signatures, out of the URLs in a text.
+
+    Args:
+        text (`str`):
+            Such as an error.
+
+    Returns:
+        `str`: The text to show.
+    """
+    text = re.sub(r"://[^/\s@'\"]+@", "://***@", text)
+    return re.sub(r"\?[^\s'\"<>)\]]*=[^\s'\"<>)\]]*", "?***", text)
+
+
 class MediaError(ValueError):
     """A medium that cannot be placed or decoded. The message names the row, the column and the remedy."""
 
@@ -98,7 +113,7 @@ class MediaRef:
         Returns:
             [`MediaError`]: To be raised.
         """
-        return MediaError(f"row {self.row}, column '{self.column}': {message}")
+        return MediaError(f"row {self.row}, column '{self.column}': {without_credentials(message)}")
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"

@@ -16,7 +16,8 @@ import PIL.Image
 from transformers.video_utils import VideoMetadata
 
 from .columns import MediaRef
-from .loading import decoding, encoded_source, fetch_file, load_image, load_video, read_audio, require_module
+from .loading import decoding, encoded_source, load_image, load_video, read_audio, require_module
+from .sources import DEFAULT_RULES, fetch_file
 
 
 # Files that browsers show, which are logged as they are: their extension, and how they start
@@ -101,7 +102,7 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
     if isinstance(source, dict) and source.get("array") is None:
         source = encoded_source(ref if source is ref.source else MediaRef(ref.kind, source, {}, ref.column, ref.row))
     if isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return fetch_file(ref, source)
+        return fetch_file(ref, source, DEFAULT_RULES)
     return None
 
 

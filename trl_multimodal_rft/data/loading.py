@@ -7,34 +7,51 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from io import BytesIO
 from types import ModuleType
-from typing import Any, Literal
-from urllib.parse import urlparse
-from urllib.request import Request, url2pathname, urlopen
+from typing import Any, BinaryIO, Literal
 
-import fsspec
 import numpy as np
 import PIL.Image
 import torch
+from PIL import ImageOps
 from transformers import image_utils
 from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, read_video_pyav
 
 from .columns import MediaError, MediaRef
+from .sources import DEFAULT_RULES, MediaRules, check_container, fetch_file, open_file
 
 
-def load_image(ref: MediaRef) -> PIL.Image.Image:
+# What is opened as an image: no documents, which other programs would have to draw
+_IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
+
+# Floats beyond this were never scaled to -1 to 1
+_LOUDEST = 16.0
+
+# Sampling rates of sounds, in Hz
+_RATES = 1000, 1_000_000
+
+# What is shorter holds not one frame of a spectrogram, in seconds
+_SHORTEST = 0.01
+
+# Channels whose average keeps less of their amplitude than this cancel each other out
+_CANCELLED = 1e-3
+
+
+def load_image(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> PIL.Image.Image:
     """
     Decodes an image, turned as its EXIF orientation says.
 
-    Transparency is dropped, and palettes, grey and CMYK are converted, as `transformers.image_utils.load_image` does.
+    What is transparent becomes white, as in qwen-vl-utils; palettes, grey and CMYK are converted, as
+    `transformers.image_utils.load_image` does.
 
     Args:
         ref ([`MediaRef`]):
             Its source is a PIL image; an array, tensor or nested list of shape (H, W), (H, W, C) or (C, H, W) with C
             in 1, 3, 4 (integers in 0 to 255 or floats in 0 to 1); a path; a `file://`, `http(s)://` or other fsspec
             URL; a base64 `data:` URI; the encoded bytes; or a dictionary with `"bytes"`, `"path"` or `"url"`.
+        rules ([`~data.sources.MediaRules`], *optional*):
+            From where it may come, and how large it may be.
 
     Returns:
         `PIL.Image.Image`: RGB image.
@@ -47,11 +64,18 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            image = PIL.Image.open(_stream(fetch_file(ref, image)))
+            PIL.Image.init()  # formats can be named only once they are known
+            stream = open_file(fetch_file(ref, image, rules))
+            image = PIL.Image.open(stream, formats=_IMAGE_FORMATS)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
+        _check_pixels(ref, image.size, rules)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
+        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+            image = ImageOps.exif_transpose(image).convert("RGBA")
+            ground = PIL.Image.new("RGBA", image.size, "white")
+            image = PIL.Image.alpha_composite(ground, image)
         return image_utils.load_image(image)
 
 
@@ -60,6 +84,7 @@ def load_audio(
     sampling_rate: int,
     max_seconds: float | None = None,
     overlong: Literal["raise", "truncate"] = "raise",
+    rules: MediaRules = DEFAULT_RULES,
 ) -> np.ndarray:
     """
     Decodes a sound, averages its channels and resamples it.
@@ -78,6 +103,8 @@ def load_audio(
             Longest sound to accept, in seconds.
         overlong (`str`, *optional*, defaults to `"raise"`):
             What to do with a longer one: `"raise"`, or `"truncate"` to keep its first `max_seconds`.
+        rules ([`~data.sources.MediaRules`], *optional*):
+            From where it may come, and how large it may be.
 
     Returns:
         `np.ndarray`: Waveform of shape (N,), float32.
@@ -87,18 +114,21 @@ def load_audio(
         ImportError: If soundfile or soxr is needed and not installed.
     """
     with decoding(ref):
-        samples, rate = read_audio(ref)
+        samples, rate = read_audio(ref, rules)
         if rate is None:
             raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
         rate = float(rate)
-        if not 0 < rate < math.inf:
-            raise ref.error(f"the sampling rate is {rate:g}; set it to the true rate in Hz")
-        if samples.size == 0 or max(samples.shape) * sampling_rate < rate:
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise ref.error(f"the sampling rate is {rate:g}; set it to the true rate in Hz, such as 16000")
+        if samples.size == 0:
             raise ref.error("the audio is empty; remove the row")
-        if samples.ndim > 1:
-            samples = samples.mean(axis=np.argmin(samples.shape))
+        samples = _one_channel(ref, samples)
+        if len(samples) < _SHORTEST * rate:
+            raise ref.error(f"{len(samples)} samples are too short to hear anything; remove the row")
         if not np.isfinite(samples).all():
             raise ref.error("the audio has NaN or infinite samples; repair it or remove the row")
+        if (loudest := np.abs(samples).max()) > _LOUDEST:
+            raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
         if max_seconds is not None and len(samples) > max_seconds * rate:
             if overlong != "truncate":
                 raise ref.error(
@@ -112,7 +142,9 @@ def load_audio(
 
 
 def load_video(
-    ref: MediaRef, sample_indices_fn: Callable[..., Sequence[int]] | None = None
+    ref: MediaRef,
+    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    rules: MediaRules = DEFAULT_RULES,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
     Decodes the frames of a video, with torchcodec if that is usable, else with PyAV.
@@ -127,6 +159,8 @@ def load_video(
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
+        rules ([`~data.sources.MediaRules`], *optional*):
+            From where it may come, and how large it may be.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and metadata to be passed to the processor as
@@ -142,14 +176,16 @@ def load_video(
         source = encoded_source(ref)
         if isinstance(source, (np.ndarray, torch.Tensor, list)):
             images = [MediaRef("image", frame, {}, f"{ref.column}[{i}]", ref.row) for i, frame in enumerate(source)]
-            frames = [np.asarray(load_image(image)) for image in images]
+            frames = [np.asarray(load_image(image, rules)) for image in images]
             if len({frame.shape for frame in frames}) > 1:
                 raise ref.error("the frames have different sizes; resize them to one size")
             fps = ref.options.get("sample_fps", ref.options.get("fps"))
+            if fps is not None and not fps > 0:
+                raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
             metadata = VideoMetadata(len(frames), fps, duration=len(frames) / fps if fps else None)
             metadata.frames_indices = list(range(len(frames)))
         else:
-            frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref))
+            frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref), rules)
         chosen = metadata.frames_indices
         indices = [] if chosen is None else [int(index) for index in chosen]
         if len(frames) == 0 or len(frames) != len(indices):
@@ -159,7 +195,7 @@ def load_video(
 
 
 def load_with_qwen_vl_utils(
-    ref: MediaRef, image_patch_size: int
+    ref: MediaRef, image_patch_size: int, rules: MediaRules = DEFAULT_RULES
 ) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
     """
     Decodes an image or a video, sampled and resized as qwen-vl-utils does.
@@ -183,6 +219,8 @@ def load_with_qwen_vl_utils(
             An image or a video, with a source as in [`load_image`] or [`load_video`].
         image_patch_size (`int`):
             `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
+        rules ([`~data.sources.MediaRules`], *optional*):
+            From where it may come, and how large it may be.
 
     Returns:
         `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
@@ -202,8 +240,8 @@ def load_with_qwen_vl_utils(
 
     with decoding(ref):
         if ref.kind == "image":
-            return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
-        frames, metadata = load_video(ref, sample_indices)
+            return vision.fetch_image({**options, "image": load_image(ref, rules)}, image_patch_size)
+        frames, metadata = load_video(ref, sample_indices, rules)
         metadata["fps"] = metadata["fps"] or vision.FPS
         factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
         min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
@@ -288,43 +326,6 @@ def encoded_source(ref: MediaRef) -> Any:
     raise ref.error(f"a dictionary of {sorted(ref.source)}; give 'bytes', 'path' or 'url'")
 
 
-def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
-    """
-    Fetches a file.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium, for errors.
-        source (`str`, `os.PathLike` or `bytes`):
-            Path, URL, `data:` URI, or the bytes themselves.
-
-    Returns:
-        `str` or `bytes`: A local path, or the bytes.
-
-    Raises:
-        MediaError: If there is no such file.
-    """
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return bytes(source)
-    path = os.fspath(source)
-    if path.startswith(("http://", "https://", "data:")):
-        # some servers refuse the user agent of the standard library
-        with urlopen(Request(path, headers={"User-Agent": "trl-multimodal-rft"}), timeout=60) as response:
-            return response.read()
-    if path.startswith("file://"):
-        path = url2pathname(urlparse(path).path)
-    elif "://" in path:
-        with fsspec.open(path, "rb") as file:
-            return file.read()
-    if not os.path.isfile(path):
-        raise ref.error(f"no such file: '{os.path.abspath(path)}'; correct the path or remove the row")
-    return path
-
-
-def _stream(file: str | bytes) -> str | BytesIO:
-    return BytesIO(file) if isinstance(file, bytes) else file
-
-
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
     if isinstance(values, torch.Tensor):  # Accelerate moves the tensors of a row to its device
         values = values.detach().cpu()
@@ -351,13 +352,15 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
     return (array * 255).round().astype(np.uint8) if top == 1 else array.astype(np.uint8)
 
 
-def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
+def read_audio(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> tuple[np.ndarray, float | None]:
     """
     Decodes a sound as it is, without resampling.
 
     Args:
         ref ([`MediaRef`]):
             The sound, see [`load_audio`].
+        rules ([`~data.sources.MediaRules`], *optional*):
+            From where it may come, and how large it may be.
 
     Returns:
         `tuple`: Samples of shape `(N,)`, or `(C, N)` or `(N, C)` where they are given so, float32, and their rate in
@@ -369,7 +372,7 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
     source = ref.source
     if hasattr(source, "get_all_samples"):
         decoded = source.get_all_samples()
-        return decoded.data.mean(dim=0).cpu().numpy(), decoded.sample_rate
+        return _one_channel(ref, decoded.data.cpu().numpy()), decoded.sample_rate
     if isinstance(source, dict) and source.get("array") is not None:
         return _scaled(ref, source["array"]), source.get("sampling_rate", ref.options.get("sampling_rate"))
     if isinstance(source, tuple):
@@ -378,15 +381,64 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         return _scaled(ref, source), ref.options.get("sampling_rate")
     soundfile = require_module("soundfile", "audio")
-    file = fetch_file(ref, encoded_source(ref))
-    try:
-        samples, rate = soundfile.read(_stream(file), dtype="float32", always_2d=True)
-        return samples.mean(axis=1), rate
-    except soundfile.LibsndfileError as error:
-        if not is_torchcodec_usable(decode="audio"):
-            raise ref.error(f"{error}; convert it to WAV, FLAC, OGG or MP3, or install torchcodec") from error
-    decoded = importlib.import_module("torchcodec.decoders").AudioDecoder(file).get_all_samples()
-    return decoded.data.mean(dim=0).numpy(), decoded.sample_rate
+    with open_file(fetch_file(ref, encoded_source(ref), rules)) as stream:
+        _check_length(ref, stream)
+        try:
+            with soundfile.SoundFile(stream) as sound:
+                _check_seconds(ref, sound.frames / sound.samplerate, rules.max_audio_seconds, "max_audio_seconds")
+                return _one_channel(ref, sound.read(dtype="float32", always_2d=True)), sound.samplerate
+        except soundfile.LibsndfileError as error:
+            if not is_torchcodec_usable(decode="audio"):
+                raise ref.error(f"{error}; convert it to WAV, FLAC, OGG or MP3, or install torchcodec") from error
+        stream.seek(0)
+        check_container(ref, stream)
+        decoder = importlib.import_module("torchcodec.decoders").AudioDecoder(stream)
+        _check_seconds(ref, decoder.metadata.duration_seconds or 0, rules.max_audio_seconds, "max_audio_seconds")
+        decoded = decoder.get_all_samples()
+        return _one_channel(ref, decoded.data.numpy()), decoded.sample_rate
+
+
+def _check_length(ref: MediaRef, stream: BinaryIO) -> None:
+    """A WAV file that was cut off says how long it was, which its reader passes over."""
+    head = stream.read(12)
+    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+        end = stream.seek(0, 2)
+        stream.seek(12)
+        while len(chunk := stream.read(8)) == 8:
+            size = int.from_bytes(chunk[4:], "little")
+            if chunk[:4] == b"data":
+                # What is written while it is recorded says 0 or the largest number
+                if size < 2**32 - 2**16 and stream.tell() + size > end:
+                    raise ref.error(
+                        f"the file is cut off: {end - stream.tell()} of {size} bytes of samples; fetch it again or "
+                        "remove the row"
+                    )
+                break
+            stream.seek(size + size % 2, 1)
+    stream.seek(0)
+
+
+def _check_seconds(ref: MediaRef, seconds: float, limit: float, option: str) -> None:
+    if seconds > limit:
+        raise ref.error(f"{seconds:.0f} s where {limit:g} s are allowed; cut it, or raise `{option}`")
+
+
+def _check_pixels(ref: MediaRef, size: tuple[int, int], rules: MediaRules) -> None:
+    if size[0] * size[1] > rules.max_image_pixels:
+        raise ref.error(
+            f"{size[0]} x {size[1]} pixels where {rules.max_image_pixels:,} are allowed; make it smaller, or raise "
+            "`max_image_pixels`"
+        )
+
+
+def _one_channel(ref: MediaRef, samples: np.ndarray) -> np.ndarray:
+    """The average of channels."""
+    if samples.ndim == 1 or samples.size == 0:
+        return samples.reshape(-1)
+    averaged = samples.mean(axis=np.argmin(samples.shape))
+    if 0 < np.abs(samples).max() < np.inf and np.abs(averaged).max() < _CANCELLED * np.abs(samples).max():
+        raise ref.error("its channels cancel each other out; give one of them")
+    return averaged
 
 
 def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
@@ -419,15 +471,33 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     return first + default_sample_indices_fn(metadata, count, fps)
 
 
-def _decode_frames(ref: MediaRef, source: Any, sample_indices_fn: Callable) -> tuple[np.ndarray, VideoMetadata]:
-    if not hasattr(source, "get_frames_at"):
-        file = fetch_file(ref, source)
-        if not is_torchcodec_usable(decode="video"):
-            require_module("av", "video")
-            return read_video_pyav(_stream(file), sample_indices_fn)  # pyrefly: ignore[bad-argument-type]
-        source = importlib.import_module("torchcodec.decoders").VideoDecoder(file, num_ffmpeg_threads=0)
-    header = source.metadata
-    metadata = VideoMetadata(header.num_frames, header.average_fps, duration=header.duration_seconds)
-    metadata.frames_indices = [int(index) for index in sample_indices_fn(metadata=metadata)]
-    frames = source.get_frames_at(metadata.frames_indices).data.cpu().numpy()
+def _decode_frames(
+    ref: MediaRef, source: Any, sample_indices_fn: Callable, rules: MediaRules
+) -> tuple[np.ndarray, VideoMetadata]:
+    def indices(metadata: VideoMetadata) -> Sequence[int]:
+        fps = metadata.fps or 0.0
+        if not fps > 0:
+            raise ref.error("the video doesn't say how fast it is; encode it anew, as MP4")
+        _check_seconds(ref, metadata.total_num_frames / fps, rules.max_video_seconds, "max_video_seconds")
+        _check_pixels(ref, (metadata.width or 0, metadata.height or 0), rules)
+        return sample_indices_fn(metadata=metadata)
+
+    if hasattr(source, "get_frames_at"):
+        return _torchcodec_frames(ref, source, indices, rules)
+    with open_file(fetch_file(ref, source, rules)) as stream:
+        check_container(ref, stream)
+        if is_torchcodec_usable(decode="video"):
+            decoder = importlib.import_module("torchcodec.decoders").VideoDecoder(stream, num_ffmpeg_threads=0)
+            return _torchcodec_frames(ref, decoder, indices, rules)
+        require_module("av", "video")
+        return read_video_pyav(stream, indices)  # pyrefly: ignore[bad-argument-type]
+
+
+def _torchcodec_frames(ref, decoder, indices: Callable, rules: MediaRules) -> tuple[np.ndarray, VideoMetadata]:
+    header = decoder.metadata
+    metadata = VideoMetadata(
+        header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
+    )
+    metadata.frames_indices = [int(index) for index in indices(metadata=metadata)]
+    frames = decoder.get_frames_at(metadata.frames_indices).data.cpu().numpy()
     return frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1), metadata

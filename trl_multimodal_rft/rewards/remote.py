@@ -2,21 +2,31 @@
 """Rewards from a server, over HTTP."""
 
 import base64
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
-from urllib3.util import Retry
 
-from ..data.columns import MEDIA_COLUMNS, MediaRef, as_text, has_media, iter_refs, rows_to_messages, strip_media
+from ..data.columns import (
+    MEDIA_COLUMNS,
+    MediaRef,
+    as_text,
+    has_media,
+    iter_refs,
+    rows_to_messages,
+    strip_media,
+    without_credentials,
+)
 from ..data.encode import png, wav
+from ..data.http import Answer, NoAnswer, TooLarge, ask
 from ..data.loading import load_audio, load_image, load_video
 from ..families import MODALITIES
 
 
-# What a server may get over in a while: being busy, or not being there
-_RETRY_ON = (429, 500, 502, 503, 504)
+# Bytes of an answer: some for each reward, as a number may be written at length, and some around them
+_BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 
 class RemoteReward:
@@ -38,12 +48,14 @@ class RemoteReward:
         concurrency (`int`, *optional*, defaults to `4`):
             Requests under way at once.
         timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds to wait for rewards.
+            Seconds in which an attempt must be answered, whole.
         retries (`int`, *optional*, defaults to `5`):
-            How often to try again if the server is busy (429), fails (5xx) or can't be reached.
+            How often to try again if the server is busy (408, 425, 429), fails (5xx), breaks off, answers with a page,
+            or can't be reached; `None` for as long as `patience` lasts.
+        patience (`float`, *optional*, defaults to `3600.0`):
+            Seconds for all attempts of a request together. A run waits with its state, and goes on.
         backoff (`float`, *optional*, defaults to `1.0`):
-            Scale of the waits, in seconds: the first retry comes at once, the second after `2 * backoff`, and then
-            each after twice the wait of the one before.
+            Seconds before the first retry, doubled for each further one, up to a minute.
         sampling_rate (`int`, *optional*, defaults to `16000`):
             Rate of the audio that is sent, in Hz.
         name (`str`, *optional*, defaults to `"remote_reward"`):
@@ -62,7 +74,8 @@ class RemoteReward:
         batch_size: int = 64,
         concurrency: int = 4,
         timeout: float = 120.0,
-        retries: int = 5,
+        retries: int | None = 5,
+        patience: float = 3600.0,
         backoff: float = 1.0,
         sampling_rate: int = 16000,
         name: str = "remote_reward",
@@ -73,13 +86,9 @@ class RemoteReward:
         self.concurrency = concurrency
         self.timeout = timeout
         self.sampling_rate = sampling_rate
-        self._retry = Retry(
-            total=retries,
-            backoff_factor=backoff,
-            status_forcelist=_RETRY_ON,
-            allowed_methods=["POST"],
-            raise_on_status=False,
-        )
+        self.attempts = None if retries is None else retries + 1
+        self.patience = patience
+        self.backoff = backoff
         self.__name__ = name
 
     def __call__(self, prompts: list, completions: list, **columns) -> list[float | None]:
@@ -107,7 +116,7 @@ class RemoteReward:
             for start in range(0, len(prompts), self.batch_size)
         ]
         with requests.Session() as session:
-            adapter = requests.adapters.HTTPAdapter(max_retries=self._retry, pool_maxsize=self.concurrency)
+            adapter = requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
             session.mount("http://", adapter)
             session.mount("https://", adapter)
             with ThreadPoolExecutor(self.concurrency) as pool:
@@ -117,31 +126,52 @@ class RemoteReward:
     def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
         n = len(part["completions"])
         try:
-            response = session.post(self.url, json=part, timeout=self.timeout)
-        except requests.RequestException as error:
-            raise RuntimeError(
-                f"The request to the reward server {self.url} failed: {type(error).__name__}."
-            ) from error
-        if not response.ok:
-            raise RuntimeError(
-                f"The reward server {self.url} answered {response.status_code}: {response.text[:200]!r}."
+            answer = ask(
+                "POST",
+                self.url,
+                json=part,
+                session=session,
+                seconds=self.patience,
+                seconds_each=self.timeout,
+                attempts=self.attempts,
+                backoff=self.backoff,
+                max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
+                is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
             )
-        try:
-            rewards = response.json()["rewards"]
-        except (ValueError, KeyError, TypeError) as error:
+        except TooLarge:
             raise RuntimeError(
-                f"The reward server {self.url} answered {response.text[:200]!r} instead of {{'rewards': [...]}}."
+                f"The reward server {self._shown} answered with more than {n} rewards can take; it must return one "
+                "number for each completion."
+            ) from None
+        except (NoAnswer, requests.RequestException) as error:
+            reason = error if isinstance(error, NoAnswer) else type(error).__name__
+            raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
+        return self._rewards(answer, n)
+
+    @property
+    def _shown(self) -> str:
+        return without_credentials(self.url)
+
+    def _rewards(self, answer: Answer, n: int) -> list[float | None]:
+        text = answer.body[:200].decode(errors="replace")
+        if answer.status != 200:
+            raise RuntimeError(f"The reward server {self._shown} answered {answer.status}: {text!r}.")
+        try:
+            rewards = json.loads(answer.body)["rewards"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RuntimeError(
+                f"The reward server {self._shown} answered {text!r} instead of {{'rewards': [...]}}."
             ) from error
         if not isinstance(rewards, list) or len(rewards) != n:
             raise RuntimeError(
-                f"The reward server {self.url} answered {str(rewards)[:200]} for {n} completions; it must return one "
-                "reward for each."
+                f"The reward server {self._shown} answered {str(rewards)[:200]} for {n} completions; it must return "
+                "one reward for each."
             )
         for reward in rewards:
-            number = isinstance(reward, (int, float)) and math.isfinite(reward)
-            if not (number or reward is None):
+            if not (reward is None or _is_finite(reward)):
                 raise RuntimeError(
-                    f"The reward server {self.url} returned {reward!r}; rewards are finite numbers or null."
+                    f"The reward server {self._shown} returned {repr(reward)[:200]}; rewards are finite numbers or "
+                    "null."
                 )
         return rewards
 
@@ -173,6 +203,13 @@ class RemoteReward:
         if ref.kind == "video":
             return [_base64(png(frame)) for frame in load_video(ref)[0]]
         return _base64(wav(load_audio(ref, self.sampling_rate), self.sampling_rate))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _base64(file: bytes) -> str:

@@ -1,0 +1,160 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Requests to servers that are busy, break off, or drip: within a time and a size."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin
+
+import requests
+import urllib3
+
+
+# What a server may get over in a while
+_BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
+_MOST_REDIRECTS = 5
+_CHUNK = 2**20
+_LONGEST_WAIT = 60.0  # between attempts, in seconds, whatever a server asks for
+
+
+@dataclass
+class Answer:
+    """
+    What a server answers.
+
+    Args:
+        status (`int`):
+            Its status.
+        body (`bytes`):
+            Its whole body.
+        is_html (`bool`):
+            Whether it says, or looks, to be a page.
+    """
+
+    status: int
+    body: bytes
+    is_html: bool
+
+
+class NoAnswer(Exception):
+    """A request without a usable answer. The message tells the reason, which may pass."""
+
+
+class TooLarge(Exception):
+    """An answer with more bytes than are wanted."""
+
+
+class TooManyRedirects(Exception):
+    """An answer that is always elsewhere."""
+
+
+def ask(
+    method: str,
+    url: str,
+    *,
+    seconds: float,
+    attempts: int | None,
+    max_bytes: int,
+    backoff: float = 0.5,
+    seconds_each: float | None = None,
+    json: Any = None,
+    session: requests.Session | None = None,
+    may_visit: Callable[[str], None] | None = None,
+    is_usable: Callable[[Answer], bool] = lambda answer: True,
+) -> Answer:
+    """
+    Asks a server until it answers.
+
+    Args:
+        method (`str`):
+            `"GET"` or `"POST"`.
+        url (`str`):
+            What to ask.
+        seconds (`float`):
+            Time for all attempts together.
+        attempts (`int`, *optional*):
+            How often to ask at most; `None` for as long as there is time.
+        max_bytes (`int`):
+            How much of an answer is read.
+        backoff (`float`, *optional*, defaults to `0.5`):
+            Seconds before the second attempt, doubled for each further one. Servers may ask for more.
+        seconds_each (`float`, *optional*):
+            Time for one attempt.
+        json (`Any`, *optional*):
+            What is sent.
+        session (`requests.Session`, *optional*):
+            Whose connections to use.
+        may_visit (`Callable`, *optional*):
+            Takes each URL before it is asked, and raises if it may not be. Without it, redirects aren't followed.
+        is_usable (`Callable`, *optional*):
+            Whether an answer is one, rather than what stands between.
+
+    Returns:
+        [`Answer`]: The answer, of whatever status.
+
+    Raises:
+        [`NoAnswer`]: If there is none in time.
+        [`TooLarge`]: If it is too large.
+        [`TooManyRedirects`]: If it is always elsewhere.
+    """
+    deadline = time.monotonic() + seconds
+    attempt = 0
+    while True:
+        attempt += 1
+        until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
+        wait = backoff * 2 ** (attempt - 1)
+        try:
+            with nullcontext(session) if session else requests.Session() as own:
+                answer, asked_to_wait = _attempt(method, url, until, max_bytes, json, own, may_visit)
+            if answer.status not in _BUSY and is_usable(answer):
+                return answer
+            text = answer.body[:200].decode(errors="replace")
+            reason, wait = f"status {answer.status}: {text!r}", max(wait, asked_to_wait)
+        except (NoAnswer, requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
+            reason = str(error) if isinstance(error, NoAnswer) else type(error).__name__
+        except requests.exceptions.ChunkedEncodingError as error:
+            reason = type(error).__name__
+        wait = min(wait, _LONGEST_WAIT)
+        if attempt == attempts or time.monotonic() + wait > deadline:
+            raise NoAnswer(f"{reason}, after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s")
+        time.sleep(wait)
+
+
+def _attempt(method, url, until, max_bytes, json, session, may_visit) -> tuple[Answer, float]:
+    for _ in range(_MOST_REDIRECTS + 1):
+        if may_visit is not None:
+            may_visit(url)
+        # Some servers refuse the user agent of the library; what is compressed may be larger than it says
+        headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
+        left = max(until - time.monotonic(), 0.1)
+        request = session.prepare_request(requests.Request(method, url, headers=headers, json=json))
+        settings = session.merge_environment_settings(request.url, {}, True, None, None)
+        # Not by the session, which reads what a redirect says to its end, wherever that is
+        with session.get_adapter(request.url).send(request, timeout=left, **settings) as response:
+            if response.is_redirect and may_visit is not None:
+                url = urljoin(url, response.headers["Location"])
+                continue
+            body = _body(response, until, max_bytes)
+            is_html = "html" in response.headers.get("Content-Type", "") or body.lstrip()[:1] == b"<"
+            wait = response.headers.get("Retry-After", "")
+            return Answer(response.status_code, body, is_html), float(wait) if wait.isdigit() else 0.0
+    raise TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
+
+
+def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
+    length = response.headers.get("Content-Length", "")
+    size, chunks, read = int(length) if length.isdigit() else None, [], 0
+    if (size or 0) > max_bytes:
+        raise TooLarge
+    while chunk := response.raw.read1(_CHUNK):
+        chunks.append(chunk)
+        read += len(chunk)
+        if read > max_bytes:
+            raise TooLarge
+        if time.monotonic() > until:
+            raise NoAnswer(f"{read} bytes in the time for it")
+    if size is not None and read < size:
+        raise NoAnswer(f"{read} of {size} bytes")
+    return b"".join(chunks)
