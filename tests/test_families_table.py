@@ -41,6 +41,7 @@ def test_rows_name_what_transformers_has(row):
     for name in row.media_padding:
         assert any(has_argument(model_type, name) for model_type in row.model_types)
     assert row.token_field_fill.keys() <= {*TOKEN_FIELDS} and row.towers.keys() <= {*MODALITIES}
+    assert {*row.not_in_vllm} <= {*MODALITIES}
 
 
 @every_row

@@ -125,6 +125,7 @@ FAMILIES = (
         towers={"audio": "model.encoder"},
     ),
     Family(
+        model_types=("internvl",),
         processors=("InternVLProcessor",),
         not_in_vllm=("video",),  # which has a token of its own for them
     ),
