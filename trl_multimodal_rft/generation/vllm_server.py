@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
-from trl.import_utils import is_vllm_available
 
 from ..data.columns import MediaError
+from .vllm_versions import engine_obstacle
 
 
-if is_vllm_available():
+if engine_obstacle() is None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
