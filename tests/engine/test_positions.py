@@ -1,14 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Prompts are scored at the positions that vLLM samples them at, which aren't transformers' after a long video."""
 
-import json
-
 import pytest
 import torch
-import transformers as hf
 from datasets import Dataset
 from helpers.engine_runs import make
 from helpers.families import RATE, audio, image, video
+from helpers.omni import OMNI
 from helpers.trainer_utils import load, saved, with_media
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
@@ -56,32 +54,20 @@ FAMILIES = {
     "qwen2_vl": MEDIA,
     "qwen2_5_vl": rated(MEDIA),
     "qwen3_vl": rated(MEDIA),
-    "qwen2_5_omni": rated(MEDIA | SOUNDS),
+    OMNI: rated(MEDIA | SOUNDS),
 }
 
 
-def folder_for_vllm(family, tmp_path):
-    """The folder of a family, around which vLLM wants the whole of Omni."""
-    if family != "qwen2_5_omni":
-        return saved(family)
-    model, processor = load(family)
-    processor.save_pretrained(tmp_path)
-    whole = hf.Qwen2_5OmniConfig(thinker_config=model.config.to_dict()).to_dict()
-    whole |= {"architectures": ["Qwen2_5OmniModel"], "dtype": "float32"}
-    (tmp_path / "config.json").write_text(json.dumps(whole, default=str))
-    return tmp_path
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_are_those_of_vllm(family, tmp_path):
-    folder = str(folder_for_vllm(family, tmp_path))
+def test_positions_are_those_of_vllm(family, omni):
+    folder = str(omni if family == OMNI else saved(family))
     config = EngineArgs(folder, dtype="float32", enforce_eager=True, mm_processor_cache_gb=0).create_engine_config()
     model, processor = load(family)
     generation = object.__new__(MultimodalVLLMGeneration)
     generation.processing_class, generation._renderer = processor, renderer_from_config(config)
     theirs = object.__new__(ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)[0])
     object.__setattr__(theirs, "config", config.model_config.hf_config)
-    if family == "qwen2_5_omni":
+    if family == OMNI:
         object.__setattr__(theirs, "config", config.model_config.hf_config.thinker_config)
     differ = set()
     for name, blocks in FAMILIES[family].items():
@@ -91,7 +77,7 @@ def test_positions_are_those_of_vllm(family, tmp_path):
             for engine in (False, True)
         )
         with _processors_unchecked():
-            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded)])
+            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded, 0)])
         assert rendered["prompt_token_ids"] == prompt.input_ids.tolist()
         features = [
             MultiModalFeatureSpec(data=item, modality=kind, identifier="", mm_position=place, mm_hash="")
