@@ -22,8 +22,8 @@ def server(tmp_path):
 
 def test_adapter_by_a_server(server, tmp_path, monkeypatch):
     lora = LoraConfig(r=8, target_modules=f"{DECODER}|{QWEN_TOWER}")
-    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_sync_adapter": True}
-    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, **options)
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None}
+    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, vllm_sync_adapter=True, **options)
     assert_follows(trainer)
     client, folder = trainer.vllm_generation.vllm_client, Path(trainer.args.output_dir, "_vllm_adapter")
     served = [each["id"] for each in requests.get(f"{server}/v1/models").json()["data"]]

@@ -26,8 +26,7 @@ def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=Non
         model_init_kwargs={"dtype": "float32"},
         self_check=False,
         use_vllm=True,
-        vllm_engine_kwargs={**vllm_cpu.ENGINE, "max_model_len": 512},
-        **options,
+        **{"vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512}, **options},
     )
     objects = {"peft_config": peft_config, "quantization_config": quantization_config}
     return Recorded(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
