@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from datasets import Dataset, IterableDataset
 from helpers.families import decoder, instantiate, template, tokenizer
+from helpers.tools import look_up
 from helpers.trainer_utils import assert_equal, make_trainer, run
 from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer, RLOOTrainer
@@ -118,19 +119,6 @@ class Calling(Scripted):
             answers = torch.nn.functional.pad(answers, (0, len(ids) - answers.size(1)), value=2)
             answers[::2] = torch.tensor(ids)
         return answers
-
-
-def look_up(word: str) -> str:
-    """
-    Looks a word up.
-
-    Args:
-        word: The word.
-
-    Returns:
-        Its meaning.
-    """
-    return f"{word} is a bird"
 
 
 class Library:

@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers as hf
 import vllm
+from helpers import engine_runs
 from helpers.engine_runs import RecordedOmni
-from helpers.trainer_utils import length_and_sum, load, saved, video_rows
+from helpers.omni import OMNI
+from helpers.trainer_utils import load, saved, video_rows
 from omni import load_omni, omni_rows
 from trl.generation.vllm_client import VLLMClient
 from trl.scripts import vllm_serve
@@ -30,24 +32,11 @@ from trl_multimodal_rft.generation.vllm_server import (
 
 
 def make(server, omni, tmp_path, rows=None, **options):
-    options = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_url": server,
-        **options,
-    }
-    args = MultimodalGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, **options}
+    # The model is an instance, and the engine the server's
+    options |= {"model_init_kwargs": None, "vllm_engine_kwargs": None}
     rows = omni_rows() if rows is None else rows
-    return RecordedOmni(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(omni))
+    return engine_runs.make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, load_omni(omni), **options)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 import math
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -415,11 +415,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _load_weights(self) -> None:
         model = self._runner.model
+        unneeded = _of_unused_towers(model)
         # vLLM says which weights it took, and drops others without a word
         left_out = [
             name
             for name, weight in self._iter_named_params()
-            if not model.load_weights([(name, weight)]) and not _is_of_unused_tower(model, name)
+            if not model.load_weights([(name, weight)]) and not unneeded(name)
         ]
         if left_out:
             raise RuntimeError(
@@ -464,12 +465,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             adapter.replace_on_server(self.vllm_client, folder, last and Path(last.lora_path))
 
 
-def _is_of_unused_tower(model, name: str) -> bool:
-    """Whether a weight of the checkpoint is of an encoder whose media the engine was told not to take."""
+def _of_unused_towers(model) -> Callable[[str], bool]:
+    """Tells whether a weight of the checkpoint is of an encoder whose media the engine was told not to take."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    mapped = [name] if mapper is None else mapper.apply_list([name])
     unused = tuple(f"{place}." for place, module in model.named_modules() if isinstance(module, StageMissingLayer))
-    return any(each.startswith(unused) for each in mapped)
+    return lambda name: any(
+        each.startswith(unused) for each in ([name] if mapper is None else mapper.apply_list([name]))
+    )
 
 
 def _check_ids(request: _Request, found: Sequence[int]) -> None:

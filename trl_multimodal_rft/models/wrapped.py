@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
@@ -39,3 +40,20 @@ def is_whole(accelerator: Accelerator) -> bool:
     """
     engines = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
     return all(engine is None for engine in engines)
+
+
+def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
+    """
+    What a model computes in: that of mixed precision, or else its own.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            What prepared the model.
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+
+    Returns:
+        `torch.dtype`: The dtype.
+    """
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return autocast.get(accelerator.mixed_precision, model.dtype)

@@ -14,7 +14,7 @@ from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.trainer_mixin import TrainerMixin
-from ..models.wrapped import unwrapped
+from ..models.wrapped import computing_dtype, unwrapped
 from .self_check import EngineCheck
 from .setup import media_limits, truncation
 
@@ -81,8 +81,7 @@ class EngineMixin(TrainerMixin):
 
     def _engine_kwargs(self, revision: str | None) -> dict[str, Any]:
         """What the engine needs to be as the trainer, beside TRL's arguments; the user's win."""
-        model = unwrapped(self.accelerator, self.model)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, model.dtype)
+        dtype = computing_dtype(self.accelerator, unwrapped(self.accelerator, self.model))
         kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
         if self.args.vllm_mode == "server":
             return kwargs

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import (
     add_fused_lm_head,
@@ -35,7 +34,6 @@ from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import trim_after_eos
 from ..generation.vllm import sampling_parameters
-from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
@@ -307,11 +305,11 @@ class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, 
         rows = rows_to_messages(inputs, ignored, self._own_tokens) if "prompt" in inputs[0] else inputs
         refs = list(iter_refs([row.get("prompt") for row in rows]))
         if refs:
-            self._refuse_media_where_unsupported(refs[0], {ref.kind for ref in refs})
+            self._refuse_media_where_unsupported(refs[0])
         self._columns_seen.update(inputs[0])
         return rows
 
-    def _refuse_media_where_unsupported(self, ref, kinds: set[str]) -> None:
+    def _refuse_media_where_unsupported(self, ref) -> None:
         for option in ("environment_factories", "rollout_func", "tools"):  # TRL adds those of environments to `tools`
             if getattr(self, option):
                 name = "environment_factory" if option == "environment_factories" else option
@@ -573,16 +571,8 @@ class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, 
         return self._any_process(bool(kinds_of(prompts) & {*unmeasured}))
 
     def _run_self_check(self, messages: list, prompts: list[EncodedPrompt]) -> None:
-        model = self.model
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-            disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs),
-            evaluation_mode(model),
-        ):
-            measured = {} if self._self_check is None else self._self_check.media
-            self._self_check = run_self_check(self, messages, prompts, measured)
+        measured = {} if self._self_check is None else self._self_check.media
+        self._self_check = run_self_check(self, messages, prompts, measured)
         self._policy.remedies = self._self_check.remedies
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)

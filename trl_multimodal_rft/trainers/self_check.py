@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..forward.scoring import takes_logits_to_keep, to_model
 from ..models.modes import evaluation_mode
+from ..models.wrapped import computing_dtype
 from ..policy import Completions, Remedies
 
 
@@ -167,7 +169,7 @@ def run_self_check(
 
     Args:
         trainer (`MultimodalMixin`):
-            Trainer in evaluation mode.
+            Trainer.
         messages (`Sequence`):
             What each prompt was encoded from.
         prompts (`list[EncodedPrompt]`):
@@ -182,7 +184,21 @@ def run_self_check(
         `RuntimeError`: If features aren't those of the processor, if a medium changes nothing, or if no remedy makes
             log-probabilities or rows exact. The message names the model's type and what to do.
     """
-    return _Check(trainer, measured).run(messages, prompts)
+    with _measuring(trainer):
+        return _Check(trainer, measured).run(messages, prompts)
+
+
+@contextmanager
+def _measuring(trainer: "MultimodalMixin"):
+    """Forwards of the policy within this context leave no trace, and are those of evaluation."""
+    device = trainer.accelerator.device
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+        evaluation_mode(trainer.model),
+    ):
+        yield
 
 
 class EngineCheck:
@@ -283,13 +299,7 @@ class EngineCheck:
         """The trainer's log-probabilities `(N, C)` with what the engine adds to logits, of which there are many."""
         trainer = self.trainer
         prompts, ids, mask = completions
-        devices = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-            disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
-            evaluation_mode(trainer.model),
-        ):
+        with _measuring(trainer):
             logps = [
                 trainer._policy.score(
                     trainer.model,
@@ -337,8 +347,7 @@ class _Check:
         self.trainer = trainer
         self.model = trainer._unwrapped(trainer.model)
         self.device = trainer.accelerator.device
-        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-        self.tolerance = _tolerance(autocast or self.model.dtype)
+        self.tolerance = _tolerance(computing_dtype(trainer.accelerator, self.model))
         self.remedies = replace(trainer._policy.remedies)
         self.media = dict(measured)
         self.model_type = self.model.config.model_type
