@@ -307,30 +307,35 @@ def test_text_only_rows_train_as_in_trl(plain):
     assert worst <= 1e-4, where
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("options", [{}, REUSED, SPLIT], ids=["one update", "reused", "split"])
-def test_media_are_fetched_and_processed_once(options):
-    """Each prompt's media, for all its completions, micro-batches and updates."""
-    fetched, processed = [], []
+def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
+    """Each prompt's media, for all its completions, micro-batches and updates, also by other processes."""
+    fetched, processed = tmp_path / "fetched", tmp_path / "processed"
 
     class Counting(Qwen2AudioProcessor):
         def __call__(self, *args, **kwargs):
-            processed.append(1)
+            with processed.open("a") as file:
+                file.write("1")
             return super().__call__(*args, **kwargs)
 
     def fetch(batch):
-        fetched.extend(batch["index"])
+        with fetched.open("a") as file:
+            file.writelines(f"{index}\n" for index in batch["index"])
         return {**batch, "audio": [sound(0.3 + 0.02 * i, seed=i) for i in batch["index"]]}
 
     rows = text_rows(32).add_column("index", range(32)).with_transform(fetch)
     objects = {"model": load("qwen2_audio")[0], "processing_class": Counting.from_pretrained(saved("qwen2_audio"))}
-    result = run(MultimodalGRPOTrainer, "qwen2_audio", rows, objects=objects, **options)
+    result = run(MultimodalGRPOTrainer, "qwen2_audio", rows, objects=objects, media_prefetch=prefetch, **options)
     args = result.trainer.args
     batches = math.ceil(args.max_steps * args.gradient_accumulation_steps / args.steps_per_generation)
     batches = math.ceil(batches / args.num_iterations)
     prompts = args.generation_batch_size // args.num_generations
-    assert len(processed) == batches * prompts + 1  # which the self-check compares with
-    assert len(fetched) == len(set(fetched))
-    assert batches * prompts <= len(fetched) <= (batches + 1) * prompts  # the dataloader reads one batch ahead
+    assert len(processed.read_text()) == batches * prompts + 1  # which the self-check compares with
+    found = fetched.read_text().split()
+    assert len(found) == len(set(found))
+    ahead = 0 if prefetch else prompts  # the dataloader reads one batch ahead
+    assert batches * prompts <= len(found) <= batches * prompts + ahead
 
 
 def test_only_media_become_arrays():
@@ -512,7 +517,7 @@ def test_overlong_audio():
         clips = [audio(1.5, seed=i)["audio"][:samples] for i in range(4)]
         return with_media(text_rows(4), "audio", [{"array": clip, "sampling_rate": RATE} for clip in clips])
 
-    with pytest.raises(MediaError, match="row 0, column 'audio'"):
+    with pytest.raises(MediaError, match=r"row \d, column 'audio'"):
         run(InjectedOurs, "qwen2_audio", rows(None))
     cut = run(InjectedOurs, "qwen2_audio", rows(RATE))  # the tiny model's window is 1 s
     truncated = run(InjectedOurs, "qwen2_audio", rows(None), audio_overlong="truncate")
@@ -525,7 +530,7 @@ def test_template_without_placeholder_raises(kind):
     model, processor = load(FAMILY[kind])
     processor.chat_template = template()
     objects = {"model": model, "processing_class": processor}
-    with pytest.raises(MediaError, match=f"row 0, column '{kind}'.*template"):
+    with pytest.raises(MediaError, match=rf"row \d, column '{kind}'.*template"):
         run(InjectedOurs, FAMILY[kind], ROWS[kind](), objects=objects)
 
 
@@ -537,12 +542,12 @@ def test_placeholder_in_the_text_raises(kind):
     with pytest.raises(ValueError, match=r"placeholder|tokens in the text but no"):
         run(InjectedOurs, FAMILY[kind], rows)
     media = [row[kind] for row in ROWS[kind](4)]
-    with pytest.raises(MediaError, match=rf"row 0, column '{kind}'.*placeholder '{re.escape(mark)}' itself"):
+    with pytest.raises(MediaError, match=rf"row \d, column '{kind}'.*placeholder '{re.escape(mark)}' itself"):
         run(InjectedOurs, FAMILY[kind], with_media(rows, kind, media))
 
 
 def test_missing_prompt_raises():
-    with pytest.raises(ValueError, match="row 0 has no column 'prompt', only .*; rename 'question' to 'prompt'"):
+    with pytest.raises(ValueError, match=r"row \d has no column 'prompt', only .*; rename 'question' to 'prompt'"):
         run(InjectedOurs, "qwen2_audio", audio_rows().rename_column("prompt", "question"))
 
 
@@ -606,7 +611,7 @@ def rollout(prompts, trainer):
 )
 def test_media_with_text_only_options_raise(extra):
     name = next(iter(extra))
-    with pytest.raises(ValueError, match=f"row 0, column 'image': `{name}` works on text rows only"):
+    with pytest.raises(ValueError, match=rf"row \d, column 'image': `{name}` works on text rows only"):
         run(MultimodalGRPOTrainer, "qwen3_vl", image_rows(), objects=with_tools(**extra))
 
 

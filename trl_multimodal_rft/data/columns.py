@@ -4,7 +4,7 @@
 import mimetypes
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,7 +93,7 @@ class MediaRef:
         column (`str`):
             Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
         row (`int`):
-            Index of the row in its batch.
+            Number of the row in its dataset, or in a list of rows.
     """
 
     kind: str
@@ -129,7 +129,7 @@ class MediaRef:
 
 
 def rows_to_messages(
-    rows: list[dict[str, Any]], ignored: Collection[str] = (), own_tokens: Collection[str] = ()
+    rows: Sequence[Mapping[str, Any]], ignored: Collection[str] = (), own_tokens: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """
     Moves the media of dataset rows into their prompts.
@@ -147,9 +147,10 @@ def rows_to_messages(
     TRL expects for text.
 
     Args:
-        rows (`list[dict[str, Any]]`):
+        rows (`Sequence[Mapping[str, Any]]`):
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], `None` where a row has
-            none. They are not modified.
+            none. Errors name the `number` of a [`~data.fetch.Row`], and the place of other rows. They are not
+            modified.
         ignored (`Collection[str]`, *optional*, defaults to `()`):
             Media columns that are not for the prompt.
         own_tokens (`Collection[str]`, *optional*, defaults to `()`):
@@ -164,16 +165,17 @@ def rows_to_messages(
             the placeholders of a prompt do not match the media of its row, no user message can receive them, or a
             message holds media where nothing reads them.
     """
+    numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
     media = [
-        _column_media({key: value for key, value in row.items() if key not in ignored}, index)
-        for index, row in enumerate(rows)
+        _column_media({key: value for key, value in row.items() if key not in ignored}, number)
+        for number, row in zip(numbers, rows, strict=True)
     ]
     prompts = [row["prompt"] for row in rows]
     if any(any(by_kind.values()) for by_kind in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in own_tokens)]
-            prompts[index] = _place(messages, media[index], index, tags)
+            prompts[index] = _place(messages, media[index], numbers[index], tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
     return [

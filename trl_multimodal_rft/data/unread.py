@@ -2,7 +2,7 @@
 """Media of a dataset that nothing reads, found before a model would train on text alone."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ def check_columns(
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     if needs_prompt and columns and "prompt" not in columns:
-        raise ValueError(f"{name} {no_prompt(columns)}")
+        raise ValueError(f"{name} {_no_prompt(columns)}")
     for kind in MODALITIES:
         lists = _lists_media(features.get(kind)) or any(_holds_several(kind, row.get(kind)) for row in rows)
         if kind not in ignored and lists:
@@ -115,17 +115,24 @@ def check_columns(
     return message
 
 
-def no_prompt(columns: Collection[str]) -> str:
+def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
     """
-    What to say of rows without a prompt.
+    Checks that a row has a prompt.
 
     Args:
-        columns (`Collection[str]`):
-            The columns that they have.
+        row (`Mapping[str, Any]`):
+            The row.
+        place (`int`, *optional*):
+            Its place among others, for the error, if it isn't a [`~data.fetch.Row`].
 
-    Returns:
-        `str`: A sentence without its subject.
+    Raises:
+        `ValueError`: If it has none.
     """
+    if "prompt" not in row:
+        raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row)}")
+
+
+def _no_prompt(columns: Collection[str]) -> str:
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
     return f"has no column 'prompt', only {sorted(columns)}; {remedy}."

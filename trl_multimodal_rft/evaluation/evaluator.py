@@ -32,9 +32,9 @@ from trl.trainer.utils import (
     get_callable_name,
 )
 
-from ..data.columns import MEDIA_COLUMNS, as_text, restore_media, rows_to_messages, strip_media
-from ..data.fetch import FetchOnce
-from ..data.unread import check_columns, check_ignored, columns_known, no_prompt
+from ..data.columns import MEDIA_COLUMNS, MediaError, as_text, restore_media, rows_to_messages, strip_media
+from ..data.fetch import FetchOnce, Row
+from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..families import family_of
@@ -94,6 +94,9 @@ class EvaluationConfig:
         ignored_media_columns (`list[str]`, *optional*):
             Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default those of the
             trainer, if there is one.
+        on_media_error (`str`, *optional*):
+            What happens to a row that can't be read: `"raise"` ends the evaluation with an error that names the row,
+            `"skip"` leaves it out of all metrics. By default that of the trainer, if there is one, or else `"raise"`.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -123,6 +126,13 @@ class EvaluationConfig:
     ignored_media_columns: list[str] | None = field(
         default=None, metadata={"help": "Columns with media that only reward functions read."}
     )
+    on_media_error: str | None = field(
+        default=None,
+        metadata={
+            "help": "What happens to a row that can't be read: 'raise' ends the evaluation, 'skip' leaves it out.",
+            "choices": [None, "raise", "skip"],
+        },
+    )
 
     def __post_init__(self):
         for name in ("num_samples", "max_completion_length", "batch_size"):
@@ -144,6 +154,8 @@ class EvaluationConfig:
                         f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
                     )
         check_ignored(self.ignored_media_columns)
+        if self.on_media_error not in (None, "raise", "skip"):
+            raise ValueError(f"`on_media_error` is {self.on_media_error!r}; set it to 'raise' or 'skip'.")
         if not 0 < self.confidence < 1:
             raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")
 
@@ -158,7 +170,8 @@ class EvaluationResult:
             `accuracy` (of all completions, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`,
             the ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length`
             in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
-            samples the first reward function all gave a value; `accuracy/<value>` of each value of `group_by`; and
+            samples the first reward function all gave a value; `skipped_rows`, those that couldn't be read and aren't
+            counted, where they are left out; `accuracy/<value>` of each value of `group_by`; and
             `metric/<name>`, means over batches of what reward functions gave to `log_metric`. `None` where there is
             nothing to take a mean of, or too little for an interval.
         rows (`list[dict]`):
@@ -168,11 +181,14 @@ class EvaluationResult:
             `log_extra`; and the dataset's other columns, if they hold text and numbers and have none of these names.
         settings (`dict`):
             What was evaluated, and how.
+        skipped (`dict[int, str]`):
+            For each row that couldn't be read its index, and why.
     """
 
     metrics: dict[str, float | None]
     rows: list[dict[str, Any]]
     settings: dict[str, Any]
+    skipped: dict[int, str] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> None:
         """
@@ -187,7 +203,7 @@ class EvaluationResult:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         versions = {name: version(name) for name in _VERSIONS}
-        content = {"metrics": self.metrics, "settings": self.settings, "versions": versions}
+        content = {"metrics": self.metrics, "settings": self.settings, "versions": versions, "skipped": self.skipped}
         (folder / "metrics.json").write_text(json.dumps(content, indent=2) + "\n")
         Dataset.from_list(self.rows).to_parquet(folder / "rows.parquet")
 
@@ -199,7 +215,8 @@ class _Policy:
 
     `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `complete(prompts,
     config)` gives the ids of completions, each up to its end. With `in_step`, processes must call it equally often;
-    with `keep_decoded`, it takes the prompts' media, too, as they were decoded.
+    with `keep_decoded`, it takes the prompts' media, too, as they were decoded. With
+    `on_media_error="skip"`, rows that can't be read are left out.
     """
 
     model: nn.Module
@@ -209,6 +226,7 @@ class _Policy:
     template_kwargs: dict[str, Any]
     audio_overlong: Literal["raise", "truncate"]
     ignored_media_columns: Sequence[str] = ()
+    on_media_error: str = "raise"
     in_step: bool = False
     keep_decoded: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
@@ -347,6 +365,7 @@ def evaluate_trainer(
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
         ignored_media_columns=trainer.args.ignored_media_columns or (),
+        on_media_error=trainer.args.on_media_error,
         in_step=trainer._completes_in_step,
         keep_decoded=trainer.use_vllm,
         trainer_state=trainer.state,
@@ -378,6 +397,7 @@ def _evaluate(
         )
     if args.ignored_media_columns is not None:
         policy.ignored_media_columns = args.ignored_media_columns
+    policy.on_media_error = args.on_media_error or policy.on_media_error
     is_table = isinstance(dataset, Dataset)
 
     def look(at, whole: bool) -> None:
@@ -395,7 +415,7 @@ def _evaluate(
     n_prompts = max(args.batch_size // args.num_samples, 1)
     batches = [range(start, min(start + n_prompts, len(dataset))) for start in range(0, len(dataset), n_prompts)]
     config = _generation_config(policy, args)
-    records, logged, left_out = [], [], set()
+    records, logged, left_out, skipped = [], [], set(), {}
     with (
         kept_random_state(),
         evaluation_mode(policy.model),
@@ -411,10 +431,12 @@ def _evaluate(
                 batch = rows.__getitems__(indices)
                 if first == 0 and not columns_known(dataset):
                     look(batch, whole=False)
-                answered, metrics = _answer(policy, batch, reward_funcs, config, args, loop)
+                read, failed = _read(policy, batch)
+                answered, metrics = _answer(policy, read, reward_funcs, config, args, loop)
                 if place < len(batches):
-                    for index, row, record in zip(indices, batch, answered, strict=True):
-                        record = {"index": index, **record}
+                    skipped |= failed
+                    for (row, _, _), record in zip(read, answered, strict=True):
+                        record = {"index": row.number, **record}
                         others = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
                         left_out.update(name for name, value in others.items() if not _is_plain(value))
                         if args.group_by is not None:  # which may be left out, or have the name of another entry
@@ -425,11 +447,17 @@ def _evaluate(
         left_out = set(gather_object(list(left_out)))
     records = [{name: value for name, value in record.items() if name not in left_out} for record in records]
     if accelerator.num_processes > 1:
-        records, logged = gather_object(records), gather_object(logged)
+        records, logged, skipped = (
+            gather_object(records),
+            gather_object(logged),
+            dict(gather_object([*skipped.items()])),
+        )
     names = dict.fromkeys(name for record in records for name in record)
     records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
     names = [get_callable_name(func) for func in reward_funcs]
     metrics = _metrics(records, names, args)
+    if policy.on_media_error == "skip":
+        metrics["skipped_rows"] = len(skipped)
     for name in sorted({name for name, _ in logged}):
         metrics[f"metric/{name}"] = _mean([value for own, value in logged if own == name])
     for record in records:
@@ -439,7 +467,7 @@ def _evaluate(
         "model": policy.base.config._name_or_path,
         "reward_funcs": names,
     }
-    return EvaluationResult(metrics, records, settings)
+    return EvaluationResult(metrics, records, settings, skipped)
 
 
 class _Rows:
@@ -448,8 +476,8 @@ class _Rows:
     def __init__(self, rows: Sequence[dict[str, Any]]):
         self._rows = rows
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        return [self._rows[index] for index in indices]
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        return [Row(index, self._rows.__getitem__) for index in indices]
 
 
 def _checked(reward_funcs: Callable | list[Callable]) -> list[Callable]:
@@ -492,32 +520,63 @@ def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationCon
     )
 
 
+def _read(policy: _Policy, rows: Sequence[Row]) -> tuple[list[tuple[Row, Any, EncodedPrompt]], dict[int, str]]:
+    """Rows, their messages and their encoded prompts; and rows that are left out, and why."""
+    for row in rows:
+        check_has_prompt(row)
+    own_tokens = placeholder_tokens(policy.base, policy.processor)
+
+    def encoded(rows: Sequence[Row]) -> list[tuple[Row, Any, EncodedPrompt]]:
+        prompts = [row["prompt"] for row in rows_to_messages(rows, policy.ignored_media_columns, own_tokens)]
+        return [
+            (
+                row,
+                prompt,
+                encode_prompt(
+                    prompt,
+                    policy.processor,
+                    policy.base,
+                    template_kwargs=policy.template_kwargs,
+                    audio_overlong=policy.audio_overlong,
+                    keep_decoded=policy.keep_decoded,
+                    row=row.number,
+                ),
+            )
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+    try:
+        return encoded(rows), {}
+    except MediaError:
+        if policy.on_media_error == "raise":
+            raise
+    failed: dict[int, str] = {}
+    for row in rows:
+        try:
+            encoded([row])
+        except MediaError as error:
+            failed[row.number] = str(error)
+    read = encoded([row for row in rows if row.number not in failed])
+    if not read and policy.in_step:
+        raise MediaError(
+            "No row of a batch can be read, and other processes wait for its completions; make `batch_size` larger. "
+            f"The last row: {failed[rows[-1].number]}"
+        )
+    return read, failed
+
+
 def _answer(
     policy: _Policy,
-    rows: list[dict[str, Any]],
+    read: list[tuple[Row, Any, EncodedPrompt]],
     reward_funcs: list[Callable],
     config: GenerationConfig,
     args: EvaluationConfig,
     loop: asyncio.AbstractEventLoop | None,
 ) -> tuple[list[dict[str, Any]], list[tuple[str, float]]]:
     """The records of rows, and the metrics that reward functions logged."""
-    for index, row in enumerate(rows):
-        if "prompt" not in row:
-            raise ValueError(f"row {index} {no_prompt(row)}")
-    own_tokens = placeholder_tokens(policy.base, policy.processor)
-    prompts = [row["prompt"] for row in rows_to_messages(rows, policy.ignored_media_columns, own_tokens)]
-    encoded = [
-        encode_prompt(
-            prompt,
-            policy.processor,
-            policy.base,
-            template_kwargs=policy.template_kwargs,
-            audio_overlong=policy.audio_overlong,
-            keep_decoded=policy.keep_decoded,
-            row=index,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    if not read:
+        return [], []
+    rows, prompts, encoded = zip(*read, strict=True)
     n = args.num_samples
     repeated = [prompt for prompt in encoded for _ in range(n)]
     ids = []
@@ -529,7 +588,7 @@ def _answer(
         prompts=[prompt for prompt in restore_media(prompts) for _ in range(n)],
         texts=texts,
         ids=ids,
-        rows=[row for row in rows for _ in range(n)],
+        rows=[dict(row) for row in rows for _ in range(n)],
         trainer_state=policy.trainer_state,
         loop=loop,
     )

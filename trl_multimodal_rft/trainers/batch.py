@@ -26,6 +26,8 @@ class Batch:
             Whether completions share a forward of their prompt; `None` until that is decided.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
+        encoded (`list[EncodedPrompt]`, *optional*):
+            In a rollout, each row's prompt, where it was encoded with the row alone.
         sampled_logps (`list[list[float]]`, *optional*):
             In a rollout, the log-probabilities of an engine, where TRL's trainer doesn't take them.
         rewards_per_func (`torch.Tensor`, *optional*):
@@ -46,6 +48,7 @@ class Batch:
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None
+    encoded: list[EncodedPrompt | None] | None = None
     sampled_logps: list[list[float | None]] | None = None
     rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)

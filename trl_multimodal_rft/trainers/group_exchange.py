@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..data.fetch import EndlessRows
+from ..data.fetch import EndlessRows, Row
 from ..models.trainer_mixin import TrainerMixin
 from .groups import Group, GroupBuffer, join_groups, split_groups
 
@@ -66,7 +66,7 @@ class GroupExchangeMixin(TrainerMixin):
             metrics["replay/age"].append(ages / n_replayed if n_replayed else 0.0)
         return result
 
-    def _draw_prompts(self, n: int) -> list[dict[str, Any]]:
+    def _draw_prompts(self, n: int) -> list[Row]:
         """This process's next rows of dynamic sampling, each as often as it has completions."""
         if self._extra_rows is None:
             dataset = self._remove_unused_columns(self.train_dataset, description="Training")
@@ -75,6 +75,12 @@ class GroupExchangeMixin(TrainerMixin):
         self._n_extra_prompts += self.accelerator.num_processes * n
         rows = self._extra_rows.at(start, n)
         return [row for row in rows for _ in range(self.num_generations)]
+
+    def _coming_extra_rows(self) -> list[int]:
+        if self._extra_rows is None:  # none were needed so far
+            return []
+        n = self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
+        return self._extra_rows.numbers(self._n_extra_prompts + self.accelerator.process_index * n, n)
 
 
 def _with_signal(groups: list[Group]) -> list[Group]:

@@ -3,6 +3,7 @@
 """GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,7 +208,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             output = self._exchange_groups(output)
         return output
 
-    def _draw(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _draw(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Samples, scores and rewards completions, with the advantages that the config asks for."""
         output, batch = self._roll_out(inputs)
         args, training = self.args, self.model.training

@@ -1,13 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The seam with TRL: what is overridden in TRL's trainers so that completions may see and hear."""
 
+from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
-from datasets import Dataset
 from torch import nn
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
@@ -20,11 +20,11 @@ from trl.trainer.utils import (
     split_tensor_dict,
 )
 
-from ..data.columns import MEDIA_COLUMNS, iter_refs, restore_media, rows_to_messages, strip_media
-from ..data.fetch import FetchOnce
-from ..data.unread import no_prompt
+from ..data.columns import iter_refs, restore_media, rows_to_messages, strip_media
+from ..data.fetch import Row
+from ..data.unread import check_has_prompt
 from ..encoding.processors import check_processor, load_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention, original_attention
 from ..forward.layout import group_by_prompt, micro_batch_order
@@ -45,6 +45,7 @@ from .batch import Batch
 from .engine import EngineMixin, as_tensor
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
+from .rows import RowsMixin
 from .self_check import SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
@@ -67,7 +68,7 @@ from .setup import (
 logger = get_logger(__name__)
 
 
-class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -253,26 +254,15 @@ class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, 
         finally:
             self._batch = outer
 
-    # Data
-
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *MEDIA_COLUMNS]))
-
-    def _get_dataloader(self, dataset, description, *args, **kwargs):
-        if isinstance(dataset, Dataset):
-            dataset = FetchOnce(self._remove_unused_columns(dataset, description=description))
-        return super()._get_dataloader(dataset, description, *args, **kwargs)
-
     # Rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         return self._roll_out(inputs)[0]
 
-    def _roll_out(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Batch]:
+    def _roll_out(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], Batch]:
         """Samples, scores and rewards completions with TRL's code; what it returns, and what it worked on."""
-        rows = self._read_rows(inputs)
-        with self._at_hand(rows=inputs) as batch:
+        rows, inputs, encoded = self._read_rows(inputs)
+        with self._at_hand(rows=inputs, encoded=encoded) as batch:
             output = super()._generate_and_score_completions(rows)
             # Prompts are logged as text: TRL's table can't hold media
             for key in ("prompt", "completion"):
@@ -291,23 +281,27 @@ class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, 
                 output["packed"] = [batch.packed] * len(inputs)
         return output, batch
 
-    def _read_rows(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with their media in the messages."""
+    def _read_rows(self, inputs: Sequence[Any]) -> tuple[list, list, list]:
+        """Rows with their media in the messages, as the dataset has them, and prompts that are encoded already."""
+        encoded: list[EncodedPrompt | None] = [None] * len(inputs)
+        if isinstance(inputs[0], Row) and self._encodes_rows:
+            inputs, encoded = self._encode_rows(inputs)
+        originals = [dict(row) for row in inputs]
         if self.environment_factories is None:
             for index, row in enumerate(inputs):
-                if "prompt" not in row:
-                    raise ValueError(f"row {index} {no_prompt(row)}")
+                check_has_prompt(row, index)
             name = "train_dataset" if self.model.training else "eval_dataset"
             if name in self._unseen:
                 self._unseen.remove(name)
-                warn_of_unread(self.args, whole=False, **{name: inputs})
-        ignored = self.args.ignored_media_columns or ()
-        rows = rows_to_messages(inputs, ignored, self._own_tokens) if "prompt" in inputs[0] else inputs
+                warn_of_unread(self.args, whole=False, **{name: originals})
+        rows = originals
+        if "prompt" in originals[0]:
+            rows = rows_to_messages(inputs, self.args.ignored_media_columns or (), self._own_tokens)
         refs = list(iter_refs([row.get("prompt") for row in rows]))
         if refs:
             self._refuse_media_where_unsupported(refs[0])
-        self._columns_seen.update(inputs[0])
-        return rows
+        self._columns_seen.update(originals[0])
+        return rows, originals, encoded
 
     def _refuse_media_where_unsupported(self, ref) -> None:
         for option in ("environment_factories", "rollout_func", "tools"):  # TRL adds those of environments to `tools`
@@ -320,36 +314,23 @@ class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, 
             return super()._tokenize_prompts(prompts)
         mode_generations = self.num_generations if self.model.training else self.num_generations_eval
         offset = self.accelerator.process_index * len(prompts)  # a group may straddle processes
-        model = self._unwrapped(self.model)
         encoded: list[EncodedPrompt] = []
         for i, prompt in enumerate(prompts):
             first_of_group = (offset + i) % mode_generations == 0
-            if i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
+            if self._batch.encoded[i] is not None:
+                encoded.append(self._batch.encoded[i])
+            elif i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
                 encoded.append(encoded[-1])
-                continue
-            template_kwargs = self._template_kwargs()
-            if self.environment_factories is not None:
-                template_kwargs["tools"] = self._env_tools[self._batch_environments[i]] or None
-            encoded.append(
-                encode_prompt(
-                    prompt,
-                    self.processing_class,
-                    model,
-                    template_kwargs=template_kwargs,
-                    audio_overlong=self.args.audio_overlong,
-                    keep_decoded=self.use_vllm,
-                    engine_positions=self.use_vllm,
-                    row=i,
-                )
-            )
+            else:
+                tools = {}
+                if self.environment_factories is not None:
+                    tools = {"tools": self._env_tools[self._batch_environments[i]] or None}
+                encoded.append(self._encode(prompt, i, **tools))
         self._batch.prompts = encoded
         self._kinds_seen.update(*(each.modalities for each in encoded))
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):
             self._run_self_check(prompts, encoded)
         return [each.input_ids.tolist() for each in encoded], None, {}
-
-    def _template_kwargs(self) -> dict[str, Any]:
-        return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         if kwargs.get("has_tool_images"):
@@ -596,7 +577,7 @@ class MultimodalMixin(EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, 
                 "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`, raise "
                 "`num_generations`, or add rows."
             )
-        return self._train_sampler
+        return self._looking_ahead(self._train_sampler)
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
         self._last_loaded_step = -1  # another run may start with other weights

@@ -37,6 +37,17 @@ class MultimodalArguments:
             Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't put
             into prompts. Other columns with media that nothing reads are an error where no row has media that are
             read, and a warning otherwise.
+        media_prefetch (`int`, *optional*, defaults to `1`):
+            How many generation batches ahead the media of training rows are fetched, decoded and run through the
+            processor, by `dataloader_num_workers` processes, at least one, while the model samples and is trained. 0
+            does it when they are needed. Streams, and systems other than Linux, do as well.
+        on_media_error (`str`, *optional*, defaults to `"raise"`):
+            What happens to a row that can't be read: `"raise"` ends the run with an error that names the row.
+            `"skip"` puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves
+            it out from then on; the metric `media/skipped` counts them.
+        max_skipped_rows (`float`, *optional*, defaults to `0.1`):
+            How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
+            dataset's rows, in streams of 1,000.
 
         > Parameters that control vLLM
 
@@ -104,6 +115,29 @@ class MultimodalArguments:
             "aren't put into prompts."
         },
     )
+    media_prefetch: int = field(
+        default=1,
+        metadata={
+            "help": "How many generation batches ahead the media of training rows are fetched, decoded and run "
+            "through the processor, by `dataloader_num_workers` processes, at least one. 0 does it when they are "
+            "needed."
+        },
+    )
+    on_media_error: str = field(
+        default="raise",
+        metadata={
+            "help": "What happens to a row that can't be read: 'raise' ends the run, 'skip' puts another row in its "
+            "place and lists it in `skipped_rows.jsonl`.",
+            "choices": ["raise", "skip"],
+        },
+    )
+    max_skipped_rows: float = field(
+        default=0.1,
+        metadata={
+            "help": "How many rows may be skipped before the run ends with an error: a number, or below 1 a share of "
+            "the dataset's rows."
+        },
+    )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
     )
@@ -144,7 +178,7 @@ class MultimodalArguments:
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
         super().__post_init__()
-        for name in ("packing", "audio_overlong"):
+        for name in ("packing", "audio_overlong", "on_media_error"):
             check_choice(self, name)
         check_ignored(self.ignored_media_columns)
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
@@ -164,7 +198,7 @@ class MultimodalArguments:
             )
         if self.max_logged_megabytes <= 0:
             raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
-        check_least(self, max_skipped_updates=0)
+        check_least(self, max_skipped_updates=0, media_prefetch=0, max_skipped_rows=0)
 
     def __getstate__(self):
         # Saved with the model, and published with it

@@ -48,6 +48,7 @@ class ResumingMixin(TrainerMixin):
             "remedies": asdict(self._policy.remedies),
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
+            "skipped_rows": self._skipped,
         }
 
     def _checked(self) -> dict[str, Any]:
@@ -95,6 +96,7 @@ class ResumingMixin(TrainerMixin):
         for batch in self._buffered_inputs or ():
             batch["packed"] = [packed and self._policy.remedies.can_pack for packed in batch["packed"]]
         self._n_skipped = state["n_skipped"]
+        self._skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

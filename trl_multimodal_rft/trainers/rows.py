@@ -1,0 +1,240 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""From a dataset's rows to encoded prompts: ahead of need, and others in the place of those that can't be read."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+
+from ..data.ahead import ReadAhead
+from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, rows_to_messages
+from ..data.fetch import NUMBER, FetchLater, FetchOnce, LookAhead, Row, as_rows, numbered
+from ..data.skipping import other_row, skip_limit
+from ..data.unread import check_has_prompt
+from ..encoding.prompts import DecodedPrompt, EncodedPrompt, encode_prompt
+from ..models.trainer_mixin import TrainerMixin
+from ..models.wrapped import unwrapped
+
+
+# In the output folder
+SKIPPED_ROWS = "skipped_rows.jsonl"
+
+# Rows of which a share may be skipped, where nobody knows how many there are
+_STREAM = 1000
+
+
+class RowsMixin(TrainerMixin):
+    """Gives a trainer that samples completions its rows and their encoded prompts."""
+
+    _own_tokens: list[str]
+    _kinds_seen: set[str]
+    _order: LookAhead  # of the training rows, where they are read ahead
+    _ahead: ReadAhead | None = None
+
+    def __init__(self, *args, **kwargs):
+        self._loaded: dict[bool, Any] = {}  # the datasets of the loaders that were made last, by `model.training`
+        self._coming: list[int] = []  # training rows of the next generation batches
+        self._skipped: dict[int, str] = {}  # training rows that can't be read, and why
+        self._last_read: Row | None = None  # that could be read
+        super().__init__(*args, **kwargs)
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
+
+    # Loaders
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *MEDIA_COLUMNS, NUMBER]))
+
+    def _get_dataloader(self, dataset, description, *args, is_training=False, **kwargs):
+        num_workers, collator = self.args.dataloader_num_workers, self.data_collator
+        if isinstance(dataset, Dataset):
+            self._loaded[is_training] = rows = FetchOnce(self._remove_unused_columns(dataset, description=description))
+            dataset = rows
+            if is_training and self._reads_ahead:
+                self._ahead = ReadAhead(lambda number: self._read_row(rows[number]), max(1, num_workers))
+                dataset, self.args.dataloader_num_workers = FetchLater(rows), 0
+        elif isinstance(dataset, IterableDataset):
+            batch, n, repeats = self.num_generations_eval, self.num_generations_eval, 1
+            if is_training:
+                batch, n, repeats = self.args.generation_batch_size, self.num_generations, self._steps_per_rollout
+                self._check_groups_are_whole()
+            self._loaded[is_training] = dataset = numbered(dataset, batch, n, repeats)
+            self.data_collator = as_rows
+        try:
+            return super()._get_dataloader(dataset, description, *args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_num_workers, self.data_collator = num_workers, collator
+
+    @property
+    def _reads_ahead(self) -> bool:
+        # Elsewhere processes can't be copied
+        return self.args.media_prefetch > 0 and sys.platform == "linux" and self._encodes_rows
+
+    @property
+    def _encodes_rows(self) -> bool:
+        """Whether a row by itself makes a prompt, to which no tool or environment adds anything."""
+        return not (self.tools or self.environment_factories is not None or self.rollout_func is not None)
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        """Micro-batches between one generation batch and the next."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _looking_ahead(self, sampler):
+        """The sampler of training rows, as one that tells which rows come next."""
+        if self._ahead is None:
+            return sampler
+        args = self.args
+        self._order = LookAhead(sampler, args.generation_batch_size, self._steps_per_rollout, args.media_prefetch)
+        return self._order
+
+    def _check_groups_are_whole(self) -> None:
+        per_process = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if self.args.on_media_error == "skip" and per_process % self.num_generations != 0:
+            raise ValueError(
+                "With `on_media_error='skip'` and a stream, a process takes an earlier row of its own in the place of "
+                f"one that can't be read, so it must have whole groups: make `per_device_train_batch_size` * "
+                f"`steps_per_generation` ({per_process}) a multiple of `num_generations` ({self.num_generations})."
+            )
+
+    # Rows and prompts
+
+    def _encode_rows(self, inputs: Sequence[Row]) -> tuple[list[Row], list[EncodedPrompt | None]]:
+        """
+        Rows and their prompts, one object for each group; `None` for those without media, which are encoded as the
+        others of their batch are. Others are in the place of rows that can't be read, if the config says so.
+        """
+        skipped = self._skipped if self.model.training else {}
+        read: dict[int, tuple[Row, EncodedPrompt | None]] = {}  # by the place at which a group begins
+        n_failed = 0
+        while True:
+            failed = self._read_groups(inputs, skipped, read)
+            if self.args.on_media_error == "raise":
+                break
+            failed = self._skip(failed, skipped)
+            n_failed += len(failed)
+            if not failed:
+                self._metrics["train" if self.model.training else "eval"]["media/skipped"].append(float(n_failed))
+                break
+        places = accumulate(range(len(inputs)), lambda first, i: i if i in read else first)
+        rows, prompts = (list(each) for each in zip(*(read[place] for place in places), strict=True))
+        if self.model.training and self._ahead is not None and (self._kinds_seen or any(prompts)):
+            self._look_ahead(self._ahead, inputs)
+        return rows, prompts
+
+    def _read_groups(self, inputs: Sequence[Row], skipped: dict[int, str], read: dict[int, Any]) -> dict[int, str]:
+        """Reads the rows that aren't read yet. Those that can't be, and why."""
+        failed = {}
+        for i, given in enumerate(inputs):
+            if i > 0 and not self._begins_group(inputs, i):
+                continue
+            row = self._instead_of(given, skipped) if given.number in skipped else given
+            if i in read and read[i][0].number == row.number:
+                continue
+            try:
+                read[i] = self._read(row)
+                self._last_read = row
+            except MediaError as error:
+                if self.args.on_media_error == "raise":
+                    raise
+                failed[row.number] = str(error)
+        return failed
+
+    def _begins_group(self, inputs: Sequence[Row], i: int) -> bool:
+        n = self.num_generations if self.model.training else self.num_generations_eval
+        place = self.accelerator.process_index * len(inputs) + i  # a group may straddle processes
+        return place % n == 0 or inputs[i].number != inputs[i - 1].number
+
+    def _read(self, row: Row) -> tuple[Row, EncodedPrompt | None]:
+        if self.model.training and self._ahead is not None and self._kinds_seen:  # else there is nothing to do ahead
+            row, prompt, decoded = self._ahead.take(row.number)
+        else:
+            row, prompt, decoded = self._read_row(row)
+        if prompt is not None:
+            prompt.decoded = decoded  # which isn't pickled with it
+        return row, prompt
+
+    def _read_row(self, row: Row) -> tuple[Row, EncodedPrompt | None, DecodedPrompt | None]:
+        check_has_prompt(row)
+        (placed,) = rows_to_messages([row], self.args.ignored_media_columns or (), self._own_tokens)
+        if next(iter_refs(placed["prompt"]), None) is None:
+            return row, None, None
+        prompt = self._encode(placed["prompt"], row.number)
+        return row, prompt, prompt.decoded
+
+    def _encode(self, prompt: Any, row: int, **template_kwargs) -> EncodedPrompt:
+        return encode_prompt(
+            prompt,
+            self.processing_class,
+            unwrapped(self.accelerator, self.model),
+            template_kwargs={**self._template_kwargs(), **template_kwargs},
+            audio_overlong=self.args.audio_overlong,
+            keep_decoded=self.use_vllm,
+            engine_positions=self.use_vllm,
+            row=row,
+        )
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}
+
+    # Ahead
+
+    def _look_ahead(self, ahead: ReadAhead, rows: Sequence[Row]) -> None:
+        """Has the rows of the next generation batches read while completions of these are sampled and trained on."""
+        block, first = rows[0].block, self.accelerator.process_index * len(rows)
+        if block is not None:  # else these are rows of dynamic sampling
+            steps = self.state.max_steps * self.args.gradient_accumulation_steps - self._step
+            left = math.ceil(steps / self._steps_per_rollout) - 1
+            n = max(0, min(self.args.media_prefetch, left))
+            self._coming = self._order.after(block, slice(first, first + len(rows)), n)
+        ahead.want([*self._coming_extra_rows(), *self._coming])
+
+    def _coming_extra_rows(self) -> list[int]:
+        """Training rows that may be needed out of order."""
+        return []
+
+    # Rows that can't be read
+
+    def _instead_of(self, row: Row, skipped: dict[int, str]) -> Row:
+        dataset = self._loaded[self.model.training]
+        if isinstance(dataset, FetchOnce):
+            return FetchLater(dataset)[other_row(row.number, skipped, len(dataset), self.args.seed)]
+        if self._last_read is None:
+            raise MediaError(f"{skipped[row.number]} (and no row before it can take its place)")
+        return self._last_read
+
+    def _skip(self, failed: dict[int, str], skipped: dict[int, str]) -> dict[int, str]:
+        """Notes rows that failed, here or, where processes share a dataset, elsewhere. All that did."""
+        training = self.model.training
+        mode, dataset, file = "train" if training else "eval", self._loaded[training], self._skipped_rows_file
+        failures = dict(gather_object(list(failed.items())))
+        shared = isinstance(dataset, FetchOnce)
+        skipped.update(failures if shared else failed)
+        if failures and self.accelerator.is_main_process:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as lines:
+                for row, error in failures.items():
+                    entry = {"step": self.state.global_step, "split": mode, "row": row, "error": error}
+                    lines.write(json.dumps(entry) + "\n")
+        if len(skipped) > skip_limit(self.args.max_skipped_rows, len(dataset) if shared else _STREAM):
+            raise MediaError(
+                f"{len(skipped)} rows can't be read, more than `max_skipped_rows` ({self.args.max_skipped_rows:g}) "
+                f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
+            )
+        return failures
+
+    @property
+    def _skipped_rows_file(self) -> Path:
+        return Path(self.args.output_dir, SKIPPED_ROWS)
