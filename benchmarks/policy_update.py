@@ -382,6 +382,8 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
     ):
         processor = build_processor()
         tokenizer = processor.tokenizer
+        # What is hidden behind other work would not be measured
+        own = {"media_prefetch": 0} if config_class is MultimodalGRPOConfig else {}
         config = config_class(
             output_dir=str(Path(folder) / name),
             per_device_train_batch_size=prompts * case.group,
@@ -397,6 +399,7 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             bf16=args.device == "cuda",
             report_to=[],
             seed=args.seed,
+            **own,
         )
         model = build_model(PRESETS[args.preset], processor, args.device, args.seed)
         if args.beta != 0.0:  # the trainers load the reference model from disk

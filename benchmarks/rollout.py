@@ -131,6 +131,8 @@ def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int
     else:
         kwargs = {"min_new_tokens": args.tokens}
     prompts = build_dataset(case, args.prompts, args.seed)
+    # What is hidden behind other work would not be measured
+    own = {"media_prefetch": 0} if config_class is MultimodalGRPOConfig else {}
     config = config_class(
         output_dir=str(folder / name),
         per_device_train_batch_size=args.prompts * args.group,
@@ -145,6 +147,7 @@ def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int
         seed=args.seed,
         use_vllm=use_vllm,
         vllm_max_model_length=2048,
+        **own,
     )
     trainer = trainer_class(str(folder / "model"), reward, config, prompts, processing_class=processor)
     return Contestant(trainer, processed)

@@ -133,6 +133,7 @@ class Contestant:
             max_tokens_per_microbatch=budget,
             gradient_checkpointing=False,  # only `train` turns it on
             self_check=False,
+            media_prefetch=0,
             use_cpu=True,
             bf16=False,
             report_to=[],

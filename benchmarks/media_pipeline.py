@@ -1,0 +1,225 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What waiting for media costs a GRPO step: media read when they are needed, ahead of need, and not at all.
+
+```bash
+python benchmarks/media_pipeline.py
+python benchmarks/media_pipeline.py --clips 2 --seconds 4 --json
+```
+
+The rows are video files, 10 seconds of 1280 x 720 at 25 frames per second by default, for a small Qwen2.5-VL with
+seeded random weights. Sampling is emulated: the process waits, as it does for an accelerator, `--wait` times as long
+as one core takes to read a generation batch. Three runs alternate with the same rows:
+
+- **when needed** (`media_prefetch=0`): the step reads, decodes and processes its rows, then samples, then updates.
+- **ahead** (`media_prefetch=1`): another process does that for the next rows meanwhile.
+- **known**: prompts were encoded before the run, so that a step does nothing for its media.
+
+Reported is the median wall-clock time of a step, and its ratio to that of *known*.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from datasets import Dataset
+from measuring import hardware, markdown, versions
+from policy_update import CASES, PRESETS, build_model, build_processor
+from transformers import TrainerCallback
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+
+
+class Emulated(MultimodalGRPOTrainer):
+    """Waits where others sample. `known` are prompts of rows that needn't be read."""
+
+    def __init__(self, *args, wait: float, known: dict | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._wait, self._known = wait, known
+
+    def _read(self, row):
+        return super()._read(row) if self._known is None else self._known[row.number]
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        time.sleep(self._wait)
+        draw = np.random.default_rng(self.state.global_step)
+        return [draw.integers(20, 200, 8).tolist() for _ in prompt_ids], None
+
+
+class StepTimes(TrainerCallback):
+    """Wall-clock times of the steps."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self._last = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+def write_clip(path: Path, seconds: float, rate: int, width: int, height: int, seed: int) -> None:
+    """
+    Writes a video of moving, noisy stripes.
+
+    Args:
+        path (`Path`):
+            File.
+        seconds (`float`):
+            Length.
+        rate (`int`):
+            Frames per second.
+        width (`int`):
+            Pixels.
+        height (`int`):
+            Pixels.
+        seed (`int`):
+            Seed of the noise.
+    """
+    noise = np.random.default_rng(seed).integers(0, 60, (height, width, 3), np.uint8)
+    stripes = (np.arange(2 * width) // 40 % 2 * 150).astype(np.uint8)
+    with av.open(path, "w") as file:
+        stream = file.add_stream("libx264", rate=Fraction(rate), options={"preset": "veryfast", "crf": "23"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(int(seconds * rate)):
+            shift = (3 * i + 50 * seed) % width
+            frame = np.roll(noise, shift // 4, axis=0) + stripes[None, shift : shift + width, None]
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
+
+
+def trainer(rows: Dataset, folder: str, args: argparse.Namespace, **options) -> Emulated:
+    """
+    A trainer of the benchmark.
+
+    Args:
+        rows ([`~datasets.Dataset`]):
+            Rows with videos.
+        folder (`str`):
+            Output folder.
+        args (`argparse.Namespace`):
+            The command line's.
+        options:
+            `wait`, `known` and arguments of the config.
+
+    Returns:
+        [`Emulated`]: The trainer, not yet started.
+    """
+    own = {name: options.pop(name) for name in ("wait", "known") if name in options}
+    config = MultimodalGRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=args.group * args.prompts,
+        num_generations=args.group,
+        max_completion_length=8,
+        max_steps=args.steps + 2,
+        shuffle_dataset=False,
+        self_check=False,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **options,
+    )
+    processor = build_processor()
+    processor.chat_template = processor.chat_template.replace("image", "video")
+    processor.video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": args.frame_pixels}
+    model = build_model(PRESETS["tiny"], processor, "cpu", 0)
+    return Emulated(
+        model=model,
+        reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
+        args=config,
+        train_dataset=rows,
+        processing_class=processor,
+        callbacks=[StepTimes()],
+        **own,
+    )
+
+
+def step_seconds(run: Emulated) -> list[float]:
+    """
+    Trains.
+
+    Args:
+        run ([`Emulated`]):
+            Trainer.
+
+    Returns:
+        `list[float]`: Seconds of each step but the first two.
+    """
+    run.train()
+    times = next(each for each in run.callback_handler.callbacks if isinstance(each, StepTimes))
+    return times.seconds[1:]
+
+
+def parse_args() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clips", type=int, default=4, help="Video files.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="Length of a clip.")
+    parser.add_argument("--size", type=int, nargs=2, default=(1280, 720), help="Width and height of a clip.")
+    parser.add_argument("--frame_pixels", type=int, default=32 * 28 * 28, help="Most pixels of a frame for the model.")
+    parser.add_argument("--prompts", type=int, default=2, help="Prompts of a step.")
+    parser.add_argument("--group", type=int, default=4, help="Completions of a prompt.")
+    parser.add_argument("--steps", type=int, default=6, help="Steps that count, of each run.")
+    parser.add_argument("--wait", type=float, default=1.2, help="Emulated sampling, by the time to read a batch.")
+    parser.add_argument("--repeats", type=int, default=2, help="How often the runs alternate.")
+    parser.add_argument("--json", action="store_true", help="Print the results as one line of JSON, too.")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Writes the clips, runs all and prints a table."""
+    args = parse_args()
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {"when needed": [], "ahead": [], "known": []}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{i}.mp4") for i in range(args.clips)]
+        for i, path in enumerate(paths):
+            write_clip(path, args.seconds, 25, *args.size, seed=i)
+        question = CASES["image"].questions[0]
+        n = max(args.clips, args.prompts)
+        rows = Dataset.from_list(
+            [
+                {"prompt": [{"role": "user", "content": question}], "video": str(paths[i % args.clips])}
+                for i in range(n)
+            ]
+        )
+        reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
+        reader.get_train_dataloader()
+        start = time.perf_counter()
+        known = {i: reader._read(reader._loaded[True][i]) for i in range(n)}
+        reading = (time.perf_counter() - start) / n * args.prompts
+        wait = args.wait * reading
+        for _ in range(args.repeats):
+            for name, options in (
+                ("when needed", {"media_prefetch": 0}),
+                ("ahead", {"media_prefetch": 1}),
+                ("known", {"media_prefetch": 0, "known": known}),
+            ):
+                seconds[name] += step_seconds(trainer(rows, folder, args, wait=wait, **options))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = {name: value / medians["known"] for name, value in medians.items()}
+    setting = f"{args.prompts} clips of {args.seconds:g} s, {args.size[0]} x {args.size[1]}, in a step"
+    print(f"{setting}; reading them takes {reading:.2f} s of one core, sampling is emulated by {wait:.2f} s\n")
+    print(
+        markdown(["media", "step", "by *known*"], [[k, f"{v:.2f} s", f"{ratios[k]:.2f}x"] for k, v in medians.items()])
+    )
+    if args.json:
+        found = {"step_s": medians, "ratios": ratios, "reading_s": reading, "wait_s": wait, "setting": vars(args)}
+        print(json.dumps({**found, **hardware(), "versions": versions("trl", "transformers", "torch", "av")}))
+
+
+if __name__ == "__main__":
+    main()
