@@ -561,7 +561,7 @@ def test_plain_text_keeps_the_token_of_its_model(folder):
     """Such a text may have its template applied; encoding says so, as of any placeholder in a text."""
     dataset = pictures(folder, "image").map(lambda row: {"prompt": "USER: <image>\nWhat? ASSISTANT:"})
     with pytest.raises(
-        MediaError, match="row 0, column 'image': the text of the prompt holds the placeholder '<image>'"
+        MediaError, match=r"row \d, column 'image': the text of the prompt holds the placeholder '<image>'"
     ):
         run(InjectedOurs, "llava", dataset)
     (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], own_tokens=["<image>"])

@@ -576,7 +576,7 @@ def _answer(
     """The records of rows, and the metrics that reward functions logged."""
     if not read:
         return [], []
-    rows, prompts, encoded = zip(*read, strict=True)
+    rows, prompts, encoded = (list(each) for each in zip(*read, strict=True))
     n = args.num_samples
     repeated = [prompt for prompt in encoded for _ in range(n)]
     ids = []
