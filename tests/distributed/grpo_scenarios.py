@@ -22,6 +22,7 @@ from training import (
     audio_rows,
     engine_options,
     image_rows,
+    start,
     train,
     weights,
 )
@@ -46,6 +47,21 @@ def straddling_group(folder):
 def straddling_groups(folder):
     """Three groups: each of two processes has a whole one and half of another."""
     return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP)[1]
+
+
+def skipped_rows(folder):
+    """Both groups that straddle two processes have other rows: one can't be read, the other not on the second."""
+    state, rows = start(), image_rows()
+    own = folder / f"images-{state.process_index}"
+    own.mkdir(parents=True)
+    for i, row in enumerate(rows):
+        row["image"].save(own / f"{i}.png")
+        row["image"] = str(own / f"{i}.png")
+    (own / "1.png").unlink()
+    if state.process_index == state.num_processes - 1:
+        (own / "4.png").unlink()
+    trainer, result = train(folder, "qwen2_5_vl", rows, 3 * GROUP, on_media_error="skip", max_skipped_rows=2)
+    return {**result, "skipped": sorted(trainer._skipped)}
 
 
 # Two micro-batches of whole groups per generation, balanced, used twice, with a reference model

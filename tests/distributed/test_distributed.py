@@ -29,6 +29,7 @@ FOR_EACH_ENGINE = "whole_groups_checkpointed"  # in the default run
 DDP = [
     "straddling_group",
     "straddling_groups",
+    "skipped_rows",
     "whole_groups",
     FOR_EACH_ENGINE,
     "shuffled",
@@ -55,11 +56,12 @@ ENGINE_MATTERS = [
     "gmpo",
     "current_entropies",
 ]
-METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef"]
+METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
 # Means over micro-batches, which one process makes of other completions than two do
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = [
-    *["straddling_group", "straddling_groups", "mixed_rows", "in_forwards_apart", "rloo", *GREEDY, "greedy_apart"],
+    *["straddling_group", "straddling_groups", "skipped_rows", "mixed_rows", "in_forwards_apart", "rloo"],
+    *[*GREEDY, "greedy_apart"],
     *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],
 ]
 
@@ -197,6 +199,11 @@ def assert_same_metrics(two, one, names, tolerance=1e-5):
         logged = [[step[name] for step in result["steps"] if name in step] for result in (*two, *one)]
         # A loss may be the small difference of larger numbers
         assert logged[0] == logged[1] == pytest.approx(logged[2], rel=tolerance, abs=1e-6), name
+
+
+@of({"ddp": ["skipped_rows"]})
+def test_processes_skip_the_same_rows(two, one):
+    assert [rank["skipped"] for rank in (*two, *one)] == [[1, 4]] * 3
 
 
 @of(
