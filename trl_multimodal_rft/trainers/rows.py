@@ -48,8 +48,12 @@ class RowsMixin(TrainerMixin):
         try:
             return super().train(*args, **kwargs)
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     # Loaders
 
@@ -58,6 +62,8 @@ class RowsMixin(TrainerMixin):
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, *MEDIA_COLUMNS, NUMBER]))
 
     def _get_dataloader(self, dataset, description, *args, is_training=False, **kwargs):
+        if is_training:
+            self._stop_reading()
         num_workers, collator = self.args.dataloader_num_workers, self.data_collator
         if isinstance(dataset, Dataset):
             self._loaded[is_training] = rows = FetchOnce(self._remove_unused_columns(dataset, description=description))
