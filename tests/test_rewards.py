@@ -1,12 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards of answers: what counts as the answer, when two answers are equal, and what a completion must look like."""
 
+import asyncio
+import os
+import signal
+import subprocess
 import sys
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trl_multimodal_rft.rewards import accuracy_reward, answers, format_reward
+from trl_multimodal_rft.rewards import accuracy_reward, answers, expressions, format_reward
 
 
 def accuracy(completion, solution, **columns):
@@ -125,15 +130,56 @@ def test_a_missing_or_short_solution_column_is_an_error():
         accuracy_reward(completions=["a", "b"], solution=["a"])
 
 
-def test_symbolic_comparison_works_outside_the_main_thread():
+HOSTILE = [
+    ("9^{9^{9^9}}", "7!"),
+    ("(" * 3000 + "x" + ")" * 3000, "x+1"),
+]
+
+
+def test_expressions_are_compared_within_a_time_in_any_thread():
+    """Those that take too long are wrong, others are compared as ever, also beside them and after them."""
     pytest.importorskip("math_verify")
-    rewards = []
-    worker = threading.Thread(
-        target=lambda: rewards.extend(accuracy_reward(completions=["0.5", "0.6"], solution=["1/2", "1/2"]))
+    pairs = [each for pair in HOSTILE for each in (pair, ("0.5", "1/2"))]
+    answers_, solutions = map(list, zip(*pairs, strict=True))
+    with ThreadPoolExecutor(2) as pool:
+        started = time.monotonic()
+        rewards = [pool.submit(accuracy_reward, answers_, solution=solutions), pool.submit(accuracy, "x+y", "y+x")]
+        assert [each.result() for each in rewards] == [[0.0, 1.0] * len(HOSTILE), 1.0]
+        assert time.monotonic() - started < 60
+
+    async def reward():
+        return accuracy("y + x", "x + y")
+
+    assert asyncio.run(reward()) == 1.0
+
+
+def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
+    """That of a script without a guard, which doesn't run twice."""
+    pytest.importorskip("math_verify")
+    code = (
+        "from trl_multimodal_rft.rewards import accuracy_reward, expressions\n"
+        "assert accuracy_reward(['7', 'a cat'], solution=['7', 'a dog']) == [1, 0]\n"
+        "assert expressions._comparer.cache_info().currsize == 0\n"  # which no expression needed
+        "for _ in range(2):\n"
+        "    assert accuracy_reward(['0.5'], solution=['1/2']) == [1]\n"
+        "    print(expressions._comparer(expressions.os.getpid())._process.pid)\n"
     )
-    worker.start()
-    worker.join()
-    assert rewards == [1.0, 0.0]
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    first, second = shown.stdout.split()
+    assert first == second
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first), 0)
+
+
+def test_a_killed_process_is_replaced():
+    pytest.importorskip("math_verify")
+    assert accuracy("0.5", "1/2") == 1.0
+    process = expressions._comparer(os.getpid())._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert accuracy("0.5", "1/2") == 1.0
 
 
 PLAIN = [
