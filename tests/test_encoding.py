@@ -168,8 +168,59 @@ def test_a_placeholder_needs_media(name):
     model, processor = FAMILIES[name].build()
     kind = FAMILIES[name].modalities[0]
     token = processor.tokenizer.convert_ids_to_tokens(min(placeholder_token_ids(model, processor)[kind]))
-    with pytest.raises((MediaError, ValueError, IndexError, StopIteration)):
-        encode_prompt(user(text(f"What is {token} in it?")), processor, model)
+    for prompt in (user(text(f"What is {token} in it?")), f"What is {token} in it?"):
+        with pytest.raises(MediaError, match="row 3, column 'prompt': its text holds the placeholder .* but no media"):
+            encode_prompt(prompt, processor, model, row=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("qwen2_audio", {"audio": 5}, "'audio': 5 samples are too short to hear anything; remove the row"),
+        ("gemma4", {"audio": 160}, "'audio': 160 samples are too short to hear anything; remove the row"),
+        ("qwen2_audio", {"audio": 400}, None),
+        ("phi4_multimodal", {"audio": 400}, None),
+        ("qwen2_5_vl", {"image": (1, 1)}, None),
+        ("llava_onevision", {"image": (3000, 1)}, None),
+        (
+            "qwen2_5_vl",
+            {"images": [(56, 56), (1, 1000)]},
+            r"'images\[1\]': Qwen2_5_VLProcessor can't take an image of 1 x 1000 pixels \(.*ratio.*\); resize it or",
+        ),
+        (
+            "qwen2_5_omni",
+            {"videos": [(56, 56), (1, 1)]},
+            r"'videos\[1\]': Qwen2_5OmniProcessor can't take a video of shape \(4, 1, 1, 3\) .*; resize it or remove",
+        ),
+        ("qwen3_vl", {"video": (56, 56), "frames": 1}, r"'video': Qwen3VLProcessor can't take a video of shape \(1, "),
+    ],
+)
+def test_media_of_no_size_are_named(name, row, message):
+    """What a processor can't take is that medium's fault, not that of the first one or of the template."""
+    frames = row.pop("frames", 4)
+
+    def medium(column, size):
+        if "audio" in column:
+            return {"array": audio(1.0)["audio"][:size], "sampling_rate": RATE}
+        return image(*size)["image"] if "image" in column else video(frames, *size)["video"]
+
+    media = {
+        column: [medium(column, each) for each in sizes] if column.endswith("s") else medium(column, sizes)
+        for column, sizes in row.items()
+    }
+    if message is None:
+        assert encode_row(name, {"prompt": "What?", **media}).media
+    else:
+        with pytest.raises(MediaError, match=f"row 0, column {message}"):
+            encode_row(name, {"prompt": "What?", **media})
+
+
+def test_messages_that_the_template_rejects_are_named():
+    model, processor = FAMILIES["gemma3"].build()
+    processor.chat_template = "{{ raise_exception('Roles must alternate') }}"
+    messages = [{"role": "user", "content": "What?"}] * 2
+    with pytest.raises(MediaError, match="row 2, column 'prompt': the chat template .* rejected the messages .Roles"):
+        encode_prompt(messages, processor, model, row=2)
 
 
 @pytest.mark.parametrize(

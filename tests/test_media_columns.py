@@ -232,12 +232,34 @@ def test_tool_calls_survive():
             {"prompt": user({"text": "?"})},
             "row 1, column 'prompt[0].content[0]': a content block must be a dictionary",
         ),
+        ({"prompt": None}, "row 1, column 'prompt': is None; give a text or a list of messages, or remove the row"),
+        ({"prompt": 7}, "row 1, column 'prompt': is of type int; give a text or a list of messages"),
+        ({"prompt": []}, "row 1, column 'prompt': is an empty list; give a text or a list of messages"),
+        ({"prompt": user("?")[0]}, "row 1, column 'prompt': is of type dict; give a text or a list of messages"),
+        ({"prompt": ["What?"]}, "row 1, column 'prompt[0]': a message must be a dictionary with 'role' and 'content'"),
+        ({"prompt": [{"content": "?"}]}, "row 1, column 'prompt[0]': a message must be a dictionary with 'role'"),
+        (
+            {"prompt": [*user("?"), {"role": None, "content": "?"}]},
+            "row 1, column 'prompt[1]': a message must be a dictionary with 'role' and 'content', got ['content', 'role']",
+        ),
+        ({"prompt": [{"role": "user", "content": 7}]}, "row 1, column 'prompt[0]': the message has content of type int"),
+        ({"prompt": [{"role": "user"}]}, "row 1, column 'prompt[0]': the message has no content; give a text"),
+        (
+            {"prompt": [{"role": "user", "content": {"type": "text", "text": "?"}}]},
+            "row 1, column 'prompt[0]': the message has content of type dict; give a text or a list of blocks",
+        ),
+        (
+            {"prompt": user({"type": "text", "text": 7})},
+            "row 1, column 'prompt[0].content[0]': the block has text of type int; write {'type': 'text'",
+        ),
+        ({"prompt": user({"type": None, "text": "?"})}, "row 1, column 'prompt[0].content[0]': the block has no type"),
     ],
 )
 def test_misplaced_media_are_named(row, message):
-    with pytest.raises(MediaError) as error:
-        rows_to_messages([{"prompt": "fine"}, {"prompt": user("?"), **row}])
-    assert str(error.value).startswith(message)
+    for other in ("fine", user("fine")):
+        with pytest.raises(MediaError) as error:
+            rows_to_messages([{"prompt": other}, {"prompt": user("?"), **row}])
+        assert str(error.value).startswith(message)
 
 
 def test_stripped_prompts_can_be_logged(tmp_path, capsys):

@@ -551,6 +551,23 @@ def test_missing_prompt_raises():
         run(InjectedOurs, "qwen2_audio", audio_rows().rename_column("prompt", "question"))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "'prompt': is None"),
+        (7, "'prompt': is of type int"),
+        ([{"role": None, "content": "?"}], r"'prompt\[0\]': a message must be a dictionary with 'role'"),
+        ([{"role": "user", "content": None}], r"'prompt\[0\]': the message has no content"),
+        ([{"role": "user", "content": "<|image_pad|>?"}], "'prompt': its text holds the placeholder .* but no media"),
+    ],
+)
+def test_prompts_that_are_none_are_named(prompt, message):
+    others = 6 if isinstance(prompt, int) else [{"role": "user", "content": "?"}]  # a column has one type
+    rows = Dataset.from_list([{"prompt": each} for each in [others, prompt, others, others]])
+    with pytest.raises(MediaError, match=rf"^row \d, column {message}"):
+        run(InjectedOurs, "qwen2_5_vl", rows)
+
+
 def test_fewer_rows_than_a_generation_batch_raises():
     with pytest.raises(ValueError, match="has 3 rows, fewer than the 4 prompts of a generation batch"):
         run(InjectedOurs, "qwen2_audio", audio_rows(3), gradient_accumulation_steps=2)

@@ -161,11 +161,13 @@ def rows_to_messages(
         `{"type": kind, kind: MediaRef}`.
 
     Raises:
-        MediaError: If both columns of a kind are set, a column does not hold one medium or a list as its name says,
-            the placeholders of a prompt do not match the media of its row, no user message can receive them, or a
+        MediaError: If a prompt is neither text nor messages with a role and a content, both columns of a kind are set,
+            a column does not hold one medium or a list as its name says, the placeholders of a prompt do not match the media of its row, no user message can receive them, or a
             message holds media where nothing reads them.
     """
     numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
+    for number, row in zip(numbers, rows, strict=True):
+        _check_prompt(row["prompt"], number)
     media = [
         _column_media({key: value for key, value in row.items() if key not in ignored}, number)
         for number, row in zip(numbers, rows, strict=True)
@@ -197,7 +199,7 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
     """
     if isinstance(prompt, str):
         return False
-    blocks = [block for message in prompt if isinstance(message["content"], list) for block in message["content"]]
+    blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
     return any(len(block) > 1 for block in blocks if block_kind(block["type"]) is not None)
 
 
@@ -429,6 +431,15 @@ def _holds_several(kind: str, value: Any) -> bool:
     return hasattr(first, "get_frames_at")
 
 
+def _check_prompt(prompt: Any, row: int) -> None:
+    is_text = isinstance(prompt, str)
+    if not is_text and not (isinstance(prompt, list) and prompt):
+        found = "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
+        raise MediaError(
+            f"row {row}, column 'prompt': is {found}; give a text or a list of messages, or remove the row"
+        )
+
+
 def _place(
     messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row: int, tags: list[str]
 ) -> list[dict[str, Any]]:
@@ -501,10 +512,11 @@ def _open_tags(message: dict[str, Any], kinds: list[str], where: str, row: int) 
 
 def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     """Copies a message and its blocks."""
-    if not isinstance(message, dict) or "role" not in message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
         raise MediaError(
-            f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}"
+            f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; give "
+            "it the role 'user', 'assistant' or 'system'"
         )
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
@@ -513,6 +525,12 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         message["content"] = [_parse_block(block, f"{where}.content[{b}]", row) for b, block in enumerate(content)]
     elif not isinstance(content, str) and next(find_media(content), None) is not None:
         stray = "content"
+    elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
+        found = "no content" if content is None else f"content of type {type(content).__name__}"
+        raise MediaError(
+            f"row {row}, column '{where}': the message has {found}; give a text or a list of blocks, such as "
+            "{'type': 'text', 'text': ...}, or remove the row"
+        )
     if stray is not None:
         raise MediaError(
             f"row {row}, column '{where}': nothing reads the media in '{stray}' of a message; give each as a block "
@@ -526,7 +544,14 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     if not isinstance(block, dict) or "type" not in block:
         raise MediaError(f"row {row}, column '{where}': a content block must be a dictionary with a 'type'")
     block = {key: item for key, item in block.items() if not _absent(item)}
-    name = block.pop("type")
+    name = block.pop("type", None)
+    words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
+    if not isinstance(name, str) or not isinstance(words, str):
+        found = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
+        raise MediaError(
+            f"row {row}, column '{where}': the block has {found}; write {{'type': 'text', 'text': '...'}}, or the "
+            "type of a medium"
+        )
     kind = block_kind(name)
     sources = [_source(key, block.pop(key)) for key in _source_keys(kind) if key in block]
     # Nothing reads what is left, but words and options, and those hold no media

@@ -31,8 +31,8 @@ _LOUDEST = 16.0
 # Sampling rates of sounds, in Hz
 _RATES = 1000, 1_000_000
 
-# What is shorter holds not one frame of a spectrogram, in seconds
-_SHORTEST = 0.01
+# What is shorter holds not one window of a spectrogram, in seconds
+_SHORTEST = 0.025
 
 # Channels whose average keeps less of their amplitude than this cancel each other out
 _CANCELLED = 1e-3

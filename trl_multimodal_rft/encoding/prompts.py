@@ -162,7 +162,8 @@ def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTr
         `list[str]`: Such as `["<|image_pad|>", "<|video_pad|>"]`.
     """
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    return [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))]
+    tokens = tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
+    return [token for token in tokens if token is not None]
 
 
 def encode_prompt(
@@ -207,8 +208,8 @@ def encode_prompt(
     """
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
-    if refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
-        _check_text(messages, refs[0], placeholder_tokens(model, processor))
+    if isinstance(processor, ProcessorMixin):
+        _check_text(messages, refs, placeholder_tokens(model, processor), row)
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         _check_blocks(messages, processor, template_kwargs or {}, row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
@@ -221,11 +222,11 @@ def encode_prompt(
             copy.deepcopy(processor_kwargs),  # processors write into it
             template_kwargs or {},
         )
-    outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs)
+    outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs, row)
     input_ids = outputs["input_ids"][0]
     token_fields = {name: outputs[name][0] for name in TOKEN_FIELDS if name in outputs}
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *TOKEN_FIELDS)}
-    _check_placeholders(input_ids, refs, media, placeholders)
+    _check_placeholders(input_ids, refs, media, placeholders, row)
     positions = prompt_position_ids(model, input_ids, media, token_fields)
     if engine_positions:
         is_media = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
@@ -252,6 +253,7 @@ def processor_outputs(
     decoded: dict[int, Any],
     processor_kwargs: dict[str, Any],
     template_kwargs: dict[str, Any] | None = None,
+    row: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """
     Calls a processor on one prompt, as transformers documents it.
@@ -267,12 +269,15 @@ def processor_outputs(
             What it says about them.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
 
     Returns:
         `dict[str, torch.Tensor]`: What the processor returns, without the attention mask and labels.
 
     Raises:
-        [`MediaError`]: If the processing class can't take the media. The message names the row and the column.
+        [`MediaError`]: If the processing class can't take the prompt or its media. The message names the row and the
+            column.
     """
     refs = list(iter_refs(messages))
     encoded: Any
@@ -297,9 +302,15 @@ def processor_outputs(
                 **options,
                 **(template_kwargs or {}),
             )
-        except (ValueError, IndexError, RuntimeError, StopIteration) as error:
+        except ImportError:
+            raise
+        except Exception as error:  # of any type, as templates and processors check little
             if not refs:
-                raise
+                raise MediaError(
+                    f"{_of_row(row)}column 'prompt': the chat template of {type(processor).__name__} rejected the "
+                    f"messages ({error}); change them to what it takes"
+                ) from error
+            _check_each(refs, decoded, processor, processor_kwargs)
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
                 "template writes one placeholder per medium and that the text holds none of its own"
@@ -309,6 +320,27 @@ def processor_outputs(
         for name, value in encoded.items()
         if name not in ("attention_mask", "labels")
     }
+
+
+def _check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, processor_kwargs: dict[str, Any]) -> None:
+    """Names the image or the video that can't be processed by itself either."""
+    videos = 0
+    for ref in refs:
+        medium: Any = decoded[id(ref)]
+        try:
+            if ref.kind == "image":
+                size = "an image of {} x {} pixels".format(*medium.size)
+                processor.image_processor(images=[medium], **processor_kwargs.get("images_kwargs", {}))
+            elif ref.kind == "video":
+                size = f"a video of shape {tuple(medium.shape)}"
+                options = processor_kwargs["videos_kwargs"]
+                metadata = [[options["video_metadata"][0][videos]]]
+                videos += 1
+                processor.video_processor(videos=[[medium]], **{**options, "video_metadata": metadata})
+        except Exception as error:
+            raise ref.error(
+                f"{type(processor).__name__} can't take {size} ({error}); resize it or remove the row"
+            ) from error
 
 
 def prompt_position_ids(
@@ -535,15 +567,20 @@ def _frame_sampler(ref: MediaRef, processor):
     return video_processor.sample_frames if video_processor.do_sample_frames and not chosen else None
 
 
-def _check_text(messages: list[dict[str, Any]], ref: MediaRef, tokens: list[str]) -> None:
-    for message in messages:
+def _check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None) -> None:
+    for message in [{"content": messages}] if isinstance(messages, str) else messages:
         content = message.get("content") or ""
         for part in [{"text": content}] if isinstance(content, str) else content:
-            found = [token for token in tokens if token in (part.get("text") or "")]
-            if found:
-                raise ref.error(
-                    f"the text of the prompt holds the placeholder {found[0]!r} itself; remove it, the chat template "
+            found = next((token for token in tokens if token in (part.get("text") or "")), None)
+            if found is not None and refs:
+                raise refs[0].error(
+                    f"the text of the prompt holds the placeholder {found!r} itself; remove it, the chat template "
                     "writes one for each medium"
+                )
+            if found is not None:
+                raise MediaError(
+                    f"{_of_row(row)}column 'prompt': its text holds the placeholder {found!r} but no media; give the "
+                    "row its media, or remove the placeholder from the text"
                 )
 
 
@@ -566,15 +603,22 @@ def _check_blocks(messages: list[dict[str, Any]], processor, template_kwargs: di
             except Exception:  # a template that refuses one of them says so, or knows the other
                 continue
             if written == other:
-                where = f"column 'prompt[{m}].content[{b}]'"
                 raise MediaError(
-                    f"{where if row is None else f'row {row}, {where}'}: the chat template leaves out blocks of type "
+                    f"{_of_row(row)}column 'prompt[{m}].content[{b}]': the chat template leaves out blocks of type "
                     f"{block['type']!r}, so that the model would not get it; known types are {KNOWN_TYPES}"
                 )
 
 
+def _of_row(row: int | None) -> str:
+    return "" if row is None else f"row {row}, "
+
+
 def _check_placeholders(
-    input_ids: torch.Tensor, refs: list[MediaRef], media: dict[str, torch.Tensor], placeholders: dict[str, set[int]]
+    input_ids: torch.Tensor,
+    refs: list[MediaRef],
+    media: dict[str, torch.Tensor],
+    placeholders: dict[str, set[int]],
+    row: int | None,
 ) -> None:
     present = set(input_ids.tolist())
     for ref in refs:
@@ -588,7 +632,7 @@ def _check_placeholders(
     stray = set().union(*placeholders.values()) & present
     if stray and not refs:
         raise MediaError(
-            f"the prompt holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or "
+            f"{_of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or "
             "remove the placeholder from the text"
         )
 
