@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The model card says on what and how a model was trained, and its code runs."""
 
+import ast
+import html
 import os
 import re
 import subprocess
@@ -26,7 +28,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
 from trl_multimodal_rft.algorithms.kl import KL_ESTIMATORS
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.reporting.model_card import PAPERS, quick_start, training_lines
+from trl_multimodal_rft.reporting.model_card import PAPERS, in_text, quick_start, training_lines
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,38 @@ def test_card_of_an_adapter(tmp_path):
     assert "PeftModel" in text and str(saved("qwen2_5_vl")) in text
     assert ModelCard(text).data.library_name == "peft" and re.search(r"- PEFT: \d+\.\d+", text)
     assert run_code(text, tmp_path)
+
+
+BAD = "<img src=x onerror=alert(1)>\n# Owned [here](https://evil.example) `{{ 7*7 }}` www.evil.example ```"
+
+
+def test_names_are_no_markup(tmp_path):
+    """Names of columns, rewards, datasets and runs are shown as they are, whatever they hold."""
+
+    def length(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    length.__name__ = BAD
+    folder = tmp_path / BAD.replace("/", ":").replace("\n", " ")
+    rows = image_rows(8).add_column(BAD, [1] * 8)
+    trainer = make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", rows, folder, reward=length, max_steps=1)
+    trainer.train()
+    trainer.create_model_card(model_name=BAD, dataset_name="https://user:word@host.example/a?sig=key" + BAD)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    outside = re.sub(r"```(python|bibtex)\n.*?\n```(\n|$)", "", card.content, flags=re.DOTALL)  # what is shown as code
+    for mark in ("<img", "](https://evil", "{{", "www.evil", "https://host", "user:word", "sig=key"):
+        assert mark not in outside
+    headings = [line for line in outside.splitlines() if line.startswith("#")]
+    assert [each for each in headings if "Owned" in each] == [f"# {in_text(BAD)}"]
+    shown = html.unescape(outside)
+    one_line = " ".join(BAD.split())
+    assert shown.count(f"<code>{one_line}</code>") == 2 and "https://***@host.example/a?***" in shown
+    (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```\n", card.content, re.DOTALL)
+    ast.parse(code)
+    for name in (None, BAD):
+        trainer.create_model_card(model_name=name)
+        assert in_text(folder.name if name is None else name) in (folder / "README.md").read_text()
 
 
 def test_how_a_model_was_trained():

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a model card says, and code that asks the model."""
 
+import json
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
@@ -18,6 +20,7 @@ from ..algorithms.kl import KL_ESTIMATORS, AdaptiveKLController
 from ..algorithms.losses import LOSSES
 from ..algorithms.papers import Paper, paper_of
 from ..algorithms.shaping import RunningScale
+from ..data.columns import without_credentials
 from ..families import MODALITIES
 
 
@@ -63,6 +66,57 @@ _MEDIA = {
     ),
     "video": ("", "", '{"type": "video", "video": "video.mp4"}'),
 }
+
+
+# Names of repositories on the Hub
+_REPOSITORY = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+def in_text(name: str) -> str:
+    """
+    Writes a name that others gave: as it is, but no Markdown, HTML, link or template, and without credentials.
+
+    Args:
+        name (`str`):
+            Such as that of a dataset.
+
+    Returns:
+        `str`: One line of Markdown that shows the name.
+    """
+    name = without_credentials(" ".join(name.split()))
+    letters = [each if each.isalnum() or each in " _-/." else f"&#{ord(each)};" for each in name]
+    return re.sub(r"(?i)(www)\.", r"\1&#46;", "".join(letters))
+
+
+def in_code(name: str) -> str:
+    """
+    Writes a name that others gave as code, see [`in_text`].
+
+    Args:
+        name (`str`):
+            Such as that of a column.
+
+    Returns:
+        `str`: One line of Markdown.
+    """
+    name = without_credentials(name)
+    return f"`{name}`" if re.fullmatch(r"[\w .,:=()\[\]'\"/+*?-]+", name) else f"<code>{in_text(name)}</code>"
+
+
+def linked_repository(name: str, kind: str = "") -> str:
+    """
+    Links a repository on the Hub, and writes names of other things as they are.
+
+    Args:
+        name (`str`):
+            Name of a model or a dataset.
+        kind (`str`, *optional*, defaults to `""`):
+            `"datasets/"` for a dataset.
+
+    Returns:
+        `str`: Markdown.
+    """
+    return f"[{name}](https://huggingface.co/{kind}{name})" if _REPOSITORY.fullmatch(name) else in_text(name)
 
 
 def task_of(kinds: set[str]) -> str | None:
@@ -120,10 +174,11 @@ def quick_start(
     if base_model is not None:
         lines.append("from peft import PeftModel")
     lines += [f"from transformers import {', '.join(sorted([processor, model_class]))}", ""]
-    lines.append(f'model = {model_class}.from_pretrained("{base_model or folder}", device_map="auto")')
+    model, adapter = (json.dumps(name, ensure_ascii=False) for name in (base_model or folder, folder))
+    lines.append(f'model = {model_class}.from_pretrained({model}, device_map="auto")')
     if base_model is not None:
-        lines.append(f'model = PeftModel.from_pretrained(model, "{folder}")')
-    lines += [f'processor = {processor}.from_pretrained("{folder}")', *(line.format(rate=rate) for line in reads)]
+        lines.append(f"model = PeftModel.from_pretrained(model, {adapter})")
+    lines += [f"processor = {processor}.from_pretrained({adapter})", *(line.format(rate=rate) for line in reads)]
     question = '{"type": "text", "text": "What is this?"}' if kinds else '"What is this?"'
     content = f"[{', '.join([*blocks, question])}]" if kinds else question
     lines += [
@@ -159,6 +214,10 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
     path, kinds = Path(trainer.args.output_dir, "README.md"), trainer._kinds_seen
     data = ModelCard.load(path).data
     data.pop("licence", None)  # of which TRL knows as little
+    # The Hub looks for what is named here
+    if dataset_name is not None and not _REPOSITORY.fullmatch(dataset_name):
+        data.pop("datasets")
+    data.model_name = None if model_name is None or in_text(model_name) != model_name else model_name
     data.pipeline_tag = data.pipeline_tag or task_of(kinds)
     adapter, base_model = is_peft_model(trainer.model), None
     if adapter:
@@ -171,11 +230,11 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
     card = ModelCard.from_template(
         data,
         template_path=str(files("trl_multimodal_rft.reporting").joinpath("templates", "model_card.md")),
-        model_name=model_name or Path(args.output_dir).name,
-        base_model=data.base_model,
-        dataset_name=dataset_name,
+        model_name=in_text(model_name or Path(args.output_dir).name),
+        base_model=data.base_model and linked_repository(data.base_model),
+        dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
         reports=_reports(),
-        columns=_listed(f"`{name}`" for name in sorted(trainer._columns_seen)),
+        columns=_listed(in_code(name) for name in sorted(trainer._columns_seen)),
         task=task_of(kinds),
         kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
         method=_linked(trainer._name, trainer._paper["id"]),
@@ -192,7 +251,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         ),
         training=[
             *training_lines(args.to_dict()),
-            ("Rewards", ", ".join(f"`{name}`" for name in trainer.reward_func_names)),
+            ("Rewards", ", ".join(map(in_code, trainer.reward_func_names))),
             ("Updates", trainer.state.global_step),
         ],
         beside=trainer._published_beside_model(model_class, folder),

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What PPO saves and loads beside the policy: its critic and the average of its weights."""
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 
 from ..models.critic import Critic
 from ..models.wrapped import is_whole
+from ..reporting.model_card import in_code
 from .ema import MovingAverage
 from .resumable import ResumingMixin
 
@@ -71,10 +73,9 @@ class SavedPartsMixin(ResumingMixin):
         if self.args.shared_trunk and self.critic is not None:
             found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
         elif self.critic is not None:
-            load = (
-                f'trl_multimodal_rft.models.Critic.from_pretrained("{folder}", {model_class}, subfolder="{_CRITIC}")'
-            )
-            found.append((_CRITIC, f"the critic, `{load}`"))
+            name = json.dumps(folder, ensure_ascii=False)
+            load = f'trl_multimodal_rft.models.Critic.from_pretrained({name}, {model_class}, subfolder="{_CRITIC}")'
+            found.append((_CRITIC, f"the critic, {in_code(load)}"))
         if self.ema is not None:
             found.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
         return found
