@@ -9,10 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto import modeling_auto
 from trl.trainer.utils import add_fused_lm_head
 
 from ..data.columns import MediaError
@@ -21,7 +19,7 @@ from ..forward.layout import group_by_prompt, split_by_tokens
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
-from ..models.pretrained import trained_part
+from ..models.pretrained import read_config
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, synthetic_prompt
 
@@ -143,46 +141,6 @@ class Measured:
     tokens: int
     parts: int
     operations: float
-
-
-def read_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """
-    Config of a model, and the class that is trained.
-
-    Args:
-        name (`str`):
-            Name on the Hub, folder, or file with a config.
-
-    Returns:
-        `tuple`: Both.
-
-    Raises:
-        `ValueError`: If there is no such config, or none of a model that can be trained.
-    """
-    try:
-        part: Any = trained_part(name)
-        config = (transformers.AutoConfig if part is None else part.config_class).from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{name!r} is no folder or file with a config of transformers, and no model of that name can be read from "
-            "the Hub or, offline, from its cache."
-        ) from error
-    names = [
-        *(config.architectures or []),
-        *(
-            mapping[config.model_type]
-            for mapping in (
-                modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-                modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-                modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            )
-            if config.model_type in mapping
-        ),
-    ]
-    model_class = part or next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
-    if model_class is None:
-        raise ValueError(f"transformers has no class that generates text with a {config.model_type!r} config.")
-    return config, model_class
 
 
 def _is_sharded(args) -> bool:

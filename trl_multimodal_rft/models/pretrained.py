@@ -3,6 +3,7 @@
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from trl.trainer.utils import create_model_from_path
 
 from ..families import family_of
@@ -46,3 +47,45 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
     """
     kwargs.setdefault("architecture", trained_part(name, **kwargs))
     return create_model_from_path(name, **kwargs)
+
+
+def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """
+    Config of a model, and the class that is trained.
+
+    Args:
+        name (`str`):
+            Name on the Hub, folder, or file with a config.
+        kwargs:
+            Arguments of `from_pretrained` that say where files are.
+
+    Returns:
+        `tuple`: Both.
+
+    Raises:
+        `ValueError`: If there is no such config, or none of a model that can be trained.
+    """
+    try:
+        part = trained_part(name, **kwargs)
+        config = (transformers.AutoConfig if part is None else part.config_class).from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is no folder or file with a config of transformers, and no model of that name can be read from "
+            "the Hub or, offline, from its cache."
+        ) from error
+    names = [
+        *(config.architectures or []),
+        *(
+            mapping[config.model_type]
+            for mapping in (
+                modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+                modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            )
+            if config.model_type in mapping
+        ),
+    ]
+    model_class = part or next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
+    if model_class is None:
+        raise ValueError(f"transformers has no class that generates text with a {config.model_type!r} config.")
+    return config, model_class

@@ -1,0 +1,187 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What `trl-multimodal-rft check` says of a dataset is what would become of its rows."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+from datasets import Audio, Dataset, DatasetDict, List
+from datasets import Image as ImageFeature
+from helpers.families import FAMILIES, RATE, audio, image
+from helpers.trainer_utils import load, saved
+
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
+
+
+def user(words):
+    return [{"role": "user", "content": words}]
+
+
+def run(*argv, status=0):
+    if status:
+        with pytest.raises(SystemExit) as exit:
+            main(["check", *map(str, argv)])
+        assert exit.value.code == status
+    else:
+        main(["check", *map(str, argv)])
+
+
+def table(report, first):
+    """A table of the report: numbers by the name in the first column."""
+    lines = report[report.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    header = [cell.strip() for cell in lines[0].strip("|").split("|")][1:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {name: dict(zip(header, cells, strict=True)) for name, *cells in rows}
+
+
+@pytest.fixture
+def sounds(tmp_path):
+    """Rows with good sounds, and others with sounds of every fault, in the feature of Datasets, decoded."""
+    files = {}
+    for name, seconds in (("short", 0.3), ("long", 0.9), ("beyond", 1.5)):
+        soundfile.write(tmp_path / f"{name}.wav", audio(seconds)["audio"], RATE)
+        files[name] = str(tmp_path / f"{name}.wav")
+    soundfile.write(tmp_path / "click.wav", np.zeros(5), RATE)
+    (tmp_path / "corrupt.wav").write_bytes(b"RIFF but no more")
+    broken = [str(tmp_path / f"{name}.wav") for name in ("corrupt", "click")]
+    prompts, media = [], []
+    for i in range(24):
+        prompts.append(user("What do you hear?" + " Is there a cat?" * (i % 5)))
+        media.append(files["long" if i % 2 else "short"])
+    media[3] = media[11] = broken[0]
+    media[17] = broken[1]
+    media[5] = media[6] = files["beyond"]
+    media[9] = None
+    prompts[8] = None
+    prompts[14] = user("Is <|AUDIO|> one?")
+    prompts[20] = user("Is there a cat?" * 40)
+    rows = Dataset.from_dict({"prompt": prompts, "audio": media, "answer": ["cat"] * 24})
+    return rows.cast_column("audio", Audio())
+
+
+def truth(rows, **options):
+    """By the functions that the trainers call, with the whole model."""
+    model, processor = load("qwen2_audio")
+    ids = placeholder_token_ids(model, processor)["audio"]
+    lengths, tokens, failed = {}, {}, {}
+    for i, row in enumerate(rows.cast_column("audio", Audio(decode=False))):
+        try:
+            prompt = rows_to_messages([row])[0]["prompt"]
+            encoded = encode_prompt(prompt, processor, model, **options)
+        except MediaError as error:
+            failed[i] = str(error)
+            continue
+        lengths[i] = len(encoded)
+        tokens[i] = sum(int(each) in ids for each in encoded.input_ids)
+    return lengths, tokens, failed
+
+
+@pytest.mark.parametrize("overlong", ["raise", "truncate"])
+def test_report_is_true(sounds, tmp_path, overlong, capsys):
+    sounds.save_to_disk(tmp_path / "rows")
+    lengths, tokens, failed = truth(sounds, audio_overlong=overlong)
+    limit = 200
+    run(
+        *("--dataset", tmp_path / "rows", "--model", saved("qwen2_audio"), "--output", tmp_path / "report.md"),
+        *("--max_prompt_length", limit, "--num_workers", 0, "--audio_overlong", overlong),
+        status=1,
+    )
+    report = (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out.endswith(report) and report.startswith("# Check of `")
+    assert sorted(failed) == [3, *([5, 6] if overlong == "raise" else []), 8, 11, 14, 17]
+    assert [i for i in lengths if lengths[i] > limit] == [20]
+    assert f"{len(failed) + 1} of 24 rows" in report.split("## ")[0]
+    causes = report.split("## What would fail")[1].split("\n## ")[0].split("### ")[1:]
+    rows = [[int(i) for i in cause.split("Rows: ")[1].split(",")] for cause in causes]
+    assert sorted(map(tuple, rows)) == sorted([(3, 11), (8,), (14,), (17,)] + [(5, 6)] * (overlong == "raise"))
+    for cause, places in zip(causes, rows, strict=True):
+        reason = failed[places[0]].split(": ", 1)[1]
+        assert cause.startswith(f"{len(places)} of 24 rows")
+        assert " ".join(reason.split()) in cause
+        assert ("in `audio`" in cause) == (8 not in places and "prompt" not in failed[places[0]].split(":")[0])
+    shown = table(report, "tokens of")
+    for name, values in (("prompt", lengths), ("audio", {i: n for i, n in tokens.items() if i != 9})):
+        numbers = sorted(values.values())
+        assert int(shown[name]["rows"]) == len(numbers)
+        assert (int(shown[name]["min"]), int(shown[name]["max"])) == (numbers[0], numbers[-1])
+        assert int(shown[name]["median"]) in (numbers[(len(numbers) - 1) // 2], numbers[len(numbers) // 2])
+    assert shown["audio"]["share"] == f"{100 * sum(tokens.values()) / sum(lengths.values()):.3g} %"
+    assert f"Overlong, of more than {limit} tokens: 1 of 24 rows (4.17 %). Rows: 20" in report
+    cut = " which is cut" if overlong == "truncate" else ""
+    assert f"Audio beyond the model's window{',' * bool(cut)}{cut}: 2 of 24 rows (8.33 %). Rows: 5, 6" in report
+    assert table(report, "kind")["audio"]["max"] == "1"
+
+
+def test_entry_point_with_workers(sounds, tmp_path, capsys):
+    """As it is called, with processes of its own, on one split of a dataset: the same report as without them."""
+    DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")
+    options = ["--dataset", tmp_path / "rows", "--model", saved("qwen2_audio"), "--dataset_split"]
+    command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "check", *options, "all"]
+    shown = subprocess.run([*command, "--num_workers", "2"], capture_output=True, text=True)
+    assert shown.returncode == 1, shown.stderr
+    assert "24/24" in shown.stderr  # the progress bar
+    run(*options, "all", "--num_workers", 0, status=1)
+    alone = capsys.readouterr().out
+    assert shown.stdout[shown.stdout.index("# Check of") :] == alone[alone.index("# Check of") :]
+    assert "7 of 24 rows (29.2 %) would not train." in alone
+    run(*options, "good", "--num_workers", 0)
+    good = capsys.readouterr().out
+    assert "All 4 rows would train." in good and "What would fail" not in good
+    run(*options, "other", status=1)
+    assert "it has the splits ['all', 'good'], not 'other'" in capsys.readouterr().err
+
+
+def test_streams_and_files(tmp_path, capsys):
+    rows = [{"prompt": "What is it?", "images": [str(tmp_path / "a.png")] * n} for n in (1, 2, 0, 3, 1)]
+    image(56, 84)["image"].save(tmp_path / "a.png")
+    for name, row, place in (("b", 1, 1), ("c", 4, 0)):
+        (tmp_path / f"{name}.png").write_bytes(b"not a picture")
+        rows[row]["images"][place] = str(tmp_path / f"{name}.png")
+    Dataset.from_list(rows).cast_column("images", List(ImageFeature())).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "folder").mkdir()
+    Dataset.from_list(rows).to_json(tmp_path / "folder" / "rows.jsonl")
+    for options in (
+        ["--dataset", tmp_path / "rows.parquet"],
+        ["--dataset", tmp_path / "folder"],
+        ["--dataset", tmp_path / "folder", "--dataset_streaming", "--num_workers", 1],
+    ):
+        run("--model", saved("qwen2_5_vl"), "--num_workers", 0, *options, status=1)
+        report = capsys.readouterr().out
+        assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1, 4\n" in report
+        assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
+        media = table(report, "kind")["image"]
+        assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
+
+
+def test_no_weights_are_read(tmp_path, capsys):
+    family = FAMILIES["qwen2_5_vl"]
+    model, processor = family.build()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    Dataset.from_list([{"prompt": "What is it?"}] * 3).to_parquet(tmp_path / "rows.parquet")
+    run("--model", tmp_path / "model", "--dataset", tmp_path / "rows.parquet", "--num_workers", 0)
+    report = capsys.readouterr().out
+    # By default what completions leave of the model's positions
+    assert f"Overlong, of more than {2048 - 256} tokens: 0 of 3 rows (0 %)" in report
+    assert "Media of a row" not in report
+
+
+def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
+    Dataset.from_list([{"question": "What?"}] * 3).to_parquet(tmp_path / "rows.parquet")
+    options = ("--model", saved("qwen2_5_vl"), "--num_workers", 0)
+    run(*options, "--dataset", tmp_path / "rows.parquet", status=1)
+    report = capsys.readouterr().out
+    assert "3 of 3 rows (100 %) would not train." in report and "rename 'question' to 'prompt'" in report
+    picture = image(56, 56)["image"]
+    Dataset.from_list([{"prompt": "What?", "photo": picture}] * 3).to_parquet(tmp_path / "unread.parquet")
+    run(*options, "--dataset", tmp_path / "unread.parquet", status=1)
+    assert "rename it to 'image'" in capsys.readouterr().out
+    run(*options, "--dataset", tmp_path / "unread.parquet", "--ignored_media_columns", "photo")
+    assert "All 3 rows would train." in capsys.readouterr().out
+    run(*options, "--dataset", tmp_path / "none", status=1)
+    assert "can't be read" in capsys.readouterr().err

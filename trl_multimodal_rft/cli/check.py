@@ -1,0 +1,241 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft check`: which rows of a dataset would not train, and how long the others are."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
+from ..data.fetch import FetchOnce
+from ..data.unread import check_columns, check_ignored, no_prompt
+from ..encoding.processors import load_processor
+from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
+from ..models.pretrained import read_config
+from .check_report import CheckedRow, Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Options of the command, by the names that they have in TRL's scripts and in configs.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
+    add = parser.add_argument
+    add("--dataset", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
+    add("--dataset_config", help="configuration of the dataset")
+    add("--dataset_split", default="train", help="which rows")
+    add("--dataset_streaming", action="store_true", help="read rows without downloading all of them first")
+    add("--model", required=True, help="name on the Hub or folder, of which config and processor are read")
+    add("--model_revision", help="branch, tag or commit of the model")
+    add("--max_prompt_length", type=int, help="tokens of a prompt; by default what completions leave of the model's")
+    add("--max_completion_length", type=int, default=256, help="tokens of a completion")
+    add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
+    add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
+    add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add("--num_workers", type=int, default=cpus, help="processes that read and encode rows; 0 is this one alone")
+    add("--output", help="file for the report, in Markdown")
+
+
+class RowChecker(torch.utils.data.Dataset):
+    """
+    Rows by their place, encoded as trainers encode them.
+
+    Args:
+        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            The rows. Those of a stream come with their place.
+        model ([`~transformers.PreTrainedModel`]):
+            Model, without weights.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What encodes prompts.
+        args (`argparse.Namespace`):
+            Parsed options.
+    """
+
+    def __init__(self, rows: Dataset | IterableDataset, model: PreTrainedModel, processor: Any, args):
+        self.rows = FetchOnce(rows) if isinstance(rows, Dataset) else None
+        self.model = model
+        self.processor = processor
+        self.ignored = args.ignored_media_columns or ()
+        self.template_kwargs = args.chat_template_kwargs
+        self.overlong = args.audio_overlong
+        self.own_tokens = placeholder_tokens(model, processor)
+        self.token_ids = {
+            kind: torch.tensor(sorted(ids)) for kind, ids in placeholder_token_ids(model, processor).items()
+        }
+
+    def __getitem__(self, place: int | tuple[int, dict[str, Any]]) -> CheckedRow:
+        checked = CheckedRow(place if isinstance(place, int) else place[0])
+        try:
+            row = place[1] if isinstance(place, tuple) else self.rows[place]
+            self._encode(row, checked)
+        except Exception as error:  # whatever it is, it would end a run
+            text = without_credentials(str(error))
+            where = re.match(r"(?:row [^,]*, )?column '([^']*)': ", text)
+            if where is None:
+                checked.error = f"{type(error).__name__}: {text}"
+            else:
+                checked.column, checked.error = where[1], text[where.end() :]
+        return checked
+
+    def _encode(self, row: dict[str, Any], checked: CheckedRow) -> None:
+        if "prompt" not in row:
+            raise ValueError(no_prompt(row))
+        prompt = rows_to_messages([row], self.ignored, self.own_tokens)[0]["prompt"]
+        if isinstance(prompt, str) and any(column in row and column not in self.ignored for column in MEDIA_COLUMNS):
+            prompt = [{"role": "user", "content": prompt}]  # as beside rows with media
+        for ref in iter_refs(prompt):
+            checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
+        arguments: Any = {"template_kwargs": self.template_kwargs, "row": 0}
+        try:
+            encoded = encode_prompt(prompt, self.processor, self.model, **arguments)
+        except ValueError as error:
+            try:
+                encoded = encode_prompt(prompt, self.processor, self.model, audio_overlong="truncate", **arguments)
+            except ValueError:
+                raise error from None
+            checked.is_cut = True
+            if self.overlong == "raise":
+                raise
+        checked.tokens = len(encoded)
+        counts = {kind: int(torch.isin(encoded.input_ids, ids).sum()) for kind, ids in self.token_ids.items()}
+        if checked.media.keys() == {"video"} and not counts["video"]:
+            counts["video"] = counts["image"]  # some processors write videos with the image's token
+        checked.media_tokens = {kind: counts[kind] for kind in checked.media}
+
+
+def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """
+    Loads a dataset, its media undecoded.
+
+    Args:
+        name (`str`):
+            Name on the Hub, folder or file.
+        config (`str`, *optional*):
+            Its configuration.
+        split (`str`):
+            Which rows.
+        streaming (`bool`):
+            Whether they are read as they are needed.
+
+    Returns:
+        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: The rows.
+
+    Raises:
+        `ValueError`: If there is no such dataset.
+    """
+    path = Path(name)
+    try:
+        if any((path / each).is_file() for each in ("dataset_dict.json", "state.json")):
+            rows: Any = datasets.load_from_disk(name)
+            if isinstance(rows, dict):
+                if split not in rows:
+                    raise ValueError(f"it has the splits {sorted(rows)}, not {split!r}")
+                rows = rows[split]
+        elif path.is_file():
+            rows = datasets.load_dataset(str(path.parent), data_files={split: path.name}, split=split)
+        else:
+            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the dataset {name!r} can't be read: {error}") from error
+    return undecoded(rows)
+
+
+def undecoded(rows):
+    """Rows whose media are files as the dataset has them."""
+    for column, feature in (rows.features or {}).items():
+        cast = _undecoded(feature)
+        if cast != feature:
+            rows = rows.cast_column(column, cast)
+    return rows
+
+
+def _undecoded(feature):
+    if isinstance(feature, (datasets.Image, datasets.Audio, datasets.Video)):
+        return type(feature)(decode=False)
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return type(feature)(_undecoded(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _undecoded(each) for name, each in feature.items()}
+    return feature
+
+
+def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
+    """
+    Checks rows, in order, by several processes.
+
+    Args:
+        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            The rows.
+        checker ([`RowChecker`]):
+            What checks one.
+        num_workers (`int`):
+            Number of processes; 0 is this one.
+
+    Yields:
+        [`CheckedRow`]: What is known of each row.
+    """
+    # Rows of a stream are read here, in their order, and sent to the processes like their places otherwise
+    places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(rows)
+    loader = DataLoader(checker, sampler=places, batch_size=None, num_workers=num_workers)
+    yield from tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check")
+
+
+def run(args: argparse.Namespace) -> None:
+    """
+    Checks a dataset, and prints what it found.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Raises:
+        `SystemExit`: With status 1, if not all rows would train.
+    """
+    check_ignored(args.ignored_media_columns)
+    source = {} if args.model_revision is None else {"revision": args.model_revision}
+    config, model_class = read_config(args.model, **source)
+    try:
+        processor = load_processor(args.model, **source)
+    except OSError as error:
+        raise ValueError(f"{args.model!r} has no processor: {error}") from error
+    with torch.device("meta"), no_init_weights():
+        model = model_class._from_config(config)
+    limit = args.max_prompt_length
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is None and positions is not None:
+        limit = positions - args.max_completion_length
+    rows = load_rows(args.dataset, args.dataset_config, args.dataset_split, args.dataset_streaming)
+    report = Report(args.dataset, args.dataset_split, args.model, limit, cuts=args.audio_overlong == "truncate")
+    try:
+        warning = check_columns(rows, "the dataset", args.ignored_media_columns or ())
+        if warning is not None:
+            report.warnings.append(warning)
+    except ValueError as error:  # of no row in particular
+        report.warnings.append(str(error))
+        report.is_refused = True
+    if "prompt" in (rows.column_names or ()):
+        rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # beside processes
+    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
+        report.add(checked)
+    text = report.text()
+    print(text, end="")
+    if args.output is not None:
+        Path(args.output).write_text(text, encoding="utf-8")
+    if report.failed:
+        raise SystemExit(1)
