@@ -2,6 +2,7 @@
 """Rewards over HTTP, from real servers on this machine: what they are sent, and what happens if they fail."""
 
 import base64
+import contextlib
 import io
 import math
 import socket
@@ -331,6 +332,55 @@ def test_patience_ends_and_lasts(serve, monkeypatch):
     server = serve(lambda request: next(answers))
     assert RemoteReward(server.url, retries=None)(["?"], ["a"]) == [1]
     assert max(waits) == 60 and len(waits) == 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited"),
+    [("7", 7), ("86400", 60), ("9" * 5000, 60), ("\xb2", 0.25), ("-1", 0.25), ("Wed, 21 Oct 2099 07:28:00 GMT", 0.25)],
+)
+def test_servers_may_ask_for_a_minute(serve, asked, waited, monkeypatch):
+    waits, answers = [], iter([(429, {}), {"rewards": [1]}])
+    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
+    server = serve(lambda request: next(answers))
+    server.more_headers["Retry-After"] = asked
+    assert RemoteReward(server.url, backoff=0.25)(["?"], ["a"]) == [1]
+    assert waits == [waited]
+
+
+def test_patience_outlasts_a_thousand_attempts(serve, monkeypatch):
+    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", lambda seconds: None)
+    answers = iter([(503, {})] * 1030 + [{"rewards": [1]}])
+    server = serve(lambda request: next(answers))
+    assert RemoteReward(server.url, retries=None, patience=1e6)(["?"], ["a"]) == [1]
+
+
+@pytest.mark.parametrize("part", ["headers", "chunks", "body"])
+def test_answers_that_drip_end_with_their_time(part):
+    """No read of them takes long; all of them together would."""
+    starts = {
+        "headers": b"HTTP/1.1 200 OK\r\nX-Slow: ",
+        "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "body": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+    }
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(starts[part])
+                while not over.wait(0.02):
+                    connection.sendall(b"0")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="in the time for it"):
+            RemoteReward(url, timeout=0.5, retries=0)([SECRET], ["a"])
+        assert time.monotonic() - started < 5
+        over.set()
+        thread.join(5)
 
 
 def test_answers_that_break_off_are_asked_again():

@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
         self.answer, self.requests, self.images_sent = answer, [], 0
         self.busy = self.most_busy = 0
         self.location = "/elsewhere"  # of answers with a status that redirects
+        self.more_headers: dict[str, str] = {}
         self.lock = threading.Lock()
 
     @property
@@ -63,6 +64,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         if 300 <= status < 400:
             self.send_header("Location", self.server.location)
+        for name, value in self.server.more_headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -1,8 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Requests to servers that are busy, break off, or drip: within a time and a size."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import urllib3
 _BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
 _MOST_REDIRECTS = 5
 _CHUNK = 2**20
+_GRACE = 0.5  # for an attempt to say itself that its time is over, in seconds
 _LONGEST_WAIT = 60.0  # between attempts, in seconds, whatever a server asks for
 
 
@@ -104,10 +107,12 @@ def ask(
     while True:
         attempt += 1
         until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
-        wait = backoff * 2 ** (attempt - 1)
+        wait = backoff * 2.0 ** min(attempt - 1, 60)  # hours of patience have more attempts than floats have powers
         try:
             with nullcontext(session) if session else requests.Session() as own:
-                answer, asked_to_wait = _attempt(method, url, until, max_bytes, json, own, may_visit)
+                answer, asked_to_wait = _until(
+                    until, lambda own=own, until=until: _attempt(method, url, until, max_bytes, json, own, may_visit)
+                )
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
             text = answer.body[:200].decode(errors="replace")
@@ -120,6 +125,23 @@ def ask(
         if attempt == attempts or time.monotonic() + wait > deadline:
             raise NoAnswer(f"{reason}, after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s")
         time.sleep(wait)
+
+
+def _until(until: float, attempt: Callable[[], tuple[Answer, float]]) -> tuple[Answer, float]:
+    """Gives up what drips so slowly that no read of it takes too long, such as a header."""
+    result: Future[tuple[Answer, float]] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(attempt())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(max(until - time.monotonic(), 0.1) + _GRACE)
+    except TimeoutError:
+        raise NoAnswer("no whole answer in the time for it") from None
 
 
 def _attempt(method, url, until, max_bytes, json, session, may_visit) -> tuple[Answer, float]:
@@ -139,13 +161,13 @@ def _attempt(method, url, until, max_bytes, json, session, may_visit) -> tuple[A
             body = _body(response, until, max_bytes)
             is_html = "html" in response.headers.get("Content-Type", "") or body.lstrip()[:1] == b"<"
             wait = response.headers.get("Retry-After", "")
-            return Answer(response.status_code, body, is_html), float(wait) if wait.isdigit() else 0.0
+            return Answer(response.status_code, body, is_html), float(wait) if wait.isdecimal() else 0.0
     raise TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
     length = response.headers.get("Content-Length", "")
-    size, chunks, read = int(length) if length.isdigit() else None, [], 0
+    size, chunks, read = float(length) if length.isdecimal() else None, [], 0
     if (size or 0) > max_bytes:
         raise TooLarge
     while chunk := response.raw.read1(_CHUNK):
@@ -156,5 +178,5 @@ def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
         if time.monotonic() > until:
             raise NoAnswer(f"{read} bytes in the time for it")
     if size is not None and read < size:
-        raise NoAnswer(f"{read} of {size} bytes")
+        raise NoAnswer(f"{read} of {size:.0f} bytes")
     return b"".join(chunks)
