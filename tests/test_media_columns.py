@@ -242,7 +242,10 @@ def test_tool_calls_survive():
             {"prompt": [*user("?"), {"role": None, "content": "?"}]},
             "row 1, column 'prompt[1]': a message must be a dictionary with 'role' and 'content', got ['content', 'role']",
         ),
-        ({"prompt": [{"role": "user", "content": 7}]}, "row 1, column 'prompt[0]': the message has content of type int"),
+        (
+            {"prompt": [{"role": "user", "content": 7}]},
+            "row 1, column 'prompt[0]': the message has content of type int",
+        ),
         ({"prompt": [{"role": "user"}]}, "row 1, column 'prompt[0]': the message has no content; give a text"),
         (
             {"prompt": [{"role": "user", "content": {"type": "text", "text": "?"}}]},

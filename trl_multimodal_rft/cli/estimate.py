@@ -5,7 +5,6 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest.mock import patch
 
 import torch

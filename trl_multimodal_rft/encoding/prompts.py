@@ -567,7 +567,9 @@ def _frame_sampler(ref: MediaRef, processor):
     return video_processor.sample_frames if video_processor.do_sample_frames and not chosen else None
 
 
-def _check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None) -> None:
+def _check_text(
+    messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None
+) -> None:
     for message in [{"content": messages}] if isinstance(messages, str) else messages:
         content = message.get("content") or ""
         for part in [{"text": content}] if isinstance(content, str) else content:
