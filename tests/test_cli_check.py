@@ -14,6 +14,7 @@ from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.data.fetch import FetchOnce
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 
@@ -66,9 +67,10 @@ def sounds(tmp_path):
 def truth(rows, **options):
     """By the functions that the trainers call, with the whole model."""
     model, processor = load("qwen2_audio")
+    rows = rows.cast_column("audio", Audio(decode=False))
     ids = placeholder_token_ids(model, processor)["audio"]
     lengths, tokens, failed = {}, {}, {}
-    for i, row in enumerate(rows.cast_column("audio", Audio(decode=False))):
+    for i, row in enumerate(FetchOnce(rows)):
         try:
             prompt = rows_to_messages([row])[0]["prompt"]
             encoded = encode_prompt(prompt, processor, model, **options)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
-from ..data.fetch import FetchOnce
-from ..data.unread import check_columns, check_ignored, no_prompt
+from ..data.fetch import FetchOnce, Row
+from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
 from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
 from ..models.pretrained import read_config
@@ -67,7 +67,7 @@ class RowChecker(torch.utils.data.Dataset):
     """
 
     def __init__(self, rows: Dataset | IterableDataset, model: PreTrainedModel, processor: Any, args):
-        self.rows = FetchOnce(rows) if isinstance(rows, Dataset) else None
+        self.rows: Any = FetchOnce(rows) if isinstance(rows, Dataset) else None
         self.model = model
         self.processor = processor
         self.ignored = args.ignored_media_columns or ()
@@ -81,7 +81,7 @@ class RowChecker(torch.utils.data.Dataset):
     def __getitem__(self, place: int | tuple[int, dict[str, Any]]) -> CheckedRow:
         checked = CheckedRow(place if isinstance(place, int) else place[0])
         try:
-            row = place[1] if isinstance(place, tuple) else self.rows[place]
+            row = self.rows[place] if isinstance(place, int) else Row(place[0], dict([place]).__getitem__)
             self._encode(row, checked)
         except Exception as error:  # whatever it is, it would end a run
             text = without_credentials(str(error))
@@ -92,19 +92,20 @@ class RowChecker(torch.utils.data.Dataset):
                 checked.column, checked.error = where[1], text[where.end() :]
         return checked
 
-    def _encode(self, row: dict[str, Any], checked: CheckedRow) -> None:
-        if "prompt" not in row:
-            raise ValueError(no_prompt(row))
+    def _encode(self, row: Row, checked: CheckedRow) -> None:
+        check_has_prompt(row)
         prompt = rows_to_messages([row], self.ignored, self.own_tokens)[0]["prompt"]
         if isinstance(prompt, str) and any(column in row and column not in self.ignored for column in MEDIA_COLUMNS):
             prompt = [{"role": "user", "content": prompt}]  # as beside rows with media
         for ref in iter_refs(prompt):
             checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
-        arguments: Any = {"template_kwargs": self.template_kwargs, "row": 0}
+        arguments: Any = {"template_kwargs": self.template_kwargs, "row": row.number}
         try:
             encoded = encode_prompt(prompt, self.processor, self.model, **arguments)
         except ValueError as error:
-            try:
+            if "audio" not in checked.media:
+                raise
+            try:  # what is well when it is cut is overlong
                 encoded = encode_prompt(prompt, self.processor, self.model, audio_overlong="truncate", **arguments)
             except ValueError:
                 raise error from None

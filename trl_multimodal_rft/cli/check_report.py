@@ -206,16 +206,15 @@ class Report:
         return parts
 
     def _media(self) -> list[str]:
-        lines = [
-            f"| {kind} | {len(numbers)} | {min(numbers)} | {int(np.median(numbers))} | {max(numbers)} | {sum(numbers)} |"
-            for kind, numbers in self.media.items()
-            if numbers
-        ]
-        if not lines:
+        lines = ["| kind | rows | min | median | max | all |", "|---" * 6 + "|"]
+        for kind, numbers in self.media.items():
+            if numbers:
+                cells = [kind, len(numbers), min(numbers), int(np.median(numbers)), max(numbers), sum(numbers)]
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+        if len(lines) == 2:
             return []
-        table = ["| kind | rows | min | median | max | all |", "|---" * 6 + "|", *lines]
-        parts = ["## Media of a row", "\n".join(table)]
-        if "audio" in self.media and self.media["audio"]:
+        parts = ["## Media of a row", "\n".join(lines)]
+        if self.media["audio"]:
             parts.append(
                 f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._share(self.cut.count)}"
                 + f". Rows: {self.cut.listed}" * bool(self.cut.count)

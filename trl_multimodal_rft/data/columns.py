@@ -162,8 +162,8 @@ def rows_to_messages(
 
     Raises:
         MediaError: If a prompt is neither text nor messages with a role and a content, both columns of a kind are set,
-            a column does not hold one medium or a list as its name says, the placeholders of a prompt do not match the media of its row, no user message can receive them, or a
-            message holds media where nothing reads them.
+            a column does not hold one medium or a list as its name says, the placeholders of a prompt do not match the
+            media of its row, no user message can receive them, or a message holds media where nothing reads them.
     """
     numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
     for number, row in zip(numbers, rows, strict=True):
@@ -515,8 +515,8 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
         raise MediaError(
-            f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; give "
-            "it the role 'user', 'assistant' or 'system'"
+            f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; "
+            "give it the role 'user', 'assistant' or 'system'"
         )
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")

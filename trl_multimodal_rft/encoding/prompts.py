@@ -327,6 +327,7 @@ def _check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, proces
     videos = 0
     for ref in refs:
         medium: Any = decoded[id(ref)]
+        size = ""
         try:
             if ref.kind == "image":
                 size = "an image of {} x {} pixels".format(*medium.size)
@@ -634,8 +635,8 @@ def _check_placeholders(
     stray = set().union(*placeholders.values()) & present
     if stray and not refs:
         raise MediaError(
-            f"{_of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray)} but no media; give the row its media, or "
-            "remove the placeholder from the text"
+            f"{_of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray)} but no media; give the "
+            "row its media, or remove the placeholder from the text"
         )
 
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Models by their names."""
 
+from typing import Any
+
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -67,7 +69,8 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
     """
     try:
         part = trained_part(name, **kwargs)
-        config = (transformers.AutoConfig if part is None else part.config_class).from_pretrained(name, **kwargs)
+        config_class: Any = transformers.AutoConfig if part is None else part.config_class
+        config = config_class.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name!r} is no folder or file with a config of transformers, and no model of that name can be read from "
