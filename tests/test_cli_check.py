@@ -1,18 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What `trl-multimodal-rft check` says of a dataset is what would become of its rows."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import soundfile
+import torch
 from datasets import Audio, Dataset, DatasetDict, List
 from datasets import Image as ImageFeature
 from helpers.families import FAMILIES, RATE, audio, image
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.cli.check import check
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.data.fetch import FetchOnce
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
@@ -171,6 +175,18 @@ def test_no_weights_are_read(tmp_path, capsys):
     # By default what completions leave of the model's positions
     assert f"Overlong, of more than {2048 - 256} tokens: 0 of 3 rows (0 %)" in report
     assert "Media of a row" not in report
+
+
+class Killed(torch.utils.data.Dataset):
+    """A row that kills who reads it, as a decoder in C or the memory of a machine may do."""
+
+    def __getitem__(self, place):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_named():
+    with pytest.raises(ValueError, match=r"worker .*Fewer `--num_workers` take less memory"):
+        list(check(Dataset.from_dict({"prompt": ["?"] * 2}), Killed(), 1))
 
 
 def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):

@@ -189,11 +189,17 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
 
     Yields:
         [`CheckedRow`]: What is known of each row.
+
+    Raises:
+        `ValueError`: If a process was killed.
     """
     # Rows of a stream are read here, in their order, and sent to the processes like their places otherwise
     places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(rows)
     loader = DataLoader(checker, sampler=places, batch_size=None, num_workers=num_workers)
-    yield from tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check")
+    try:
+        yield from tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check")
+    except RuntimeError as error:  # rows have their own errors
+        raise ValueError(f"{error}. Fewer `--num_workers` take less memory; 0 shows what libraries say.") from error
 
 
 def run(args: argparse.Namespace) -> None:
