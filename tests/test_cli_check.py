@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What `trl-multimodal-rft check` says of a dataset is what would become of its rows."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from helpers.families import FAMILIES, RATE, audio, image
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.cli.check import check
+from trl_multimodal_rft.cli.check import RowChecker, add_arguments, check, without_weights
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.data.fetch import FetchOnce
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
@@ -175,6 +176,27 @@ def test_no_weights_are_read(tmp_path, capsys):
     # By default what completions leave of the model's positions
     assert f"Overlong, of more than {2048 - 256} tokens: 0 of 3 rows (0 %)" in report
     assert "Media of a row" not in report
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_omni", "glm4v", "gemma4", "phi4_multimodal", "llava_onevision"])
+def test_rows_are_as_long_as_for_the_model_with_its_weights(name):
+    model, processor = FAMILIES[name].build()
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--dataset", "-", "--model", "-"])
+    checker = RowChecker(None, without_weights(model.config, type(model)), processor, args)
+    kinds = set()
+    for i, prompt in enumerate(FAMILIES[name].prompts()):
+        for block in prompt[0]["content"]:
+            if block["type"] == "audio":
+                block["sampling_rate"] = RATE
+        checked = checker[i, {"prompt": prompt}]
+        encoded = encode_prompt(rows_to_messages([{"prompt": prompt}])[0]["prompt"], processor, model)
+        assert (checked.index, checked.error, checked.tokens) == (i, None, len(encoded))
+        assert checked.media.keys() == checked.media_tokens.keys() == encoded.modalities
+        assert all(0 < number < len(encoded) for number in checked.media_tokens.values())
+        kinds |= encoded.modalities
+    assert kinds == set(FAMILIES[name].modalities)
 
 
 class Killed(torch.utils.data.Dataset):

@@ -3,11 +3,13 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -171,6 +173,15 @@ def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
     assert first == second
     with pytest.raises(ProcessLookupError):
         os.kill(int(first), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts memory")
+def test_a_comparison_takes_no_more_memory_than_it_may():
+    pytest.importorskip("math_verify")
+    assert accuracy("0.5", "1/2") == 1.0
+    process = expressions._comparer(os.getpid())._process
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    assert re.search(rf"Max address space +{4 * 2**30} ", limits)
 
 
 def test_a_killed_process_is_replaced():

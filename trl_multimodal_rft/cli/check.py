@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
@@ -56,7 +56,7 @@ class RowChecker(torch.utils.data.Dataset):
     Rows by their place, encoded as trainers encode them.
 
     Args:
-        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
             The rows. Those of a stream come with their place.
         model ([`~transformers.PreTrainedModel`]):
             Model, without weights.
@@ -66,7 +66,7 @@ class RowChecker(torch.utils.data.Dataset):
             Parsed options.
     """
 
-    def __init__(self, rows: Dataset | IterableDataset, model: PreTrainedModel, processor: Any, args):
+    def __init__(self, rows: Dataset | IterableDataset | None, model: PreTrainedModel, processor: Any, args):
         self.rows: Any = FetchOnce(rows) if isinstance(rows, Dataset) else None
         self.model = model
         self.processor = processor
@@ -117,6 +117,23 @@ class RowChecker(torch.utils.data.Dataset):
         if checked.media.keys() == {"video"} and not counts["video"]:
             counts["video"] = counts["image"]  # some processors write videos with the image's token
         checked.media_tokens = {kind: counts[kind] for kind in checked.media}
+
+
+def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """
+    Builds a model that takes no memory.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Its config.
+        model_class (`type`):
+            Its class.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model, which knows its tokens and positions.
+    """
+    with torch.device("meta"), no_init_weights():
+        return model_class._from_config(config)
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -220,8 +237,7 @@ def run(args: argparse.Namespace) -> None:
         processor = load_processor(args.model, **source)
     except OSError as error:
         raise ValueError(f"{args.model!r} has no processor: {error}") from error
-    with torch.device("meta"), no_init_weights():
-        model = model_class._from_config(config)
+    model = without_weights(config, model_class)
     limit = args.max_prompt_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None and positions is not None:

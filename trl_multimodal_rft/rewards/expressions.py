@@ -113,7 +113,9 @@ def _serve() -> None:
     if sys.platform != "win32":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = _MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     from math_verify import parse, verify
 
     logging.disable()
