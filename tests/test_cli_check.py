@@ -207,7 +207,7 @@ class Killed(torch.utils.data.Dataset):
 
 
 def test_a_killed_process_is_named():
-    with pytest.raises(ValueError, match=r"worker .*Fewer `--num_workers` take less memory"):
+    with pytest.raises(ValueError, match="killed while it read one of the rows from 0 on"):
         list(check(Dataset.from_dict({"prompt": ["?"] * 2}), Killed(), 1))
 
 

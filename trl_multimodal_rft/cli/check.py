@@ -213,10 +213,16 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
     # Rows of a stream are read here, in their order, and sent to the processes like their places otherwise
     places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(rows)
     loader = DataLoader(checker, sampler=places, batch_size=None, num_workers=num_workers)
+    n_checked = 0
     try:
-        yield from tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check")
+        for checked in tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check"):
+            yield checked
+            n_checked += 1
     except RuntimeError as error:  # rows have their own errors
-        raise ValueError(f"{error}. Fewer `--num_workers` take less memory; 0 shows what libraries say.") from error
+        raise ValueError(
+            f"A process was killed while it read one of the rows from {n_checked} on, by a decoder that crashed or "
+            f"for want of memory, of which fewer `--num_workers` take less ({error})."
+        ) from error
 
 
 def run(args: argparse.Namespace) -> None:
