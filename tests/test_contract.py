@@ -62,6 +62,7 @@ OVERRIDDEN = {
     "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "transformers:Trainer._load_best_model": "self",
     GRPO + "_get_train_sampler": "self dataset",
+    GRPO + "get_eval_dataloader": "self eval_dataset",
     "transformers:Trainer._init_training_state": (
         "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
     ),

@@ -23,6 +23,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, described
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, log_ratios, policy_loss
+from trl_multimodal_rft.data.rules import RULE_NAMES
 from trl_multimodal_rft.trainers import setup
 
 
@@ -361,6 +362,7 @@ MEDIA_AND_PACKING = {
     "max_tokens_per_microbatch",  # which changes no update, see test_token_budget.py
     "audio_overlong",
     "ignored_media_columns",  # see test_unread_media.py
+    *RULE_NAMES,  # see test_media_rules.py
     "vllm_engine_kwargs",  # these two are about vLLM, see tests/engine
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py

@@ -21,10 +21,10 @@ from trl_multimodal_rft.data.columns import (
     MediaRef,
     as_text,
     iter_refs,
-    restore_media,
     rows_to_messages,
     strip_media,
 )
+from trl_multimodal_rft.data.features import restore_media
 
 
 def user(*content):
@@ -149,7 +149,7 @@ def test_none_filled_by_arrow_is_dropped():
             ],
             "audio": {"path": "a.wav"},
         },
-        {"prompt": user({"type": "video", "path": "v.mp4", "fps": 2.0}, text("What?")), "audio": {"path": None}},
+        {"prompt": user({"type": "video", "path": "v.mp4", "fps": 2.0}, text("What?")), "audio": None},
     ]
     table = datasets.Dataset.from_list(rows)
     assert table[0]["prompt"][0]["content"][1] == {"type": "text", "path": None, "text": "Colour?", "fps": None}
@@ -215,6 +215,10 @@ def test_tool_calls_survive():
             for clips in (["a.mp4", "b.mp4"], [{"bytes": None, "path": "a.MOV"}], ["https://a.b/c.webm?key=0"])
         ),
         ({"images": "i"}, "row 1, column 'images': holds a str, not a list; rename the column to 'image'"),
+        (
+            {"audio": {"bytes": None, "path": None}},
+            "row 1, column 'audio': the values of ['bytes', 'path'] are all None",
+        ),
         ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
         (
             {"prompt": user({"type": "image"}, {"type": "image"}, text("?")), "images": ["i", "j", "k"]},

@@ -6,6 +6,7 @@ import functools
 import http.server
 import sys
 import threading
+from dataclasses import replace
 
 import av
 import datasets
@@ -22,7 +23,7 @@ from transformers.utils import is_torchcodec_usable
 from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
-from trl_multimodal_rft.data.sources import PROTOCOLS, MediaRules
+from trl_multimodal_rft.data.rules import PROTOCOLS, MediaRules
 
 
 RATE, FPS, FRAMES, WIDTH, HEIGHT = 16000, 10, 20, 96, 64
@@ -138,11 +139,15 @@ FORMS = (
 @pytest.mark.parametrize("form", FORMS)
 def test_files_are_read_in_every_form(folder, site, form):
     rules = MediaRules(allowed_media_protocols=(*PROTOCOLS, "memory"))
-    image = load_image(ref("image", forms(folder / "i.png", site, "image/png")[form]), rules)
+
+    def given(kind, name, mime):
+        return replace(ref(kind, forms(folder / name, site, mime)[form]), rules=rules)
+
+    image = load_image(given("image", "i.png", "image/png"))
     assert (image.mode, image.size, image.getpixel((5, 3))) == ("RGB", (6, 4), RED)
-    audio = load_audio(ref("audio", forms(folder / "a.wav", site, "audio/wav")[form]), RATE, rules=rules)
+    audio = load_audio(given("audio", "a.wav", "audio/wav"), RATE)
     np.testing.assert_allclose(audio, tone(RATE), atol=1 / 32768)
-    frames, metadata = load_video(ref("video", forms(folder / "v.mp4", site, "video/mp4")[form]), rules=rules)
+    frames, metadata = load_video(given("video", "v.mp4", "video/mp4"))
     assert shown(frames) == list(range(FRAMES))
     assert metadata["fps"] == FPS
 

@@ -38,11 +38,11 @@ from helpers.trainer_utils import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data import encode
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.encode import encode_medium
 from trl_multimodal_rft.data.loading import load_image, load_video
 from trl_multimodal_rft.encoding import prompts as encoding
+from trl_multimodal_rft.reporting import media_logs
 from trl_multimodal_rft.reporting.media_logs import write_parquet
 
 
@@ -567,18 +567,18 @@ def test_bounds_that_make_no_sense(options, message):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """Counts how often an image is decoded, to train on it and to log it. The self-check decodes one once more."""
+    """Counts how often an image is decoded to train on it, and encoded to log it. The self-check decodes one more."""
     counts = {"train": 0, "log": 0}
 
-    def counting(name):
-        def load(*args):
+    def counting(name, function):
+        def counted(*args):
             counts[name] += 1
-            return load_image(*args)
+            return function(*args)
 
-        return load
+        return counted
 
-    monkeypatch.setattr(encoding, "load_image", counting("train"))
-    monkeypatch.setattr(encode, "load_image", counting("log"))
+    monkeypatch.setattr(encoding, "load_image", counting("train", load_image))
+    monkeypatch.setattr(media_logs, "encode_medium", counting("log", encode_medium))
     return counts
 
 

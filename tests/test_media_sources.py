@@ -20,14 +20,14 @@ from PIL import Image
 from trl_multimodal_rft.data import http as http_client
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, without_credentials
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video
-from trl_multimodal_rft.data.sources import MediaRules
+from trl_multimodal_rft.data.rules import MediaRules
 
 
 RED = (200, 30, 40)
 
 
-def ref(kind, source):
-    return MediaRef(kind, source, {}, kind, 3)
+def ref(kind, source, **rules):
+    return MediaRef(kind, source, {}, kind, 3, MediaRules(**rules))
 
 
 def png(color=RED, size=(6, 4)):
@@ -146,6 +146,8 @@ REFERENCE = base64.b64encode(
         "github://user:repo@/a.png",
         "python://os",
         "local::/etc/hostname",
+        "hdfs://127.0.0.1/a.png",
+        "webhdfs://127.0.0.1:1/a.png",
     ],
 )
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
@@ -155,6 +157,24 @@ def test_protocols_that_are_not_allowed_reach_nothing(kind, url, tmp_path, monke
     with watched() as heard, pytest.raises(MediaError, match="row 3, .*protocol .*`allowed_media_protocols`"):
         load(ref(kind, url))
     assert not [event for event in heard if event[0] != "open"] and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "package"),
+    [
+        ("s3://bucket/a.png", "s3fs"),
+        ("gs://bucket/a.png", "gcsfs"),
+        ("az://bucket/a.png", "adlfs"),
+        ("abfss://bucket/a.png", "abfss"),
+        ("zip://a.png::https://127.0.0.1:1/a.zip", "aiohttp"),
+        ("zip://a.png::s3://bucket/a.zip", "s3fs"),
+    ],
+)
+def test_packages_that_protocols_need_are_named(url, package, monkeypatch):
+    for name in ("s3fs", "gcsfs", "adlfs", "aiohttp"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"^row 3, column 'image': no package is installed that reads .*{package}"):
+        load_image(ref("image", url))
 
 
 def test_archives_are_read_where_each_link_is_allowed(tmp_path):
@@ -167,7 +187,7 @@ def test_archives_are_read_where_each_link_is_allowed(tmp_path):
     assert load_image(ref("image", f"zip://i.png::file://{tmp_path / 'all.zip'}")).getpixel((0, 0)) == RED
     for link in (url, f"zip://i.png::file://{tmp_path / 'all.zip'}"):
         with pytest.raises(MediaError, match="`allowed_media_folders`"):
-            load_image(ref("image", link), MediaRules(allowed_media_folders=("/nowhere",)))
+            load_image(ref("image", link, allowed_media_folders=("/nowhere",)))
 
 
 def test_local_files_can_be_kept_to_folders(tmp_path):
@@ -175,25 +195,25 @@ def test_local_files_can_be_kept_to_folders(tmp_path):
     (tmp_path / "media" / "i.png").write_bytes(png())
     (tmp_path / "other.png").write_bytes(png())
     (tmp_path / "media" / "link.png").symlink_to(tmp_path / "other.png")
-    rules = MediaRules(allowed_media_folders=(str(tmp_path / "media"),))
+    folders = [str(tmp_path / "media")]
     for source in (tmp_path / "media" / "i.png", (tmp_path / "media" / "i.png").as_uri()):
-        assert load_image(ref("image", source), rules).getpixel((0, 0)) == RED
+        assert load_image(ref("image", source, allowed_media_folders=folders)).getpixel((0, 0)) == RED
     for name in ("other.png", "media/link.png", "media/../other.png"):
         for source in (tmp_path / name, f"file://{tmp_path / name}", {"path": str(tmp_path / name)}):
             with pytest.raises(MediaError, match="row 3.*in none of `allowed_media_folders`"):
-                load_image(ref("image", source), rules)
+                load_image(ref("image", source, allowed_media_folders=folders))
     assert load_image(ref("image", tmp_path / "other.png")).getpixel((0, 0)) == RED
 
 
 def test_servers_can_be_kept_to_domains(site):
     site.answers["/i.png"] = answer(body=png())
-    assert load_image(ref("image", site.url("/i.png")), MediaRules(allowed_media_domains=("127.0.0.1",)))
+    assert load_image(ref("image", site.url("/i.png"), allowed_media_domains=("127.0.0.1",)))
     with pytest.raises(MediaError, match="'127.0.0.1' is none of `allowed_media_domains`"):
-        load_image(ref("image", site.url("/i.png")), MediaRules(allowed_media_domains=("example.com",)))
+        load_image(ref("image", site.url("/i.png"), allowed_media_domains=("example.com",)))
     assert site.asked == ["/i.png"]
     site.answers["/away"] = answer(302, Location=site.url("/i.png").replace("127.0.0.1", "localhost"))
     with pytest.raises(MediaError, match="'localhost' is none of `allowed_media_domains`"):
-        load_image(ref("image", site.url("/away")), MediaRules(allowed_media_domains=("127.0.0.1",)))
+        load_image(ref("image", site.url("/away"), allowed_media_domains=("127.0.0.1",)))
 
 
 @pytest.mark.parametrize("location", ["file:///etc/hostname", "ftp://127.0.0.1/a", "memory://a", "s3://bucket/a"])
@@ -262,7 +282,7 @@ def test_names_with_patterns_are_one_file(tmp_path, decoder, monkeypatch):
 
 
 def test_files_have_a_largest_size(site, tmp_path):
-    data, rules = png(size=(300, 200)), MediaRules(max_media_bytes=100)
+    data = png(size=(300, 200))
     (tmp_path / "i.png").write_bytes(data)
     site.answers["/i.png"] = answer(body=data)
     site.answers["/unknown"] = lambda handler: (
@@ -274,25 +294,24 @@ def test_files_have_a_largest_size(site, tmp_path):
     for source in (data, uri, tmp_path / "i.png", site.url("/i.png"), site.url("/unknown")):
         assert load_image(ref("image", source)).size == (300, 200)
         with pytest.raises(MediaError, match="more than 100 bytes; remove the row or raise `max_media_bytes`"):
-            load_image(ref("image", source), rules)
+            load_image(ref("image", source, max_media_bytes=100))
 
 
 def test_images_and_frames_have_most_pixels(monkeypatch):
     with pytest.raises(MediaError, match="30 x 20 pixels where 500 are allowed.*`max_image_pixels`"):
-        load_image(ref("image", png(size=(30, 20))), MediaRules(max_image_pixels=500))
-    rules = MediaRules(max_image_pixels=500)
+        load_image(ref("image", png(size=(30, 20)), max_image_pixels=500))
     with pytest.raises(MediaError, match="64 x 48 pixels where 500 are allowed.*`max_image_pixels`"):
-        load_video(ref("video", mp4()), rules=rules)
+        load_video(ref("video", mp4(), max_image_pixels=500))
     monkeypatch.setattr("trl_multimodal_rft.data.loading.is_torchcodec_usable", lambda decode: False)
     with pytest.raises(MediaError, match="64 x 48 pixels where 500 are allowed.*`max_image_pixels`"):
-        load_video(ref("video", mp4()), rules=rules)
+        load_video(ref("video", mp4(), max_image_pixels=500))
 
 
 def test_sounds_and_videos_have_a_longest_time():
     with pytest.raises(MediaError, match="2 s where 1.5 s are allowed.*`max_audio_seconds`"):
-        load_audio(ref("audio", wav(2.0)), 16000, rules=MediaRules(max_audio_seconds=1.5))
+        load_audio(ref("audio", wav(2.0), max_audio_seconds=1.5), 16000)
     with pytest.raises(MediaError, match="s where 0.5 s are allowed.*`max_video_seconds`"):
-        load_video(ref("video", mp4()), rules=MediaRules(max_video_seconds=0.5))
+        load_video(ref("video", mp4(), max_video_seconds=0.5))
 
 
 def test_a_sound_that_was_cut_off_is_named():
@@ -337,7 +356,7 @@ def test_a_slow_drip_ends_with_the_time_that_is_allowed(site):
     for path in ("/drip", "/silent"):
         started = time.monotonic()
         with pytest.raises(MediaError, match="`media_timeout`"):
-            load_image(ref("image", site.url(path)), MediaRules(media_timeout=0.5))
+            load_image(ref("image", site.url(path), media_timeout=0.5))
         assert time.monotonic() - started < 2.5
 
 
@@ -348,7 +367,7 @@ def test_errors_keep_credentials_to_themselves(site):
         load_image(ref("image", url))
     assert "secret" not in str(error.value) and "i.png?***" in str(error.value)
     with pytest.raises(MediaError) as error:
-        load_image(ref("image", "http://127.0.0.1:9/i.png?token=secret"), MediaRules(media_timeout=0.2))
+        load_image(ref("image", "http://127.0.0.1:9/i.png?token=secret", media_timeout=0.2))
     assert "secret" not in str(error.value)
     assert without_credentials("is 1 = 1? yes") == "is 1 = 1? yes"
 
@@ -356,4 +375,4 @@ def test_errors_keep_credentials_to_themselves(site):
 def test_allowed_places_are_absolute_or_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("i.png").write_bytes(png())
-    assert load_image(ref("image", "i.png"), MediaRules(allowed_media_folders=(".",))).getpixel((0, 0)) == RED
+    assert load_image(ref("image", "i.png", allowed_media_folders=(".",))).getpixel((0, 0)) == RED

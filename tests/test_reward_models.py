@@ -31,6 +31,7 @@ from torch import nn
 
 from trl_multimodal_rft import MultimodalRLOOTrainer
 from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.features import restore_media
 from trl_multimodal_rft.rewards import RewardModel, model
 
 
@@ -336,7 +337,7 @@ def test_rloo_is_rewarded_by_a_model():
     model, processor = classifier()
     inputs, completions, rewards = trainer.seen
     expected = [
-        alone(model, processor, chat({"type": "image", "image": ref.source}, *blocks) + completion)
+        alone(model, processor, chat({"type": "image", "image": restore_media(ref)}, *blocks) + completion)
         for row, completion in zip(inputs, completions, strict=True)
         for ref, *blocks in [(row["prompt"][0]["content"][0]["image"], *row["prompt"][0]["content"][1:])]
     ]

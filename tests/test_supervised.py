@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.features import restore_rows
 from trl_multimodal_rft.data.fetch import EndlessRows
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 from trl_multimodal_rft.forward.scoring import completion_scores
@@ -448,7 +449,7 @@ def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, 
     start = make_trainer(
         Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **{**options, "ptx_coef": 0.0}
     )
-    rows = EndlessRows(data, start.args.seed).at(0, 2)
+    rows = restore_rows(EndlessRows(data, start.args.seed).at(0, 2))
     model = start.model
     losses = []
     for row in rows:

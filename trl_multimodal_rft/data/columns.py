@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import PIL.Image
 
 from ..families import MODALITIES
+from .rules import DEFAULT_RULES, MediaRules
 
 
 # Dataset column -> kind of the media it holds. A column named like its kind holds one medium, the plural a list.
@@ -74,6 +75,30 @@ class MediaError(ValueError):
     """A medium that cannot be placed or decoded. The message names the row, the column and the remedy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """
+    A medium as a dataset stores it, of a feature that would decode it. It is never copied.
+
+    Args:
+        value (`dict[str, Any]`):
+            With `"bytes"`, `"path"`, or both.
+        feature (`datasets.Audio`, `datasets.Image` or `datasets.Video`):
+            The feature.
+    """
+
+    value: dict[str, Any]
+    feature: Any
+
+    @property
+    def kind(self) -> str:
+        """`"image"`, `"audio"` or `"video"`."""
+        return type(self.feature).__name__.lower()
+
+    def __deepcopy__(self, memo: dict) -> "Encoded":
+        return self
+
+
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class MediaRef:
     """
@@ -94,6 +119,8 @@ class MediaRef:
             Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
         row (`int`):
             Number of the row in its dataset, or in a list of rows.
+        rules ([`~data.rules.MediaRules`], *optional*):
+            From where the medium may come, and how large it may be. Whatever opens it obeys them.
     """
 
     kind: str
@@ -101,6 +128,7 @@ class MediaRef:
     options: dict[str, Any]
     column: str
     row: int
+    rules: MediaRules = DEFAULT_RULES
 
     def error(self, message: str) -> MediaError:
         """
@@ -113,7 +141,14 @@ class MediaRef:
         Returns:
             [`MediaError`]: To be raised.
         """
-        return MediaError(f"row {self.row}, column '{self.column}': {without_credentials(message)}")
+        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {without_credentials(message)}")
+
+    def _file(self) -> str:
+        """What a file was called whose bytes are at hand, by which it may be found."""
+        value = self.source.value if isinstance(self.source, Encoded) else self.source
+        if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
+            return ""
+        return f" ({without_credentials(str(value['path']))})"
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
@@ -129,7 +164,10 @@ class MediaRef:
 
 
 def rows_to_messages(
-    rows: Sequence[Mapping[str, Any]], ignored: Collection[str] = (), own_tokens: Collection[str] = ()
+    rows: Sequence[Mapping[str, Any]],
+    ignored: Collection[str] = (),
+    own_tokens: Collection[str] = (),
+    rules: MediaRules = DEFAULT_RULES,
 ) -> list[dict[str, Any]]:
     """
     Moves the media of dataset rows into their prompts.
@@ -155,6 +193,8 @@ def rows_to_messages(
             Media columns that are not for the prompt.
         own_tokens (`Collection[str]`, *optional*, defaults to `()`):
             The model's own placeholders. Where `"<image>"` is one, a plain-text prompt keeps it as it is.
+        rules ([`~data.rules.MediaRules`], *optional*):
+            From where media may come, and how large they may be, for all that open them.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
@@ -179,7 +219,7 @@ def rows_to_messages(
             tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in own_tokens)]
             prompts[index] = _place(messages, media[index], numbers[index], tags)
         if next(iter_refs(prompts), None) is not None:
-            prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
+            prompts = [[_ruled(_as_blocks(message), rules) for message in messages] for messages in prompts]
     return [
         {**{key: value for key, value in row.items() if key not in MEDIA_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts, strict=True)
@@ -255,7 +295,7 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
         medium: a text is only what [`file_kind`] says of it.
     """
     decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
-    if isinstance(value, MediaRef):
+    if isinstance(value, (MediaRef, Encoded)):
         yield place, value.kind, value
     elif isinstance(value, PIL.Image.Image):
         yield place, "image", value
@@ -303,28 +343,6 @@ def iter_refs(value: Any) -> Iterator[MediaRef]:
             yield from iter_refs(item)
     elif isinstance(value, dict):
         yield from iter_refs(list(value.values()))
-
-
-def restore_media(value: Any) -> Any:
-    """
-    Undoes [`rows_to_messages`] for functions that read prompts.
-
-    Args:
-        value (`Any`):
-            Messages, or any nesting of lists and dictionaries of them.
-
-    Returns:
-        `Any`: A copy in which each [`MediaRef`] is replaced by its raw medium, with the options of its block beside
-        it.
-    """
-    if isinstance(value, MediaRef):
-        return value.source
-    if isinstance(value, list):
-        return [restore_media(item) for item in value]
-    if isinstance(value, dict):
-        options = [item.options for item in value.values() if isinstance(item, MediaRef)]
-        return {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {})
-    return value
 
 
 def strip_media(value: Any) -> Any:
@@ -394,9 +412,14 @@ def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
     media = {kind: [] for kind in MODALITIES}
     for column, kind in MEDIA_COLUMNS.items():
         value = row.get(column)
-        if _absent(value):
+        if value is None:
             continue
         whole = MediaRef(kind, value, {}, column, index)
+        if _absent(value):
+            raise whole.error(
+                f"the values of {sorted(value)} are all None; give one, or set the column to None if there is no "
+                f"{kind}"
+            )
         if column == kind:
             if _holds_several(kind, value):
                 raise whole.error(f"holds a list; rename the column to '{column}s'")
@@ -422,13 +445,13 @@ def _holds_several(kind: str, value: Any) -> bool:
         return not (value and isinstance(value[0], list))
     first = next((item for item in value if not _absent(item)), None)
     if kind == "audio":
-        return isinstance(first, (str, os.PathLike, bytes, dict)) or hasattr(first, "get_all_samples")
+        return isinstance(first, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(first, "get_all_samples")
     if isinstance(first, dict):
         first = next((first[key] for key in ("path", "url") if first.get(key) is not None), None)
     if isinstance(first, (str, os.PathLike)):
         # A frame may be a file, too
         return (mimetypes.guess_type(urlsplit(os.fspath(first)).path)[0] or "").startswith("video/")
-    return hasattr(first, "get_frames_at")
+    return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.kind == "video")
 
 
 def _check_prompt(prompt: Any, row: int) -> None:
@@ -602,3 +625,14 @@ def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(message.get("content"), str):
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
     return {**message}
+
+
+def _ruled(message: dict[str, Any], rules: MediaRules) -> dict[str, Any]:
+    """Copies a message of blocks, whose media get their rules."""
+    if not isinstance(message.get("content"), list):
+        return message
+    blocks = [
+        {key: replace(item, rules=rules) if isinstance(item, MediaRef) else item for key, item in block.items()}
+        for block in message["content"]
+    ]
+    return {**message, "content": blocks}

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import wave
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import numpy as np
 import PIL.Image
 from transformers.video_utils import VideoMetadata
 
-from .columns import MediaRef
+from .columns import Encoded, MediaRef
 from .loading import decoding, encoded_source, load_image, load_video, read_audio, require_module
-from .sources import DEFAULT_RULES, fetch_file
+from .rules import DEFAULT_RULES, MediaRules
+from .sources import fetch_file
 
 
 # Files that browsers show, which are logged as they are: their extension, and how they start
@@ -49,15 +50,18 @@ class EncodedMedium:
             An encoded file that browsers show.
         suffix (`str`):
             Its extension, such as `"wav"`.
+        rules ([`~data.rules.MediaRules`], *optional*):
+            How large it may be, for the functions that decode.
     """
 
     kind: str
     data: bytes
     suffix: str
+    rules: MediaRules = DEFAULT_RULES
 
     def ref(self) -> MediaRef:
         """Returns a reference to the medium, for the functions that decode."""
-        return MediaRef(self.kind, self.data, {}, self.kind, 0)
+        return MediaRef(self.kind, self.data, {}, self.kind, 0, self.rules)
 
 
 def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
@@ -91,18 +95,19 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
             raise ref.error(f"{size / 1e6:.1f} MB to log are too many; raise `max_logged_megabytes`")
-        return EncodedMedium(ref.kind, Path(file).read_bytes() if isinstance(file, str) else file, suffix)
+        data = Path(file).read_bytes() if isinstance(file, str) else file
+        return EncodedMedium(ref.kind, data, suffix, ref.rules)
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
     """Local path or bytes of a medium that is a file, `None` of decoded values."""
-    source = ref.source
+    source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
     if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
         source = source._hf_encoded
     if isinstance(source, dict) and source.get("array") is None:
-        source = encoded_source(ref if source is ref.source else MediaRef(ref.kind, source, {}, ref.column, ref.row))
+        source = encoded_source(replace(ref, source=source))
     if isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return fetch_file(ref, source, DEFAULT_RULES)
+        return fetch_file(ref, source)
     return None
 
 

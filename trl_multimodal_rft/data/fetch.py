@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
 
 from .columns import MEDIA_COLUMNS
+from .features import undecoded
 
 
 # Column of a stream in which rows carry their numbers
@@ -56,7 +57,7 @@ class Row(UserDict):
 
 class FetchOnce:
     """
-    A map-style dataset that reads and decodes each row of a batch once.
+    A map-style dataset that reads each row of a batch once, its media as they are stored.
 
     TRL's sampler asks for a prompt once per completion, and for the whole generation batch once per micro-batch. Here
     the repeats are the same [`Row`], so that media are decoded once and shared.
@@ -67,7 +68,7 @@ class FetchOnce:
     """
 
     def __init__(self, dataset: Dataset):
-        self.dataset = dataset
+        self.dataset = undecoded(dataset)
         self._rows: dict[int, Row] = {}
 
     def __len__(self) -> int:

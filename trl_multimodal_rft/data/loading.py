@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, BinaryIO, Literal
@@ -18,8 +19,8 @@ from transformers import image_utils
 from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, read_video_pyav
 
-from .columns import MediaError, MediaRef
-from .sources import DEFAULT_RULES, MediaRules, check_container, fetch_file, open_file
+from .columns import Encoded, MediaError, MediaRef
+from .sources import check_container, fetch_file, open_file
 
 
 # What is opened as an image: no documents, which other programs would have to draw
@@ -38,7 +39,7 @@ _SHORTEST = 0.025
 _CANCELLED = 1e-3
 
 
-def load_image(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> PIL.Image.Image:
+def load_image(ref: MediaRef) -> PIL.Image.Image:
     """
     Decodes an image, turned as its EXIF orientation says.
 
@@ -50,8 +51,6 @@ def load_image(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> PIL.Image.Im
             Its source is a PIL image; an array, tensor or nested list of shape (H, W), (H, W, C) or (C, H, W) with C
             in 1, 3, 4 (integers in 0 to 255 or floats in 0 to 1); a path; a `file://`, `http(s)://` or other fsspec
             URL; a base64 `data:` URI; the encoded bytes; or a dictionary with `"bytes"`, `"path"` or `"url"`.
-        rules ([`~data.sources.MediaRules`], *optional*):
-            From where it may come, and how large it may be.
 
     Returns:
         `PIL.Image.Image`: RGB image.
@@ -64,12 +63,10 @@ def load_image(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> PIL.Image.Im
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            PIL.Image.init()  # formats can be named only once they are known
-            stream = open_file(fetch_file(ref, image, rules))
-            image = PIL.Image.open(stream, formats=_IMAGE_FORMATS)
+            image = _open_image(open_file(fetch_file(ref, image)))
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
-        _check_pixels(ref, image.size, rules)
+        _check_pixels(ref, image.size)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -84,7 +81,6 @@ def load_audio(
     sampling_rate: int,
     max_seconds: float | None = None,
     overlong: Literal["raise", "truncate"] = "raise",
-    rules: MediaRules = DEFAULT_RULES,
 ) -> np.ndarray:
     """
     Decodes a sound, averages its channels and resamples it.
@@ -103,8 +99,6 @@ def load_audio(
             Longest sound to accept, in seconds.
         overlong (`str`, *optional*, defaults to `"raise"`):
             What to do with a longer one: `"raise"`, or `"truncate"` to keep its first `max_seconds`.
-        rules ([`~data.sources.MediaRules`], *optional*):
-            From where it may come, and how large it may be.
 
     Returns:
         `np.ndarray`: Waveform of shape (N,), float32.
@@ -114,7 +108,7 @@ def load_audio(
         ImportError: If soundfile or soxr is needed and not installed.
     """
     with decoding(ref):
-        samples, rate = read_audio(ref, rules)
+        samples, rate = read_audio(ref)
         if rate is None:
             raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
         rate = float(rate)
@@ -142,9 +136,7 @@ def load_audio(
 
 
 def load_video(
-    ref: MediaRef,
-    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
-    rules: MediaRules = DEFAULT_RULES,
+    ref: MediaRef, sample_indices_fn: Callable[..., Sequence[int]] | None = None
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
     Decodes the frames of a video, with torchcodec if that is usable, else with PyAV.
@@ -159,8 +151,6 @@ def load_video(
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
-        rules ([`~data.sources.MediaRules`], *optional*):
-            From where it may come, and how large it may be.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and metadata to be passed to the processor as
@@ -175,8 +165,11 @@ def load_video(
     with decoding(ref):
         source = encoded_source(ref)
         if isinstance(source, (np.ndarray, torch.Tensor, list)):
-            images = [MediaRef("image", frame, {}, f"{ref.column}[{i}]", ref.row) for i, frame in enumerate(source)]
-            frames = [np.asarray(load_image(image, rules)) for image in images]
+            images = [
+                replace(ref, kind="image", source=frame, options={}, column=f"{ref.column}[{i}]")
+                for i, frame in enumerate(source)
+            ]
+            frames = [np.asarray(load_image(image)) for image in images]
             if len({frame.shape for frame in frames}) > 1:
                 raise ref.error("the frames have different sizes; resize them to one size")
             fps = ref.options.get("sample_fps", ref.options.get("fps"))
@@ -185,7 +178,7 @@ def load_video(
             metadata = VideoMetadata(len(frames), fps, duration=len(frames) / fps if fps else None)
             metadata.frames_indices = list(range(len(frames)))
         else:
-            frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref), rules)
+            frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref))
         chosen = metadata.frames_indices
         indices = [] if chosen is None else [int(index) for index in chosen]
         if len(frames) == 0 or len(frames) != len(indices):
@@ -195,7 +188,7 @@ def load_video(
 
 
 def load_with_qwen_vl_utils(
-    ref: MediaRef, image_patch_size: int, rules: MediaRules = DEFAULT_RULES
+    ref: MediaRef, image_patch_size: int
 ) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
     """
     Decodes an image or a video, sampled and resized as qwen-vl-utils does.
@@ -219,8 +212,6 @@ def load_with_qwen_vl_utils(
             An image or a video, with a source as in [`load_image`] or [`load_video`].
         image_patch_size (`int`):
             `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
-        rules ([`~data.sources.MediaRules`], *optional*):
-            From where it may come, and how large it may be.
 
     Returns:
         `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
@@ -240,8 +231,8 @@ def load_with_qwen_vl_utils(
 
     with decoding(ref):
         if ref.kind == "image":
-            return vision.fetch_image({**options, "image": load_image(ref, rules)}, image_patch_size)
-        frames, metadata = load_video(ref, sample_indices, rules)
+            return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
+        frames, metadata = load_video(ref, sample_indices)
         metadata["fps"] = metadata["fps"] or vision.FPS
         factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
         min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
@@ -256,6 +247,31 @@ def load_with_qwen_vl_utils(
         frames = torch.from_numpy(frames).permute(0, 3, 1, 2)
         resize = vision.transforms.functional.resize
         return resize(frames, list(size), vision.InterpolationMode.BICUBIC, antialias=True), metadata
+
+
+def _open_image(stream: BinaryIO) -> PIL.Image.Image:
+    PIL.Image.init()  # formats can be named only once they are known
+    return PIL.Image.open(stream, formats=_IMAGE_FORMATS)
+
+
+def check_file(ref: MediaRef, stream: BinaryIO) -> None:
+    """
+    Refuses a file that isn't safe to open by others, without decoding it: documents, lists of other files, images of
+    too many pixels.
+
+    Args:
+        ref ([`MediaRef`]):
+            The medium.
+        stream (`BinaryIO`):
+            Its file, at the start.
+
+    Raises:
+        MediaError: If it isn't.
+    """
+    if ref.kind == "image":
+        _check_pixels(ref, _open_image(stream).size)
+    else:
+        check_container(ref, stream)
 
 
 @contextmanager
@@ -275,9 +291,13 @@ def decoding(ref: MediaRef) -> Iterator[None]:
     except (MediaError, ImportError):
         raise
     except Exception as error:
-        name = f" '{str(ref.source)[:200]}'" if isinstance(ref.source, (str, os.PathLike)) else ""
+        source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
+        if isinstance(source, dict) and source.get("bytes") is None:
+            source = source.get("path") or source.get("url")
+        name = f" '{str(source)[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
         raise ref.error(
-            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {error}); repair it or remove the row"
+            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {str(error)[:500]}); repair it or remove "
+            "the row"
         ) from error
 
 
@@ -318,12 +338,13 @@ def encoded_source(ref: MediaRef) -> Any:
     Raises:
         MediaError: If a dictionary has none of them.
     """
-    if not isinstance(ref.source, dict):
-        return ref.source
+    source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
+    if not isinstance(source, dict):
+        return source
     for key in ("bytes", "path", "url"):
-        if ref.source.get(key) is not None:
-            return ref.source[key]
-    raise ref.error(f"a dictionary of {sorted(ref.source)}; give 'bytes', 'path' or 'url'")
+        if source.get(key) is not None:
+            return source[key]
+    raise ref.error(f"a dictionary of {sorted(source)}; give 'bytes', 'path' or 'url'")
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
@@ -352,15 +373,13 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
     return (array * 255).round().astype(np.uint8) if top == 1 else array.astype(np.uint8)
 
 
-def read_audio(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> tuple[np.ndarray, float | None]:
+def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
     """
     Decodes a sound as it is, without resampling.
 
     Args:
         ref ([`MediaRef`]):
             The sound, see [`load_audio`].
-        rules ([`~data.sources.MediaRules`], *optional*):
-            From where it may come, and how large it may be.
 
     Returns:
         `tuple`: Samples of shape `(N,)`, or `(C, N)` or `(N, C)` where they are given so, float32, and their rate in
@@ -381,11 +400,11 @@ def read_audio(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> tuple[np.nda
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         return _scaled(ref, source), ref.options.get("sampling_rate")
     soundfile = require_module("soundfile", "audio")
-    with open_file(fetch_file(ref, encoded_source(ref), rules)) as stream:
+    with open_file(fetch_file(ref, encoded_source(ref))) as stream:
         _check_length(ref, stream)
         try:
             with soundfile.SoundFile(stream) as sound:
-                _check_seconds(ref, sound.frames / sound.samplerate, rules.max_audio_seconds, "max_audio_seconds")
+                _check_seconds(ref, sound.frames / sound.samplerate, "max_audio_seconds")
                 return _one_channel(ref, sound.read(dtype="float32", always_2d=True)), sound.samplerate
         except soundfile.LibsndfileError as error:
             if not is_torchcodec_usable(decode="audio"):
@@ -393,7 +412,7 @@ def read_audio(ref: MediaRef, rules: MediaRules = DEFAULT_RULES) -> tuple[np.nda
         stream.seek(0)
         check_container(ref, stream)
         decoder = importlib.import_module("torchcodec.decoders").AudioDecoder(stream)
-        _check_seconds(ref, decoder.metadata.duration_seconds or 0, rules.max_audio_seconds, "max_audio_seconds")
+        _check_seconds(ref, decoder.metadata.duration_seconds or 0, "max_audio_seconds")
         decoded = decoder.get_all_samples()
         return _one_channel(ref, decoded.data.numpy()), decoded.sample_rate
 
@@ -418,16 +437,17 @@ def _check_length(ref: MediaRef, stream: BinaryIO) -> None:
     stream.seek(0)
 
 
-def _check_seconds(ref: MediaRef, seconds: float, limit: float, option: str) -> None:
+def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
+    limit = getattr(ref.rules, option)
     if seconds > limit:
         raise ref.error(f"{seconds:.0f} s where {limit:g} s are allowed; cut it, or raise `{option}`")
 
 
-def _check_pixels(ref: MediaRef, size: tuple[int, int], rules: MediaRules) -> None:
-    if size[0] * size[1] > rules.max_image_pixels:
+def _check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
+    if size[0] * size[1] > ref.rules.max_image_pixels:
         raise ref.error(
-            f"{size[0]} x {size[1]} pixels where {rules.max_image_pixels:,} are allowed; make it smaller, or raise "
-            "`max_image_pixels`"
+            f"{size[0]} x {size[1]} pixels where {ref.rules.max_image_pixels:,} are allowed; make it smaller, or "
+            "raise `max_image_pixels`"
         )
 
 
@@ -471,29 +491,27 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     return first + default_sample_indices_fn(metadata, count, fps)
 
 
-def _decode_frames(
-    ref: MediaRef, source: Any, sample_indices_fn: Callable, rules: MediaRules
-) -> tuple[np.ndarray, VideoMetadata]:
+def _decode_frames(ref: MediaRef, source: Any, sample_indices_fn: Callable) -> tuple[np.ndarray, VideoMetadata]:
     def indices(metadata: VideoMetadata) -> Sequence[int]:
         fps = metadata.fps or 0.0
         if not fps > 0:
             raise ref.error("the video doesn't say how fast it is; encode it anew, as MP4")
-        _check_seconds(ref, metadata.total_num_frames / fps, rules.max_video_seconds, "max_video_seconds")
-        _check_pixels(ref, (metadata.width or 0, metadata.height or 0), rules)
+        _check_seconds(ref, metadata.total_num_frames / fps, "max_video_seconds")
+        _check_pixels(ref, (metadata.width or 0, metadata.height or 0))
         return sample_indices_fn(metadata=metadata)
 
     if hasattr(source, "get_frames_at"):
-        return _torchcodec_frames(ref, source, indices, rules)
-    with open_file(fetch_file(ref, source, rules)) as stream:
+        return _torchcodec_frames(ref, source, indices)
+    with open_file(fetch_file(ref, source)) as stream:
         check_container(ref, stream)
         if is_torchcodec_usable(decode="video"):
             decoder = importlib.import_module("torchcodec.decoders").VideoDecoder(stream, num_ffmpeg_threads=0)
-            return _torchcodec_frames(ref, decoder, indices, rules)
+            return _torchcodec_frames(ref, decoder, indices)
         require_module("av", "video")
         return read_video_pyav(stream, indices)  # pyrefly: ignore[bad-argument-type]
 
 
-def _torchcodec_frames(ref, decoder, indices: Callable, rules: MediaRules) -> tuple[np.ndarray, VideoMetadata]:
+def _torchcodec_frames(ref, decoder, indices: Callable) -> tuple[np.ndarray, VideoMetadata]:
     header = decoder.metadata
     metadata = VideoMetadata(
         header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds

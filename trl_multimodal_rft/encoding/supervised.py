@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.columns import iter_refs, rows_to_messages
+from ..data.rules import DEFAULT_RULES, MediaRules
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
 
 
@@ -21,6 +22,7 @@ def encode_supervised(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     ignored_media_columns: Collection[str] = (),
+    media_rules: MediaRules = DEFAULT_RULES,
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
     Encodes prompts with their media, and the completions that are to be learned.
@@ -42,6 +44,8 @@ def encode_supervised(
             See [`encode_prompt`].
         ignored_media_columns (`Collection[str]`, *optional*, defaults to `()`):
             Media columns that are not for the prompt.
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            From where media may come, and how large they may be.
 
     Returns:
         `tuple`: The prompts, length `B`, the completions' ids padded on the right, `(B, C)`, and their mask.
@@ -57,6 +61,7 @@ def encode_supervised(
     placed = rows_to_messages(
         [{**row, "prompt": [*chat, *completion]} for row, (chat, completion) in zip(rows, chats, strict=True)],
         ignored_media_columns,
+        rules=media_rules,
     )
     encoded, completions = [], []
     for index, (row, (chat, completion)) in enumerate(zip(rows, chats, strict=True)):

@@ -32,8 +32,10 @@ from trl.trainer.utils import (
     get_callable_name,
 )
 
-from ..data.columns import MEDIA_COLUMNS, MediaError, as_text, restore_media, rows_to_messages, strip_media
+from ..data.columns import MEDIA_COLUMNS, MediaError, as_text, rows_to_messages, strip_media
+from ..data.features import restore_media, restore_rows
 from ..data.fetch import FetchOnce, Row
+from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
@@ -225,6 +227,7 @@ class _Policy:
     complete: Callable[[list[EncodedPrompt], GenerationConfig], list[list[int]]]
     template_kwargs: dict[str, Any]
     audio_overlong: Literal["raise", "truncate"]
+    media_rules: MediaRules
     ignored_media_columns: Sequence[str] = ()
     on_media_error: str = "raise"
     in_step: bool = False
@@ -246,6 +249,7 @@ def evaluate(
     accelerator: Accelerator | None = None,
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
+    media_rules: MediaRules = DEFAULT_RULES,
 ) -> EvaluationResult:
     """
     Lets a model complete the prompts of a dataset and counts what is right.
@@ -275,6 +279,8 @@ def evaluate(
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            From where media may come, and how large they may be.
 
     Returns:
         [`EvaluationResult`]: Metrics and rows, the same on each process.
@@ -314,7 +320,7 @@ def evaluate(
         output = forward.sample(own, prompts, config, config.pad_token_id, generating=ready)
         return trim_after_eos(output, config.eos_token_id)
 
-    policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong)
+    policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong, media_rules)
     return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
 
 
@@ -329,7 +335,7 @@ def evaluate_trainer(
     ZeRO-3 spread over processes. Nothing that training depends on is changed.
 
     Completions are sampled by what the trainer samples with, transformers or vLLM, with its chat template and its
-    `audio_overlong`.
+    `audio_overlong` and rules for media.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -364,6 +370,7 @@ def evaluate_trainer(
         complete=torch.no_grad()(trainer._complete),
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
+        media_rules=trainer.args.media_rules,
         ignored_media_columns=trainer.args.ignored_media_columns or (),
         on_media_error=trainer.args.on_media_error,
         in_step=trainer._completes_in_step,
@@ -527,7 +534,8 @@ def _read(policy: _Policy, rows: Sequence[Row]) -> tuple[list[tuple[Row, Any, En
     own_tokens = placeholder_tokens(policy.base, policy.processor)
 
     def encoded(rows: Sequence[Row]) -> list[tuple[Row, Any, EncodedPrompt]]:
-        prompts = [row["prompt"] for row in rows_to_messages(rows, policy.ignored_media_columns, own_tokens)]
+        placed = rows_to_messages(rows, policy.ignored_media_columns, own_tokens, policy.media_rules)
+        prompts = [row["prompt"] for row in placed]
         return [
             (
                 row,
@@ -588,9 +596,10 @@ def _answer(
         prompts=[prompt for prompt in restore_media(prompts) for _ in range(n)],
         texts=texts,
         ids=ids,
-        rows=[dict(row) for row in rows for _ in range(n)],
+        rows=[row for row in restore_rows(rows, policy.media_rules) for _ in range(n)],
         trainer_state=policy.trainer_state,
         loop=loop,
+        media_rules=policy.media_rules,
     )
     ends = {*config.eos_token_id, config.pad_token_id}
     records = []

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from transformers import GenerationConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS
+from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_ignored
 from ..trainers.multimodal_config import check_choice, check_range
 from ..trainers.ppo_config import MultimodalPPOConfig
@@ -55,6 +56,8 @@ class ExperienceConfig:
             With several processes, statistics are those of all. Policies and critics score in its mixed precision.
         ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
             Columns with media that only reward functions read, `audio`, `image` and `video` included.
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            From where media may come, and how large they may be.
 
     Raises:
         `ValueError`: If an argument has no such value, or if the estimator needs several completions of a prompt.
@@ -76,6 +79,7 @@ class ExperienceConfig:
     progress: bool = True
     accelerator: Accelerator | None = None
     ignored_media_columns: Sequence[str] = ()
+    media_rules: MediaRules = DEFAULT_RULES
 
     def __post_init__(self):
         self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)

@@ -15,7 +15,8 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ..algorithms.completions import mask_completions
 from ..algorithms.kl import FixedKLController, approx_kl
-from ..data.columns import restore_media, rows_to_messages
+from ..data.columns import rows_to_messages
+from ..data.features import restore_media
 from ..data.unread import check_columns
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
@@ -114,7 +115,13 @@ class NaiveExperienceMaker(RolloutAdvantages):
             have = "none was passed" if needs_critic else "one was passed, which would not be used"
             raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {have} as `critic`.")
         self.reward_sources = RewardSources(
-            reward_model, remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe, strategy.label_column
+            reward_model,
+            remote_rm_url,
+            reward_fn,
+            reward_fn_label_map,
+            reward_recipe,
+            strategy.label_column,
+            strategy.media_rules,
         )
         check_processor(processor)
         if tokenizer.pad_token_id is None:
@@ -234,7 +241,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             if warning is not None and self._is_main:
                 logger.warning(warning)
         own_tokens = placeholder_tokens(self.actor.base_model, self.processor or self.tokenizer)
-        prompts = [row["prompt"] for row in rows_to_messages(rows, ignored, own_tokens)]
+        prompts = [row["prompt"] for row in rows_to_messages(rows, ignored, own_tokens, self.strategy.media_rules)]
         encoded = self._encode(prompts)
         # For reward functions, which get the prompts of all micro-batches alike
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]

@@ -17,6 +17,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ProgressCallback
 
 from ..algorithms.losses import LOSSES, explained_variance
+from ..data.features import undecoded
 from ..data.fetch import EndlessRows
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scoring import left_pad
@@ -115,7 +116,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
         # A subset reads several rows at once of any dataset
-        dataset: Any = dataloader.dataset
+        dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
         args.per_device_ptx_batch_size = dataloader.batch_size

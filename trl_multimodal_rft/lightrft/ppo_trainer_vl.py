@@ -46,6 +46,7 @@ _OF_EXPERIENCE = (
     "audio_overlong",
     "bootstrap_truncated",
     "cpgd_weight",
+    "media_rules",
     "norm_level",
     "reward_clip_range",
     "reward_running_scale",

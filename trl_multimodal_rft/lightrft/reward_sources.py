@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_callable_name
 
+from ..data.rules import DEFAULT_RULES, MediaRules
 from ..models.modes import evaluation_mode
 from ..rewards.calls import reward_arguments
 from ..rewards.checks import reward_tensor
@@ -33,6 +34,7 @@ class RewardSources:
         label_map: dict[str, int] | None = None,
         recipe: dict | None = None,
         label_column: str = "labels",
+        media_rules: MediaRules = DEFAULT_RULES,
     ):
         self.models = reward_model if isinstance(reward_model, list) else [reward_model] if reward_model else []
         urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
@@ -41,6 +43,7 @@ class RewardSources:
             for url in urls
         ]
         self.reward_fn, self.label_map, self.recipe = reward_fn, label_map or {}, recipe
+        self.media_rules = media_rules
         if not (self.models or self.remotes or reward_fn):
             raise ValueError("There is no source of reward; pass `reward_model`, `remote_rm_url` or `reward_fn`.")
 
@@ -81,6 +84,7 @@ class RewardSources:
             "labels": samples.labels,
             "refs": [row.get("references") for row in rows] if "references" in arguments else samples.labels,
             "label_map": self.label_map,
+            "media_rules": self.media_rules,
         }
 
 

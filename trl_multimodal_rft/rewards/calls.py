@@ -15,6 +15,8 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
+from ..data.rules import DEFAULT_RULES, MediaRules
+
 
 # Columns of the dataset that reward functions get under other names, as in TRL
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
@@ -58,6 +60,7 @@ def call_rewards(
     rows: Sequence[dict[str, Any]],
     trainer_state: TrainerState | None,
     loop: Any,
+    media_rules: MediaRules = DEFAULT_RULES,
 ) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
     """
     Calls reward functions as TRL's trainers do, outside of one.
@@ -77,6 +80,8 @@ def call_rewards(
             State of the trainer, if there is one.
         loop (`asyncio.AbstractEventLoop`, *optional*):
             Where async functions run, see [`reward_loop`].
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            What functions obey that open media.
 
     Returns:
         `tuple`: Rewards by function, columns that they logged, and metrics that they logged, by name.
@@ -89,6 +94,7 @@ def call_rewards(
     arguments = {
         **reward_arguments(prompts, texts, ids, rows),
         "trainer_state": trainer_state,
+        "media_rules": media_rules,
         "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
         "log_metric": lambda name, value: metrics.append((name, float(value))),
     }

@@ -11,7 +11,7 @@ import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 
-def checked_reward(reward_func: Callable, name: str | None = None) -> Callable:
+def checked_reward(reward_func: Callable, name: str | None = None, **further: Any) -> Callable:
     """
     Wraps a reward function so that a wrong return value is named.
 
@@ -20,6 +20,8 @@ def checked_reward(reward_func: Callable, name: str | None = None) -> Callable:
             Reward function with TRL's signature, plain or async.
         name (`str`, *optional*):
             What errors call it. Defaults to its own name.
+        further:
+            What it gets beside its arguments.
 
     Returns:
         `Callable`: The function with the same name and signature, which raises a `ValueError` unless it returns one
@@ -31,13 +33,13 @@ def checked_reward(reward_func: Callable, name: str | None = None) -> Callable:
 
         @functools.wraps(reward_func)
         async def wrapper(*args, **kwargs):
-            return check_rewards(await reward_func(*args, **kwargs), len(kwargs["completions"]), name)
+            return check_rewards(await reward_func(*args, **kwargs, **further), len(kwargs["completions"]), name)
 
     else:
 
         @functools.wraps(reward_func)
         def wrapper(*args, **kwargs):
-            return check_rewards(reward_func(*args, **kwargs), len(kwargs["completions"]), name)
+            return check_rewards(reward_func(*args, **kwargs, **further), len(kwargs["completions"]), name)
 
     wrapper.__name__ = name
     return wrapper

@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl.data_utils import prepare_multimodal_messages
 
 from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages
+from ..data.features import as_encoded
+from ..data.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
 from ..encoding.prompts import decode_media, join_media, placeholder_tokens, replace_refs, same_prompt
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
@@ -90,7 +92,9 @@ class RewardModel:
         # Sequence classifiers score the last token that isn't their config's padding
         self.config.get_text_config().pad_token_id = self._pad
 
-    def __call__(self, prompts: list, completions: list, **columns) -> list[float]:
+    def __call__(
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
+    ) -> list[float]:
         """
         Scores completions.
 
@@ -99,13 +103,15 @@ class RewardModel:
                 Prompts, text or messages with their media.
             completions (`list`):
                 Completions, text or messages.
+            media_rules ([`~data.rules.MediaRules`], *optional*):
+                From where media may come, and how large they may be; trainers pass those of the run.
             columns:
                 Columns of the dataset, one value per completion. Media columns are read where a prompt has no media.
 
         Returns:
             `list[float]`: One score per completion.
         """
-        rows = self._encode(prompts, completions, columns)
+        rows = self._encode(prompts, completions, columns, media_rules)
         scores = torch.empty(len(rows))
         self.model.eval()
         with torch.no_grad():
@@ -113,12 +119,15 @@ class RewardModel:
                 scores[batch] = self._score([rows[i] for i in batch])
         return scores.tolist()
 
-    def _encode(self, prompts: list, completions: list, columns: dict[str, Any]) -> list[_Row]:
+    def _encode(
+        self, prompts: list, completions: list, columns: dict[str, Any], media_rules: MediaRules
+    ) -> list[_Row]:
         rows = []
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(as_encoded(prompts)):
             names = () if has_media(prompt) else MEDIA_COLUMNS
-            rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
-        prompts = [row["prompt"] for row in rows_to_messages(rows)]
+            given = {name: as_encoded(columns[name][i]) for name in names if columns.get(name)}
+            rows.append({"prompt": prompt, **given})
+        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules)]
         encoded: list[_Row] = []
         shared: Any = None
         refs: list[MediaRef] = []

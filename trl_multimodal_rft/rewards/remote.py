@@ -20,8 +20,10 @@ from ..data.columns import (
     without_credentials,
 )
 from ..data.encode import png, wav
+from ..data.features import as_encoded
 from ..data.http import Answer, NoAnswer, TooLarge, ask
 from ..data.loading import load_audio, load_image, load_video
+from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import MODALITIES
 
 
@@ -91,7 +93,9 @@ class RemoteReward:
         self.backoff = backoff
         self.__name__ = name
 
-    def __call__(self, prompts: list, completions: list, **columns) -> list[float | None]:
+    def __call__(
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
+    ) -> list[float | None]:
         """
         Asks for the rewards of completions.
 
@@ -100,6 +104,8 @@ class RemoteReward:
                 Prompts, text or messages with their media.
             completions (`list`):
                 Completions, text or messages.
+            media_rules ([`~data.rules.MediaRules`], *optional*):
+                From where media may come, and how large they may be; trainers pass those of the run.
             columns:
                 Columns of the dataset, one value per completion; labels and media are sent.
 
@@ -107,10 +113,11 @@ class RemoteReward:
             `list[float | None]`: One reward per completion.
         """
         rows = []
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(as_encoded(prompts)):
             names = [self.label_column] if has_media(prompt) else [self.label_column, *MEDIA_COLUMNS]
-            rows.append({"prompt": prompt, **{name: columns[name][i] for name in names if columns.get(name)}})
-        payload = self._payload(rows, completions)
+            given = {name: as_encoded(columns[name][i]) for name in names if columns.get(name)}
+            rows.append({"prompt": prompt, **given})
+        payload = self._payload(rows, completions, media_rules)
         parts = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
@@ -175,8 +182,8 @@ class RemoteReward:
                 )
         return rewards
 
-    def _payload(self, rows: list[dict[str, Any]], completions: list) -> dict[str, list]:
-        messages = [row["prompt"] for row in rows_to_messages(rows)]
+    def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
+        messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules)]
         prompts = [as_text(strip_media(prompt), roles=False) for prompt in messages]
         texts = [as_text(completion, roles=False) for completion in completions]
         queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]

@@ -20,7 +20,8 @@ from trl.trainer.utils import (
     split_tensor_dict,
 )
 
-from ..data.columns import iter_refs, restore_media, rows_to_messages, strip_media
+from ..data.columns import iter_refs, rows_to_messages, strip_media
+from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt
 from ..encoding.processors import check_processor, load_processor
@@ -286,17 +287,21 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         encoded: list[EncodedPrompt | None] = [None] * len(inputs)
         if isinstance(inputs[0], Row) and self._encodes_rows:
             inputs, encoded = self._encode_rows(inputs)
-        originals = [dict(row) for row in inputs]
         if self.environment_factories is None:
             for index, row in enumerate(inputs):
                 check_has_prompt(row, index)
             name = "train_dataset" if self.model.training else "eval_dataset"
             if name in self._unseen:
                 self._unseen.remove(name)
-                warn_of_unread(self.args, whole=False, **{name: originals})
-        rows = originals
+                warn_of_unread(self.args, whole=False, **{name: [dict(row) for row in inputs]})
+        rows = originals = restore_rows(inputs, self.args.media_rules)
         if "prompt" in originals[0]:
-            rows = rows_to_messages(inputs, self.args.ignored_media_columns or (), self._own_tokens)
+            ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
+            placed = rows_to_messages(inputs, ignored, self._own_tokens, rules)
+            rows = [
+                {**{key: original[key] for key in row}, "prompt": row["prompt"]}
+                for row, original in zip(placed, originals, strict=True)
+            ]
         refs = list(iter_refs([row.get("prompt") for row in rows]))
         if refs:
             self._refuse_media_where_unsupported(refs[0])
@@ -415,7 +420,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             prompts = restore_media(prompts)
         passed = self.reward_funcs
         self.reward_funcs = [
-            each if isinstance(each, nn.Module) else checked_reward(each, name)
+            each if isinstance(each, nn.Module) else checked_reward(each, name, media_rules=self.args.media_rules)
             for name, each in zip(self.reward_func_names, passed, strict=True)
         ]
         try:

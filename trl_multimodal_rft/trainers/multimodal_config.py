@@ -4,6 +4,7 @@
 import copy
 from dataclasses import dataclass, field
 
+from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
 
 
@@ -48,6 +49,24 @@ class MultimodalArguments:
         max_skipped_rows (`float`, *optional*, defaults to `0.1`):
             How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
             dataset's rows, in streams of 1,000.
+        allowed_media_protocols (`list[str]`, *optional*):
+            Protocols of the URLs that rows may name, those of each link of a chained URL included. By default `file`
+            (paths), web servers, stores of objects, the Hub, and archives within them. What is named here replaces
+            these.
+        allowed_media_folders (`list[str]`, *optional*):
+            Folders in which local files that rows name must be, links followed. `None` allows all.
+        allowed_media_domains (`list[str]`, *optional*):
+            Hosts of the web servers that rows name, and of those that they redirect to. `None` allows all.
+        max_media_bytes (`int`, *optional*, defaults to `2**31`):
+            Largest file of a medium.
+        max_image_pixels (`int`, *optional*, defaults to `100_000_000`):
+            Most pixels of an image, and of a frame of a video.
+        max_audio_seconds (`float`, *optional*, defaults to `3600.0`):
+            Longest sound that is decoded. The model's window is another limit, see `audio_overlong`.
+        max_video_seconds (`float`, *optional*, defaults to `14400.0`):
+            Longest video of which frames are decoded.
+        media_timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds in which a download must be complete, all attempts together.
 
         > Parameters that control vLLM
 
@@ -138,6 +157,35 @@ class MultimodalArguments:
             "the dataset's rows."
         },
     )
+    allowed_media_protocols: list[str] = field(
+        default_factory=lambda: list(DEFAULT_RULES.allowed_media_protocols),
+        metadata={"help": "Protocols of the URLs that rows may name, those of each link of a chained URL included."},
+    )
+    allowed_media_folders: list[str] | None = field(
+        default=None,
+        metadata={"help": "Folders in which local files that rows name must be, links followed. `None` allows all."},
+    )
+    allowed_media_domains: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Hosts of the web servers that rows name, and of those that they redirect to. `None` allows all."
+        },
+    )
+    max_media_bytes: int = field(default=DEFAULT_RULES.max_media_bytes, metadata={"help": "Largest file of a medium."})
+    max_image_pixels: int = field(
+        default=DEFAULT_RULES.max_image_pixels,
+        metadata={"help": "Most pixels of an image, and of a frame of a video."},
+    )
+    max_audio_seconds: float = field(
+        default=DEFAULT_RULES.max_audio_seconds, metadata={"help": "Longest sound that is decoded."}
+    )
+    max_video_seconds: float = field(
+        default=DEFAULT_RULES.max_video_seconds, metadata={"help": "Longest video of which frames are decoded."}
+    )
+    media_timeout: float = field(
+        default=DEFAULT_RULES.media_timeout,
+        metadata={"help": "Seconds in which a download must be complete, all attempts together."},
+    )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
     )
@@ -181,6 +229,7 @@ class MultimodalArguments:
         for name in ("packing", "audio_overlong", "on_media_error"):
             check_choice(self, name)
         check_ignored(self.ignored_media_columns)
+        _ = self.media_rules  # which checks them
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
@@ -199,6 +248,11 @@ class MultimodalArguments:
         if self.max_logged_megabytes <= 0:
             raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
         check_least(self, max_skipped_updates=0, media_prefetch=0, max_skipped_rows=0)
+
+    @property
+    def media_rules(self) -> MediaRules:
+        """What rows may name, and how much of it is read."""
+        return MediaRules(**{name: getattr(self, name) for name in RULE_NAMES})
 
     def __getstate__(self):
         # Saved with the model, and published with it

@@ -397,6 +397,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
+            media_rules=self.args.media_rules,
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 
 from ..data.ahead import ReadAhead
 from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, rows_to_messages
+from ..data.features import undecoded
 from ..data.fetch import NUMBER, FetchLater, FetchOnce, LookAhead, Row, as_rows, numbered
 from ..data.skipping import other_row, skip_limit
 from ..data.unread import check_has_prompt
@@ -42,7 +43,8 @@ class RowsMixin(TrainerMixin):
         self._coming: list[int] = []  # training rows of the next generation batches
         self._skipped: dict[int, str] = {}  # training rows that can't be read, and why
         self._last_read: Row | None = None  # that could be read
-        super().__init__(*args, **kwargs)
+        given = {name: _undecoded_streams(kwargs.get(name)) for name in ("train_dataset", "eval_dataset")}
+        super().__init__(*args, **{**kwargs, **given})
 
     def train(self, *args, **kwargs):
         try:
@@ -82,6 +84,9 @@ class RowsMixin(TrainerMixin):
             return super()._get_dataloader(dataset, description, *args, is_training=is_training, **kwargs)
         finally:
             self.args.dataloader_num_workers, self.data_collator = num_workers, collator
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return super().get_eval_dataloader(_undecoded_streams(eval_dataset))
 
     @property
     def _reads_ahead(self) -> bool:
@@ -174,7 +179,8 @@ class RowsMixin(TrainerMixin):
 
     def _read_row(self, row: Row) -> tuple[Row, EncodedPrompt | None, DecodedPrompt | None]:
         check_has_prompt(row)
-        (placed,) = rows_to_messages([row], self.args.ignored_media_columns or (), self._own_tokens)
+        ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
+        (placed,) = rows_to_messages([row], ignored, self._own_tokens, rules)
         if next(iter_refs(placed["prompt"]), None) is None:
             return row, None, None
         prompt = self._encode(placed["prompt"], row.number)
@@ -244,3 +250,10 @@ class RowsMixin(TrainerMixin):
     @property
     def _skipped_rows_file(self) -> Path:
         return Path(self.args.output_dir, SKIPPED_ROWS)
+
+
+def _undecoded_streams(datasets: Any) -> Any:
+    """Streams of datasets or of one, before TRL repeats their rows; datasets with a length are read by `FetchOnce`."""
+    if isinstance(datasets, dict):
+        return type(datasets)({name: _undecoded_streams(each) for name, each in datasets.items()})
+    return undecoded(datasets) if isinstance(datasets, IterableDataset) else datasets

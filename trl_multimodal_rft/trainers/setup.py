@@ -13,6 +13,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..data.columns import iter_refs, rows_to_messages
 from ..data.counts import most_media
+from ..data.features import undecoded
 from ..data.unread import check_columns, columns_known
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.processes import refuse_runs_apart
@@ -136,7 +137,7 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
     for dataset in datasets:
         if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
             continue  # streams are read once, and say so then
-        rows = [dataset[index] for index in range(min(_ROWS_TO_LOOK_AT, len(dataset)))]
+        rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
         for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows, args.ignored_media_columns or ())]):
             raise ref.error(
                 f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.kind}; pass "
