@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from datasets import Audio, Dataset, DatasetDict, List
+from datasets import Audio, Dataset, DatasetDict, List, load_from_disk
 from datasets import Image as ImageFeature
 from helpers.families import FAMILIES, RATE, audio, image
 from helpers.trainer_utils import load, saved
@@ -72,7 +72,6 @@ def sounds(tmp_path):
 def truth(rows, **options):
     """By the functions that the trainers call, with the whole model."""
     model, processor = load("qwen2_audio")
-    rows = rows.cast_column("audio", Audio(decode=False))
     ids = placeholder_token_ids(model, processor)["audio"]
     lengths, tokens, failed = {}, {}, {}
     for i, row in enumerate(FetchOnce(rows)):
@@ -90,7 +89,7 @@ def truth(rows, **options):
 @pytest.mark.parametrize("overlong", ["raise", "truncate"])
 def test_report_is_true(sounds, tmp_path, overlong, capsys):
     sounds.save_to_disk(tmp_path / "rows")
-    lengths, tokens, failed = truth(sounds, audio_overlong=overlong)
+    lengths, tokens, failed = truth(load_from_disk(tmp_path / "rows"), audio_overlong=overlong)
     limit = 200
     run(
         *("--dataset", tmp_path / "rows", "--model", saved("qwen2_audio"), "--output", tmp_path / "report.md"),
@@ -107,6 +106,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     assert sorted(map(tuple, rows)) == sorted([(3, 11), (8,), (14,), (17,)] + [(5, 6)] * (overlong == "raise"))
     for cause, places in zip(causes, rows, strict=True):
         reason = failed[places[0]].split(": ", 1)[1]
+        assert ("'corrupt.wav': " in cause) == (places == [3, 11])
         assert cause.startswith(f"{len(places)} of 24 rows")
         assert " ".join(reason.split()) in cause
         assert ("in `audio`" in cause) == (8 not in places and "prompt" not in failed[places[0]].split(":")[0])
@@ -162,6 +162,10 @@ def test_streams_and_files(tmp_path, capsys):
         assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
         media = table(report, "kind")["image"]
         assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
+    for rule, value in (("max_image_pixels", 100), ("allowed_media_folders", tmp_path / "folder")):
+        run("--model", saved("qwen2_5_vl"), "--num_workers", 0, *options[:2], f"--{rule}", value, status=1)
+        report = capsys.readouterr().out
+        assert "4 of 5 rows (80 %) would not train." in report and f"`{rule}`" in report
 
 
 def test_no_weights_are_read(tmp_path, capsys):

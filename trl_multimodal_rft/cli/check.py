@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
+from ..data.features import undecoded
 from ..data.fetch import FetchOnce, Row
+from ..data.rules import RULE_NAMES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
 from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
@@ -45,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_completion_length", type=int, default=256, help="tokens of a completion")
     add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
     add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
+    for rule in fields(MediaRules):
+        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
+        add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="processes that read and encode rows; 0 is this one alone")
@@ -73,6 +79,7 @@ class RowChecker(torch.utils.data.Dataset):
         self.ignored = args.ignored_media_columns or ()
         self.template_kwargs = args.chat_template_kwargs
         self.overlong = args.audio_overlong
+        self.rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})
         self.own_tokens = placeholder_tokens(model, processor)
         self.token_ids = {
             kind: torch.tensor(sorted(ids)) for kind, ids in placeholder_token_ids(model, processor).items()
@@ -85,16 +92,17 @@ class RowChecker(torch.utils.data.Dataset):
             self._encode(row, checked)
         except Exception as error:  # whatever it is, it would end a run
             text = without_credentials(str(error))
-            where = re.match(r"(?:row [^,]*, )?column '([^']*)': ", text)
+            where = re.match(r"(?:row [^,]*, )?column '([^']*)'(?: \(([^)]*)\))?: ", text)
             if where is None:
                 checked.error = f"{type(error).__name__}: {text}"
             else:
-                checked.column, checked.error = where[1], text[where.end() :]
+                checked.column, file = where.groups()
+                checked.error = f"'{file}': " * (file is not None) + text[where.end() :]
         return checked
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
-        prompt = rows_to_messages([row], self.ignored, self.own_tokens)[0]["prompt"]
+        prompt = rows_to_messages([row], self.ignored, self.own_tokens, self.rules)[0]["prompt"]
         if isinstance(prompt, str) and any(column in row and column not in self.ignored for column in MEDIA_COLUMNS):
             prompt = [{"role": "user", "content": prompt}]  # as beside rows with media
         for ref in iter_refs(prompt):
@@ -138,7 +146,7 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
     """
-    Loads a dataset, its media undecoded.
+    Loads a dataset.
 
     Args:
         name (`str`):
@@ -170,26 +178,7 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
             rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
     except (OSError, ValueError) as error:
         raise ValueError(f"the dataset {name!r} can't be read: {error}") from error
-    return undecoded(rows)
-
-
-def undecoded(rows):
-    """Rows whose media are files as the dataset has them."""
-    for column, feature in (rows.features or {}).items():
-        cast = _undecoded(feature)
-        if cast != feature:
-            rows = rows.cast_column(column, cast)
     return rows
-
-
-def _undecoded(feature):
-    if isinstance(feature, (datasets.Image, datasets.Audio, datasets.Video)):
-        return type(feature)(decode=False)
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return type(feature)(_undecoded(feature.feature))
-    if isinstance(feature, dict):
-        return {name: _undecoded(each) for name, each in feature.items()}
-    return feature
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
@@ -211,7 +200,7 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
         `ValueError`: If a process was killed.
     """
     # Rows of a stream are read here, in their order, and sent to the processes like their places otherwise
-    places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(rows)
+    places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=places, batch_size=None, num_workers=num_workers)
     n_checked = 0
     try:
