@@ -363,6 +363,9 @@ MEDIA_AND_PACKING = {
     "audio_overlong",
     "ignored_media_columns",  # see test_unread_media.py
     *RULE_NAMES,  # see test_media_rules.py
+    "media_prefetch",  # these three change no update of rows that can be read, see test_rows.py
+    "on_media_error",
+    "max_skipped_rows",
     "vllm_engine_kwargs",  # these two are about vLLM, see tests/engine
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py

@@ -536,7 +536,7 @@ def test_large_media_are_left_out(tmp_path, caplog):
     assert [i for i, row in enumerate(table(tmp_path, 1)) if row["audio"] is not None] == [0]
     assert all(row["audio"] is None for row in table(tmp_path, 2))
     (message,) = said(caplog)
-    assert "row 4, column 'audio': 0.0 MB" in message and "`max_logged_megabytes`" in message
+    assert "row 1, column 'audio': 0.0 MB" in message and "`max_logged_megabytes`" in message
 
 
 def test_the_bound_is_that_of_a_prompt(tmp_path):
@@ -565,6 +565,9 @@ def test_bounds_that_make_no_sense(options, message):
 # Cost
 
 
+HERE = {"self_check": False, "media_prefetch": 0}  # where decoding is counted
+
+
 @pytest.fixture
 def decodes(monkeypatch):
     """Counts how often an image is decoded to train on it, and encoded to log it. The self-check decodes one more."""
@@ -583,24 +586,24 @@ def decodes(monkeypatch):
 
 
 def test_off_switch(tmp_path, decodes):
-    trainer = train("image", tmp_path / "text", log_multimodal=False, self_check=False)
+    trainer = train("image", tmp_path / "text", log_multimodal=False, **HERE)
     assert "image" not in table(tmp_path / "text", 1).column_names
     assert trainer._media_log.rows() == [{}] * 8
     assert decodes == {"train": 4, "log": 0}
-    trainer = train("image", tmp_path / "none", log_completions=False, self_check=False)
+    trainer = train("image", tmp_path / "none", log_completions=False, **HERE)
     assert trainer._media_log is None and not (tmp_path / "none" / "completions").exists()
     assert decodes == {"train": 8, "log": 0}
 
 
 def test_only_what_is_logged_is_decoded(tmp_path, decodes):
     """Of four batches of two prompts the last one, and of this one prompt."""
-    train("image", tmp_path, max_steps=4, logging_steps=4, max_logged_media=1, self_check=False)
+    train("image", tmp_path, max_steps=4, logging_steps=4, max_logged_media=1, **HERE)
     assert decodes == {"train": 8, "log": 1}
 
 
 def test_the_last_log_is_no_second_table(tmp_path, decodes):
     """Training ends with a log, which has rows that no table has yet, or not."""
-    train("image", tmp_path, max_steps=3, logging_steps=2, self_check=False)
+    train("image", tmp_path, max_steps=3, logging_steps=2, **HERE)
     assert [path.name for path in sorted((tmp_path / "completions").iterdir())] == [
         "completions_00002.parquet",
         "completions_00003.parquet",
