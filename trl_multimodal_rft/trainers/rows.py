@@ -46,9 +46,9 @@ class RowsMixin(TrainerMixin):
         given = {name: _undecoded_streams(kwargs.get(name)) for name in ("train_dataset", "eval_dataset")}
         super().__init__(*args, **{**kwargs, **given})
 
-    def train(self, *args, **kwargs):
+    def _inner_training_loop(self, *args, **kwargs):
         try:
-            return super().train(*args, **kwargs)
+            return super()._inner_training_loop(*args, **kwargs)
         finally:
             self._stop_reading()
 
