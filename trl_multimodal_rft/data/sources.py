@@ -4,7 +4,6 @@
 import base64
 import binascii
 import os
-import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,14 +22,6 @@ _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
 
 # How often a server is asked that is busy, or that breaks off
 _ATTEMPTS = 4
-
-# Starts of the files that FFmpeg may be given: containers and streams of media, no lists of other files
-_MEDIA_STARTS = re.compile(
-    rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM|caff|OggS|fLaC|\x30\x26\xb2\x75"
-    rb"|FLV|ID3|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
-    rb"|wvpk|MAC |TTA1|G.{187}G",
-    re.DOTALL,
-)
 
 
 def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> Any:
@@ -98,25 +89,6 @@ def open_file(file: str | bytes) -> BinaryIO:
         return BytesIO(file)
     # By its number, as decoders read patterns and formats out of a stream's name, too
     return open(os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
-
-
-def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """
-    Refuses what isn't a file of sounds or videos, such as a list of other files, which FFmpeg would open.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, for errors.
-        stream (`BinaryIO`):
-            Its file, at the start.
-
-    Raises:
-        [`~data.columns.MediaError`]: If its start is that of no such file.
-    """
-    start = stream.read(256)
-    stream.seek(0)
-    if not _MEDIA_STARTS.match(start):
-        raise ref.error(f"this is no file of {ref.kind}; it starts with {start[:16]!r}")
 
 
 def _limited(ref: MediaRef, data: bytes) -> bytes:
