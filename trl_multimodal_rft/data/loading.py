@@ -594,8 +594,8 @@ def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
     height, width = frames.shape[1:3]
     if count * height * width > ref.rules.max_video_pixels:
         raise ref.error(
-            f"{count} frames of {width} x {height} are more than {ref.rules.max_video_pixels:,} pixels; choose fewer by "
-            "'nframes' or 'fps', or raise `max_video_pixels`"
+            f"{count} frames of {width} x {height} are more than {ref.rules.max_video_pixels:,} pixels; choose fewer "
+            "by 'nframes' or 'fps', or raise `max_video_pixels`"
         )
 
 
