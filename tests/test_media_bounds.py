@@ -321,3 +321,15 @@ def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
         with pytest.raises(MediaError, match=f"this is no file of {kind}; it starts with"):
             load(ref(kind, data))
         assert time.monotonic() - started < 5
+
+
+def test_channels_that_cancel_each_other_out_are_named_after_all_pieces(monkeypatch):
+    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    quiet = noise(2.0, RATE, 1)
+    opposite = np.concatenate([quiet, -quiet], axis=1)
+    all_of_it = sound_file(opposite, RATE)
+    its_start = sound_file(np.concatenate([opposite, noise(1.0, RATE)]), RATE)
+    for data, window in ((all_of_it, None), (its_start, 1.5)):
+        with pytest.raises(MediaError, match="its channels cancel each other out"):
+            load_audio(ref("audio", data), RATE, window, "truncate")
+    assert len(load_audio(ref("audio", its_start), RATE)) == 3 * RATE
