@@ -4,6 +4,7 @@
 import base64
 import binascii
 import os
+import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +15,7 @@ import fsspec
 import requests
 
 from .columns import MediaRef
-from .http import NoAnswer, TooLarge, TooManyRedirects, ask
+from .http import NoAnswer, TooLarge, TooManyRedirects, ask, within
 
 
 # Protocols that connect to any host a URL names, rather than to a store of the user's
@@ -63,10 +64,16 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         return url2pathname(urlsplit(path).path)
     if links == [path] and path.startswith(("http://", "https://")):
         return _download(ref, path)
-    try:
+
+    def read() -> bytes:
         with fsspec.open(path, "rb") as file:
             stream: Any = file
-            return _limited(ref, stream.read(ref.rules.max_media_bytes + 1))
+            return stream.read(ref.rules.max_media_bytes + 1)
+
+    try:
+        return _limited(ref, within(time.monotonic() + ref.rules.media_timeout, read))
+    except NoAnswer as error:
+        raise ref.error(f"cannot read '{path}' ({error}); remove the row, or raise `media_timeout`") from None
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
