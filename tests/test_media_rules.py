@@ -78,10 +78,10 @@ def test_rules_are_options_of_every_config(config_class, tmp_path):
     line = (
         f"--output_dir {tmp_path} --use_cpu true --bf16 false --allowed_media_protocols file memory "
         "--allowed_media_folders /a /b --allowed_media_domains example.com --max_media_bytes 5 --max_image_pixels 6 "
-        "--max_audio_seconds 7.5 --max_video_seconds inf --media_timeout 9"
+        "--max_audio_seconds 7.5 --max_video_seconds inf --max_video_pixels 8 --media_timeout 9"
     )
     (args,) = TrlParser(config_class).parse_args_and_config(line.split())
-    rules = MediaRules(("file", "memory"), ("/a", "/b"), ("example.com",), 5, 6, 7.5, math.inf, 9.0)
+    rules = MediaRules(("file", "memory"), ("/a", "/b"), ("example.com",), 5, 6, 7.5, math.inf, 8, 9.0)
     assert args.media_rules == rules and copy.deepcopy(args).media_rules == rules
 
 

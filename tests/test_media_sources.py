@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import io
 import os
+import socket
 import sys
 import threading
 import time
@@ -13,8 +14,10 @@ import wave
 from pathlib import Path
 
 import av
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from trl_multimodal_rft.data import http as http_client
@@ -358,6 +361,46 @@ def test_a_slow_drip_ends_with_the_time_that_is_allowed(site):
         with pytest.raises(MediaError, match="`media_timeout`"):
             load_image(ref("image", site.url(path), media_timeout=0.5))
         assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.parametrize("start", [b"A: ", b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 9999\r\n\r\n"])
+def test_a_drip_ends_wherever_it_is(start):
+    """In a header, in the length of a chunk, in the body: each byte is in time."""
+
+    def drip():
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + start)
+            while not ended.wait(0.05):
+                connection.sendall(b"0")
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(MediaError, match="`media_timeout`"):
+            load_image(ref("image", f"http://127.0.0.1:{server.getsockname()[1]}/i.png", media_timeout=0.5))
+        assert time.monotonic() - started < 5
+        ended.set()
+        thread.join()
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for():
+    class Silent(MemoryFileSystem):
+        protocol = "silent"
+
+        def _open(self, *args, **kwargs):
+            ended.wait(30)
+
+    ended = threading.Event()
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    started = time.monotonic()
+    with pytest.raises(MediaError, match="cannot read 'silent://i.png' .*`media_timeout`"):
+        load_image(ref("image", "silent://i.png", allowed_media_protocols=["silent"], media_timeout=0.5))
+    assert time.monotonic() - started < 10
+    ended.set()
 
 
 def test_errors_keep_credentials_to_themselves(site):

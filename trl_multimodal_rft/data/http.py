@@ -110,7 +110,7 @@ def ask(
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # hours of patience have more attempts than floats have powers
         try:
             with nullcontext(session) if session else requests.Session() as own:
-                answer, asked_to_wait = _until(
+                answer, asked_to_wait = within(
                     until, lambda own=own, until=until: _attempt(method, url, until, max_bytes, json, own, may_visit)
                 )
             if answer.status not in _BUSY and is_usable(answer):
@@ -127,13 +127,28 @@ def ask(
         time.sleep(wait)
 
 
-def _until(until: float, attempt: Callable[[], tuple[Answer, float]]) -> tuple[Answer, float]:
-    """Gives up what drips so slowly that no read of it takes too long, such as a header."""
-    result: Future[tuple[Answer, float]] = Future()
+def within(until: float, function: Callable[[], Any]) -> Any:
+    """
+    Calls a function, and leaves it to itself, in a thread, if it takes too long, such as a read of what drips so
+    slowly that no byte is late.
+
+    Args:
+        until (`float`):
+            When it must have ended, as `time.monotonic` tells the time.
+        function (`Callable`):
+            What to call.
+
+    Returns:
+        `Any`: What the function returns.
+
+    Raises:
+        [`NoAnswer`]: If it takes too long; else what the function raises.
+    """
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            result.set_result(attempt())
+            result.set_result(function())
         except BaseException as error:
             result.set_exception(error)
 

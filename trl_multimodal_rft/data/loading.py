@@ -4,8 +4,8 @@
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -17,10 +17,11 @@ import torch
 from PIL import ImageOps
 from transformers import image_utils
 from transformers.utils import is_torchcodec_usable
-from transformers.video_utils import VideoMetadata, default_sample_indices_fn, read_video_pyav
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .sources import check_container, fetch_file, open_file
+from .containers import check_container, check_whole
+from .sources import fetch_file, open_file
 
 
 # What is opened as an image: no documents, which other programs would have to draw
@@ -37,6 +38,19 @@ _SHORTEST = 0.025
 
 # Channels whose average keeps less of their amplitude than this cancel each other out
 _CANCELLED = 1e-3
+
+# What is decoded at once: samples of all channels together, and pixels of frames
+_SAMPLES_AT_ONCE = 2**20
+_PIXELS_AT_ONCE = 2**22
+
+# What libsndfile says where a header doesn't tell how many samples there are
+_UNKNOWN_LENGTH = 2**63 - 1
+
+# Frames per second that a header may tell
+_FASTEST = 1000.0
+
+# Samples of a sound and their rate in Hz, `None` if unknown
+_Pieces = Generator[tuple[np.ndarray, float | None], None, None]
 
 
 def load_image(ref: MediaRef) -> PIL.Image.Image:
@@ -67,12 +81,15 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         _check_pixels(ref, image.size)
+        image.load()
+        _check_pixels(ref, image.size)  # an icon's header may not say what is in it
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
             image = ImageOps.exif_transpose(image).convert("RGBA")
-            ground = PIL.Image.new("RGBA", image.size, "white")
-            image = PIL.Image.alpha_composite(ground, image)
+            ground = PIL.Image.new("RGB", image.size, "white")
+            ground.paste(image, mask=image.getchannel("A"))
+            image = ground
         return image_utils.load_image(image)
 
 
@@ -85,7 +102,8 @@ def load_audio(
     """
     Decodes a sound, averages its channels and resamples it.
 
-    Files are read with soundfile and, where it does not know the format, with torchcodec if that is usable.
+    Files are read with soundfile and, where it does not know the format, with PyAV, piece by piece: what is too long
+    or isn't kept is never decoded, and a sound takes no more memory than its samples at the rate of the result.
 
     Args:
         ref ([`MediaRef`]):
@@ -98,45 +116,56 @@ def load_audio(
         max_seconds (`float`, *optional*):
             Longest sound to accept, in seconds.
         overlong (`str`, *optional*, defaults to `"raise"`):
-            What to do with a longer one: `"raise"`, or `"truncate"` to keep its first `max_seconds`.
+            What to do with a longer one: `"raise"`, or `"truncate"` to decode its first `max_seconds` only.
 
     Returns:
         `np.ndarray`: Waveform of shape (N,), float32.
 
     Raises:
         MediaError: If the sound is missing, unreadable, empty, overlong or not finite, or its rate unknown or invalid.
-        ImportError: If soundfile or soxr is needed and not installed.
+        ImportError: If soundfile, PyAV or soxr is needed and not installed.
     """
-    with decoding(ref):
-        samples, rate = read_audio(ref)
-        if rate is None:
-            raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
-        rate = float(rate)
-        if not _RATES[0] <= rate <= _RATES[1]:
-            raise ref.error(f"the sampling rate is {rate:g}; set it to the true rate in Hz, such as 16000")
-        if samples.size == 0:
-            raise ref.error("the audio is empty; remove the row")
-        samples = _one_channel(ref, samples)
-        if len(samples) < _SHORTEST * rate:
-            raise ref.error(f"{len(samples)} samples are too short to hear anything; remove the row")
-        if not np.isfinite(samples).all():
-            raise ref.error("the audio has NaN or infinite samples; repair it or remove the row")
-        if (loudest := np.abs(samples).max()) > _LOUDEST:
-            raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
-        if max_seconds is not None and len(samples) > max_seconds * rate:
-            if overlong != "truncate":
+    cuts = overlong == "truncate" and max_seconds is not None
+
+    def check_length(count: float, rate: float) -> None:
+        if max_seconds is not None and count > max_seconds * rate:
+            if not cuts:
                 raise ref.error(
-                    f"{len(samples) / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise "
-                    "the limit, or let overlong audio be truncated"
+                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise the "
+                    "limit, or let overlong audio be truncated"
                 )
-            samples = samples[: int(max_seconds * rate)]
-        if rate != sampling_rate:
-            samples = require_module("soxr", "audio").resample(samples, rate, sampling_rate)
+            count = max_seconds * rate
+        _check_seconds(ref, count / rate, "max_audio_seconds")
+
+    with decoding(ref):
+        count, rate, pieces, resampler = 0, None, [], None
+        with closing(_read_pieces(ref, max_seconds if cuts else None, check_length)) as read:
+            for piece, rate in read:
+                if rate is None:
+                    raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
+                count += len(piece)
+                if not np.isfinite(piece).all():
+                    raise ref.error("the audio has NaN or infinite samples; repair it or remove the row")
+                if (loudest := np.abs(piece).max(initial=0)) > _LOUDEST:
+                    raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
+                if rate != sampling_rate:
+                    # Bit for bit what `soxr.resample` makes of the whole
+                    resampler = resampler or require_module("soxr", "audio").ResampleStream(rate, sampling_rate, 1)
+                    piece = resampler.resample_chunk(piece)
+                pieces.append(piece)
+        if rate is None or count == 0:
+            raise ref.error("the audio is empty; remove the row")
+        if count < _SHORTEST * rate:
+            raise ref.error(f"{count} samples are too short to hear anything; remove the row")
+        if resampler is not None:
+            pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
+        samples = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return np.ascontiguousarray(samples, dtype=np.float32)
 
 
 def load_video(
-    ref: MediaRef, sample_indices_fn: Callable[..., Sequence[int]] | None = None
+    ref: MediaRef,
+    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
     Decodes the frames of a video, with torchcodec if that is usable, else with PyAV.
@@ -162,29 +191,7 @@ def load_video(
         MediaError: If the video is missing, unreadable, has no frames, or frames of different sizes.
         ImportError: If neither torchcodec nor PyAV is usable.
     """
-    with decoding(ref):
-        source = encoded_source(ref)
-        if isinstance(source, (np.ndarray, torch.Tensor, list)):
-            images = [
-                replace(ref, kind="image", source=frame, options={}, column=f"{ref.column}[{i}]")
-                for i, frame in enumerate(source)
-            ]
-            frames = [np.asarray(load_image(image)) for image in images]
-            if len({frame.shape for frame in frames}) > 1:
-                raise ref.error("the frames have different sizes; resize them to one size")
-            fps = ref.options.get("sample_fps", ref.options.get("fps"))
-            if fps is not None and not fps > 0:
-                raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
-            metadata = VideoMetadata(len(frames), fps, duration=len(frames) / fps if fps else None)
-            metadata.frames_indices = list(range(len(frames)))
-        else:
-            frames, metadata = _decode_frames(ref, source, sample_indices_fn or partial(_sample_indices, ref))
-        chosen = metadata.frames_indices
-        indices = [] if chosen is None else [int(index) for index in chosen]
-        if len(frames) == 0 or len(frames) != len(indices):
-            raise ref.error(f"the video has {len(frames)} of {len(indices)} frames; repair it or remove the row")
-        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
-        return np.asarray(frames), {**known, "frames_indices": indices}
+    return _load_frames(ref, sample_indices_fn)
 
 
 def load_with_qwen_vl_utils(
@@ -205,7 +212,8 @@ def load_with_qwen_vl_utils(
     ```
 
     A video file gives exactly what `qwen_vl_utils.fetch_video` gives, which however reads no bytes, needs torchcodec,
-    and resizes lists of frames twice, first to multiples of twice the patch.
+    and resizes lists of frames twice, first to multiples of twice the patch. Frames are resized as they are decoded, a
+    few at a time, so that no more of them are in memory at their full size.
 
     Args:
         ref ([`MediaRef`]):
@@ -232,21 +240,26 @@ def load_with_qwen_vl_utils(
     with decoding(ref):
         if ref.kind == "image":
             return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
-        frames, metadata = load_video(ref, sample_indices)
-        metadata["fps"] = metadata["fps"] or vision.FPS
         factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
-        min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
-        total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
-        share = total_pixels / len(frames) * vision.FRAME_FACTOR
-        ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
-        if "resized_height" in options and "resized_width" in options:
-            size = vision.smart_resize(options["resized_height"], options["resized_width"], factor)
-        else:
-            max_pixels = min(options.get("max_pixels", ceiling), ceiling)
-            size = vision.smart_resize(*frames.shape[1:3], factor, min_pixels, max_pixels)
-        frames = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        resize = vision.transforms.functional.resize
-        return resize(frames, list(size), vision.InterpolationMode.BICUBIC, antialias=True), metadata
+
+        def resized(frames: np.ndarray, count: int) -> np.ndarray:
+            min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
+            total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
+            share = total_pixels / count * vision.FRAME_FACTOR
+            ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
+            if "resized_height" in options and "resized_width" in options:
+                size = vision.smart_resize(options["resized_height"], options["resized_width"], factor)
+            else:
+                max_pixels = min(options.get("max_pixels", ceiling), ceiling)
+                size = vision.smart_resize(*frames.shape[1:3], factor, min_pixels, max_pixels)
+            tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
+            resize = vision.transforms.functional.resize
+            tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
+            return tensor.permute(0, 2, 3, 1).numpy()
+
+        frames, metadata = _load_frames(ref, sample_indices, resized)
+        metadata["fps"] = metadata["fps"] or vision.FPS
+        return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
 def _open_image(stream: BinaryIO) -> PIL.Image.Image:
@@ -382,59 +395,108 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
             The sound, see [`load_audio`].
 
     Returns:
-        `tuple`: Samples of shape `(N,)`, or `(C, N)` or `(N, C)` where they are given so, float32, and their rate in
-        Hz, `None` if unknown.
+        `tuple`: Samples of shape `(N,)`, float32, and their rate in Hz, `None` if unknown.
 
     Raises:
-        MediaError: If the format is unknown, or there is no such file.
+        MediaError: If the format is unknown, the sound longer than the rules allow, or there is no such file.
     """
+
+    def check_length(count: float, rate: float) -> None:
+        _check_seconds(ref, count / rate, "max_audio_seconds")
+
+    with closing(_read_pieces(ref, None, check_length)) as read:
+        pieces = list(read)
+    if not pieces:
+        raise ref.error("the audio is empty; remove the row")
+    return np.concatenate([piece for piece, _ in pieces]), pieces[0][1]
+
+
+def _read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
+    """
+    Pieces of a sound, of shape (N,), its channels averaged, up to `stop` seconds, and their rate. `check_length` gets
+    how many samples a header tells of, and how many there are.
+    """
+    count, known_rate, loudest, heard = 0, None, 0.0, 0.0
+
+    def check(count: float, rate: float) -> None:
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise ref.error(f"the sampling rate is {rate:g}; set it to the true rate in Hz, such as 16000")
+        if rate != known_rate and known_rate is not None:
+            raise ref.error(f"its sampling rate changes from {known_rate:g} to {rate:g}; convert it or remove the row")
+        check_length(count, rate)
+
+    with closing(_decode_pieces(ref, stop, check)) as pieces:
+        for piece, rate in pieces:
+            left = math.inf if stop is None or rate is None else int(stop * rate) - count
+            if len(piece) > left:
+                piece = piece[: int(left)]
+            count += len(piece)
+            if rate is not None:
+                check(count, rate)
+                known_rate = rate
+            averaged = piece.mean(axis=1, dtype=np.float32)
+            loudest = max(loudest, np.abs(piece).max(initial=0))
+            heard = max(heard, np.abs(averaged).max(initial=0))
+            yield averaged, rate
+            if len(piece) >= left:
+                break
+    if 0 < loudest < math.inf and heard < _CANCELLED * loudest:
+        raise ref.error("its channels cancel each other out; give one of them")
+
+
+def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, float], None]) -> _Pieces:
+    """Pieces of shape (N, channels), see [`_read_pieces`], which may be more than `stop` seconds."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
-        decoded = source.get_all_samples()
-        return _one_channel(ref, decoded.data.cpu().numpy()), decoded.sample_rate
-    if isinstance(source, dict) and source.get("array") is not None:
-        return _scaled(ref, source["array"]), source.get("sampling_rate", ref.options.get("sampling_rate"))
-    if isinstance(source, tuple):
+        # A second more, as samples are counted, and times aren't exact
+        most = (ref.rules.max_audio_seconds if stop is None else stop) + 1
+        decoded = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + most)
+        yield decoded.data.cpu().numpy().T, decoded.sample_rate
+    elif isinstance(source, dict) and source.get("array") is not None:
+        rate = source.get("sampling_rate", ref.options.get("sampling_rate"))
+        yield _of_array(ref, source["array"]), None if rate is None else float(rate)
+    elif isinstance(source, tuple):
         array, rate = source
-        return _scaled(ref, array), rate
-    if isinstance(source, (np.ndarray, torch.Tensor, list)):
-        return _scaled(ref, source), ref.options.get("sampling_rate")
+        yield _of_array(ref, array), None if rate is None else float(rate)
+    elif isinstance(source, (np.ndarray, torch.Tensor, list)):
+        rate = ref.options.get("sampling_rate")
+        yield _of_array(ref, source), None if rate is None else float(rate)
+    else:
+        with open_file(fetch_file(ref, encoded_source(ref))) as stream:
+            yield from _decode_file(ref, stream, check)
+
+
+def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _Pieces:
     soundfile = require_module("soundfile", "audio")
-    with open_file(fetch_file(ref, encoded_source(ref))) as stream:
-        _check_length(ref, stream)
-        try:
-            with soundfile.SoundFile(stream) as sound:
-                _check_seconds(ref, sound.frames / sound.samplerate, "max_audio_seconds")
-                return _one_channel(ref, sound.read(dtype="float32", always_2d=True)), sound.samplerate
-        except soundfile.LibsndfileError as error:
-            if not is_torchcodec_usable(decode="audio"):
-                raise ref.error(f"{error}; convert it to WAV, FLAC, OGG or MP3, or install torchcodec") from error
+
+    class Streamed(soundfile.SoundFile):
+        def seekable(self) -> bool:
+            return False  # else it seeks to where it is after each piece, which isn't exact in an MP3
+
+    check_whole(ref, stream)
+    try:
+        sound = Streamed(stream)
+    except soundfile.LibsndfileError:
         stream.seek(0)
         check_container(ref, stream)
-        decoder = importlib.import_module("torchcodec.decoders").AudioDecoder(stream)
-        _check_seconds(ref, decoder.metadata.duration_seconds or 0, "max_audio_seconds")
-        decoded = decoder.get_all_samples()
-        return _one_channel(ref, decoded.data.numpy()), decoded.sample_rate
+        yield from _decode_with_pyav(stream)
+        return
+    with sound:
+        # That of an MP3 may be a guess
+        if sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH:
+            check(sound.frames, sound.samplerate)
+        at_once = max(1, _SAMPLES_AT_ONCE // sound.channels)
+        while len(piece := sound.read(at_once, dtype="float32", always_2d=True)):
+            yield piece, sound.samplerate
 
 
-def _check_length(ref: MediaRef, stream: BinaryIO) -> None:
-    """A WAV file that was cut off says how long it was, which its reader passes over."""
-    head = stream.read(12)
-    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
-        end = stream.seek(0, 2)
-        stream.seek(12)
-        while len(chunk := stream.read(8)) == 8:
-            size = int.from_bytes(chunk[4:], "little")
-            if chunk[:4] == b"data":
-                # What is written while it is recorded says 0 or the largest number
-                if size < 2**32 - 2**16 and stream.tell() + size > end:
-                    raise ref.error(
-                        f"the file is cut off: {end - stream.tell()} of {size} bytes of samples; fetch it again or "
-                        "remove the row"
-                    )
-                break
-            stream.seek(size + size % 2, 1)
-    stream.seek(0)
+def _decode_with_pyav(stream: BinaryIO) -> _Pieces:
+    av = require_module("av", "audio")
+    with av.open(stream) as container:
+        floats = av.AudioResampler(format="fltp")
+        for frame in container.decode(audio=0):
+            for piece in floats.resample(frame):
+                yield piece.to_ndarray().T, piece.sample_rate
 
 
 def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
@@ -451,14 +513,12 @@ def _check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
         )
 
 
-def _one_channel(ref: MediaRef, samples: np.ndarray) -> np.ndarray:
-    """The average of channels."""
+def _of_array(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
+    """Samples of shape (N, channels), float32."""
+    samples = _scaled(ref, samples)
     if samples.ndim == 1 or samples.size == 0:
-        return samples.reshape(-1)
-    averaged = samples.mean(axis=np.argmin(samples.shape))
-    if 0 < np.abs(samples).max() < np.inf and np.abs(averaged).max() < _CANCELLED * np.abs(samples).max():
-        raise ref.error("its channels cancel each other out; give one of them")
-    return averaged
+        return samples.reshape(-1, 1)
+    return samples.T if samples.shape[0] <= samples.shape[1] else samples
 
 
 def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
@@ -491,31 +551,114 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     return first + default_sample_indices_fn(metadata, count, fps)
 
 
-def _decode_frames(ref: MediaRef, source: Any, sample_indices_fn: Callable) -> tuple[np.ndarray, VideoMetadata]:
-    def indices(metadata: VideoMetadata) -> Sequence[int]:
-        fps = metadata.fps or 0.0
-        if not fps > 0:
-            raise ref.error("the video doesn't say how fast it is; encode it anew, as MP4")
-        _check_seconds(ref, metadata.total_num_frames / fps, "max_video_seconds")
-        _check_pixels(ref, (metadata.width or 0, metadata.height or 0))
-        return sample_indices_fn(metadata=metadata)
+def _load_frames(
+    ref: MediaRef,
+    sample_indices_fn: Callable[..., Sequence[int]] | None,
+    resized: Callable[[np.ndarray, int], np.ndarray] | None = None,
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """See [`load_video`]; `resized` takes frames of shape (N, H, W, 3) as they come, and how many there will be."""
+    with decoding(ref), _open_video(ref) as (metadata, read):
+        if metadata.frames_indices is None:
+            _check_video(ref, metadata)
+            sample = sample_indices_fn or partial(_sample_indices, ref)
+            metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
+        indices = list(metadata.frames_indices)
+        frames, done, shape = None, 0, None
+        for piece in read(indices):
+            if shape is None:
+                _check_pixels(ref, (piece.shape[2], piece.shape[1]))
+                shape = piece.shape[1:]
+            if piece.shape[1:] != shape:
+                raise ref.error("the frames have different sizes; resize them to one size")
+            piece = piece if resized is None else resized(piece, len(indices))
+            if frames is None:
+                _check_frames(ref, len(indices), piece)
+                frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
+            frames[done : done + len(piece)] = piece
+            done += len(piece)
+        if frames is None or done != len(indices):
+            raise ref.error(f"the video has {done} of {len(indices)} frames; repair it or remove the row")
+        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
+        return frames, {**known, "frames_indices": indices}
 
-    if hasattr(source, "get_frames_at"):
-        return _torchcodec_frames(ref, source, indices)
-    with open_file(fetch_file(ref, source)) as stream:
-        check_container(ref, stream)
-        if is_torchcodec_usable(decode="video"):
-            decoder = importlib.import_module("torchcodec.decoders").VideoDecoder(stream, num_ffmpeg_threads=0)
-            return _torchcodec_frames(ref, decoder, indices)
-        require_module("av", "video")
-        return read_video_pyav(stream, indices)  # pyrefly: ignore[bad-argument-type]
+
+def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
+    fps = metadata.fps or 0.0
+    if not 0 < fps <= _FASTEST:
+        raise ref.error(f"the video doesn't say how fast it is, but {fps:g} frames per second; encode it anew, as MP4")
+    _check_seconds(ref, metadata.total_num_frames / fps, "max_video_seconds")
+    _check_pixels(ref, (metadata.width or 0, metadata.height or 0))
 
 
-def _torchcodec_frames(ref, decoder, indices: Callable) -> tuple[np.ndarray, VideoMetadata]:
+def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
+    height, width = frames.shape[1:3]
+    if count * height * width > ref.rules.max_video_pixels:
+        raise ref.error(
+            f"{count} frames of {width} x {height} are more than {ref.rules.max_video_pixels:,} pixels; choose fewer "
+            "by 'nframes' or 'fps', or raise `max_video_pixels`"
+        )
+
+
+@contextmanager
+def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[int]], Iterator[np.ndarray]]]]:
+    """What is known of a video, and what reads frames of it, a few at a time, of shape (N, H, W, 3)."""
+    source = encoded_source(ref)
+    if isinstance(source, (np.ndarray, torch.Tensor, list)):
+        yield _listed_frames(ref, source)
+    elif hasattr(source, "get_frames_at"):
+        yield _torchcodec_frames(source)
+    else:
+        with open_file(fetch_file(ref, source)) as stream:
+            check_container(ref, stream)
+            check_whole(ref, stream)
+            if is_torchcodec_usable(decode="video"):
+                decoders = importlib.import_module("torchcodec.decoders")
+                yield _torchcodec_frames(decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
+            else:
+                with require_module("av", "video").open(stream) as container:
+                    yield _pyav_frames(container)
+
+
+def _listed_frames(ref: MediaRef, source: Any):
+    fps = ref.options.get("sample_fps", ref.options.get("fps"))
+    if fps is not None and not fps > 0:
+        raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
+    count = len(source)
+    metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
+    metadata.frames_indices = list(range(count))
+
+    def read(indices):
+        for i in indices:
+            image = replace(ref, kind="image", source=source[i], options={}, column=f"{ref.column}[{i}]")
+            yield np.array(load_image(image))[None]
+
+    return metadata, read
+
+
+def _torchcodec_frames(decoder: Any):
     header = decoder.metadata
     metadata = VideoMetadata(
         header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
     )
-    metadata.frames_indices = [int(index) for index in indices(metadata=metadata)]
-    frames = decoder.get_frames_at(metadata.frames_indices).data.cpu().numpy()
-    return frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1), metadata
+
+    def read(indices):
+        at_once = max(1, _PIXELS_AT_ONCE // (header.width * header.height))
+        for i in range(0, len(indices), at_once):
+            frames = decoder.get_frames_at(indices[i : i + at_once]).data.cpu().numpy()
+            yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
+
+    return metadata, read
+
+
+def _pyav_frames(container: Any):
+    stream = container.streams.video[0]
+    count, fps = stream.frames, float(stream.average_rate or 0)
+    metadata = VideoMetadata(count, fps, stream.width, stream.height, count / fps if fps else None)
+
+    def read(indices):
+        chosen, last = set(indices), max(indices, default=-1)
+        for i, frame in zip(range(last + 1), container.decode(stream), strict=False):
+            if i in chosen:
+                yield frame.to_ndarray(format="rgb24")[None]
+
+    return metadata, read

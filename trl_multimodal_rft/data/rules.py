@@ -43,6 +43,8 @@ class MediaRules:
             Length of a sound that is decoded.
         max_video_seconds (`float`, *optional*, defaults to `14400.0`):
             Length of a video of which frames are decoded.
+        max_video_pixels (`int`, *optional*, defaults to `2**29`):
+            Pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds in which a download must be complete, all attempts together.
 
@@ -57,6 +59,7 @@ class MediaRules:
     max_image_pixels: int = 100_000_000
     max_audio_seconds: float = 3600.0
     max_video_seconds: float = 14400.0
+    max_video_pixels: int = 2**29
     media_timeout: float = 60.0
 
     def __post_init__(self):

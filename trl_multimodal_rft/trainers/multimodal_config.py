@@ -65,6 +65,8 @@ class MultimodalArguments:
             Longest sound that is decoded. The model's window is another limit, see `audio_overlong`.
         max_video_seconds (`float`, *optional*, defaults to `14400.0`):
             Longest video of which frames are decoded.
+        max_video_pixels (`int`, *optional*, defaults to `2**29`):
+            Most pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds in which a download must be complete, all attempts together.
 
@@ -181,6 +183,10 @@ class MultimodalArguments:
     )
     max_video_seconds: float = field(
         default=DEFAULT_RULES.max_video_seconds, metadata={"help": "Longest video of which frames are decoded."}
+    )
+    max_video_pixels: int = field(
+        default=DEFAULT_RULES.max_video_pixels,
+        metadata={"help": "Most pixels of all frames of a video together, as the processor gets them."},
     )
     media_timeout: float = field(
         default=DEFAULT_RULES.media_timeout,

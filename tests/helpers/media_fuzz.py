@@ -1,0 +1,274 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Damaged media, each through the function that loads its kind: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
+
+What went wrong is written, and nothing else. An input is a function of seed and number, so that one can be run alone.
+"""
+
+import ctypes
+import faulthandler
+import io
+import os
+import random
+import resource
+import struct
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import av
+import numpy as np
+import soundfile
+import torch
+from PIL import Image, features
+
+from trl_multimodal_rft.data import loading
+from trl_multimodal_rft.data.columns import MediaError, MediaRef
+from trl_multimodal_rft.data.rules import MediaRules
+
+
+RULES = MediaRules(max_image_pixels=2**21, max_audio_seconds=60.0, max_video_seconds=60.0, max_video_pixels=2**24)
+MOST_MEGABYTES = 300  # that an input may add to the memory
+MOST_SECONDS = 15  # for an input, however busy the machine is
+RATE, WIDTH, HEIGHT = 8000, 64, 48
+
+STARTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
+IN_OPEN = 0x20  # of inotify
+
+
+def say(wrong):
+    sys.stdout.write(wrong + "\n")
+
+
+def images():
+    noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 4), np.uint8)
+    kinds = {"PNG": "RGBA", "JPEG": "RGB", "GIF": "P", "BMP": "RGB", "TIFF": "RGB", "ICO": "RGBA", "PPM": "RGB"}
+    kinds |= {"TGA": "RGBA", "WEBP": "RGBA"}
+    kinds |= {"AVIF": "RGB"} if features.check("avif") else {}
+    kinds |= {"JPEG2000": "RGB"} if features.check("jpg_2000") else {}
+    for name, mode in kinds.items():
+        image, buffer = Image.fromarray(noise).convert(mode), io.BytesIO()
+        several = {"save_all": True, "append_images": [image] * 2} if name in ("GIF", "TIFF", "WEBP") else {}
+        image.save(buffer, name, **several)
+        yield name, buffer.getvalue()
+
+
+def sounds():
+    sound = 0.3 * np.sin(np.arange(RATE) / 5)
+    for name, subtype in (
+        ("WAV", "PCM_16"),
+        ("WAV", "FLOAT"),
+        ("WAV", "IMA_ADPCM"),
+        ("FLAC", None),
+        ("MP3", None),
+        ("OGG", "VORBIS"),
+        ("OGG", "OPUS"),
+        ("AIFF", None),
+        ("CAF", "ALAC_16"),
+        ("AU", None),
+        ("W64", None),
+    ):
+        buffer = io.BytesIO()
+        soundfile.write(buffer, np.stack([sound, sound / 2], 1), RATE, format=name, subtype=subtype)
+        yield f"{name}.{subtype}", buffer.getvalue()
+    for name in ("mp4", "matroska", "mpegts", "adts"):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format=name) as container:
+            stream = container.add_stream("aac", rate=RATE, layout="mono")
+            frame = av.AudioFrame.from_ndarray(sound[None].astype(np.float32), format="fltp", layout="mono")
+            frame.sample_rate = RATE
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        yield f"aac in {name}", buffer.getvalue()
+
+
+def videos():
+    frames = np.random.default_rng(0).integers(0, 256, (8, HEIGHT, WIDTH, 3), np.uint8)
+    for name, codec in (
+        ("mp4", "libx264"),
+        ("matroska", "libx264"),
+        ("webm", "libvpx-vp9"),
+        ("avi", "mpeg4"),
+        ("mpegts", "mpeg2video"),
+        ("flv", "flv"),
+    ):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format=name) as container:
+            stream = container.add_stream(codec, rate=25)
+            stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+            container.mux(stream.encode())
+        yield name, buffer.getvalue()
+    buffer, (first, *others) = io.BytesIO(), [Image.fromarray(frame) for frame in frames]
+    first.save(buffer, "GIF", save_all=True, append_images=others, duration=100)
+    yield "gif", buffer.getvalue()
+
+
+def lists(decoy):
+    """What makes FFmpeg open other files."""
+    return [
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{decoy}\n#EXT-X-ENDLIST\n".encode(),
+        f"ffconcat version 1.0\nfile '{decoy}'\n".encode(),
+        f'<?xml version="1.0"?><MPD profiles="urn:mpeg:dash:profile:isoff-main:2011">{decoy}</MPD>'.encode(),
+        b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
+    ]
+
+
+def damaged(data, others, texts, chance):
+    """One of the ways in which a file may be other than it was."""
+    place, end = sorted(chance.choices(range(len(data) + 1), k=2))
+    early = chance.randrange(min(len(data), 256) + 1)
+    other = chance.choice(others)
+    size = chance.choice([0, 1, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1])
+    number = struct.pack(chance.choice("<>") + "I", size)
+    bits = bytearray(data)
+    for i in chance.choices(range(len(data)), k=chance.choice([1, 3, 30])):
+        bits[i if chance.random() < 0.5 else i % 256 % len(data)] ^= 1 << chance.randrange(8)
+    ways = {
+        "cut": lambda: data[:place],
+        "cut early": lambda: data[:early],
+        "without its start": lambda: data[early:],
+        "bits": lambda: bytes(bits),
+        "number": lambda: data[:early] + number + data[early + 4 :],
+        "zeros": lambda: data[:place] + bytes(end - place) + data[end:],
+        "hole": lambda: data[:place] + data[end:],
+        "twice": lambda: data[:end] + data[place:],
+        "start of another": lambda: other[:early] + data[early:],
+        "end of another": lambda: data[:place] + other[place:],
+        "followed by another": lambda: data + other,
+        "text behind its start": lambda: data[: early % 16] + chance.choice(texts) + data,
+        "text behind a tag": lambda: b"ID3\x04\0\0\0\0\0\0" + chance.choice(texts),
+        "whole": lambda: data,
+    }
+    way = chance.choice(list(ways))
+    return way, ways[way]()
+
+
+def check_image(image):
+    image.load()
+    return image.mode == "RGB" and 0 < image.width * image.height <= RULES.max_image_pixels
+
+
+def check_sound(samples):
+    long = len(samples) / 16000 <= RULES.max_audio_seconds + 0.1
+    return (
+        samples.dtype == np.float32 and samples.ndim == 1 and len(samples) > 0 and np.isfinite(samples).all() and long
+    )
+
+
+def check_video(loaded):
+    frames, metadata = loaded
+    size = frames.shape[1:3] if frames.shape[-1] == 3 else frames.shape[2:]
+    kind = frames.dtype in (np.uint8, torch.uint8) and len(frames) == len(metadata["frames_indices"]) > 0
+    return kind and 0 < len(frames) * size[0] * size[1] <= RULES.max_video_pixels
+
+
+def loads(ref, chance):
+    """Loads a medium in one of the ways there are, and whether it is one then."""
+    loading.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda decode: False])
+    if ref.kind == "image":
+        return check_image(loading.load_image(ref))
+    if ref.kind == "audio":
+        window, overlong = chance.choice([(None, "raise"), (0.5, "truncate"), (30.0, "raise")])
+        return check_sound(loading.load_audio(ref, 16000, window, overlong))
+    if chance.random() < 0.3:
+        return check_video(loading.load_with_qwen_vl_utils(ref, 14))
+    return check_video(loading.load_video(ref))
+
+
+TORCHCODEC = loading.is_torchcodec_usable
+heard = []  # what the interpreter was asked to open or start
+
+
+def listen(event, args):
+    if event in STARTED or event.startswith("socket."):
+        heard.append((event, str(args)))
+    elif event == "open" and not isinstance(args[0], int):
+        path = os.fsdecode(args[0])
+        if not path.endswith((".py", ".pyc", ".so")) and not path.startswith("<"):  # for imports and tracebacks
+            heard.append((event, path))
+
+
+def whole(ref, chance):
+    try:
+        return None if loads(ref, chance) else "no medium"
+    except MediaError as error:
+        return str(error)
+
+
+def opened_of(watch):
+    """Whether anything was opened in the folder that is watched, by whomever."""
+    try:
+        return bool(os.read(watch, 4096))
+    except BlockingIOError:
+        return False
+
+
+def main(folder, seed, seconds, only=None):
+    secrets, files = folder / "secrets", folder / "files"
+    secrets.mkdir(), files.mkdir()
+    seeds = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
+    decoy = secrets / "decoy.mp4"
+    decoy.write_bytes(seeds["video"]["mp4"])
+    texts, others = lists(decoy), [data for each in seeds.values() for data in each.values()]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+    # What is whole is loaded, by one decoder at least; that also imports what is needed
+    for kind, each in seeds.items():
+        for name, data in each.items():
+            errors = [
+                whole(MediaRef(kind, data, {}, kind, 0, rules=RULES), random.Random(number)) for number in range(6)
+            ]
+            if all(errors) and name != "mpegts":  # whose frames have no numbers
+                say(f"whole {kind} {name}: {errors[0]}")
+
+    libc = ctypes.CDLL(None)
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(watch, os.fsencode(secrets), IN_OPEN) >= 0
+    sys.addaudithook(listen)
+    ends, number, good, bad = time.monotonic() + seconds, -1, 0, 0
+    while only is not None or time.monotonic() < ends:
+        number += 1
+        chance = random.Random(f"{seed} {number if only is None else only}")
+        kind = chance.choice(list(seeds))
+        name, data = chance.choice(list(seeds[chance.choice([kind, kind, kind, *seeds])].items()))
+        way, data = damaged(data, others, texts, chance)
+        source, allowed = data, []
+        if chance.random() < 0.5:
+            source = str(files / f"{number}{chance.choice(['.mp4', '.wav', '.png', '.m3u8', '.sdp', '.eps', ''])}")
+            Path(source).write_bytes(data)
+            allowed = [source]
+        what = f"{number} as {kind}: {name}, {way}, {len(data)} bytes"
+        (folder / "last.txt").write_text(what)
+        heard.clear()
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
+        try:
+            loaded = loads(MediaRef(kind, source, {}, kind, 7, rules=RULES), chance)
+            good += 1
+            if not loaded:
+                say(f"{what}: neither a medium nor an error")
+        except MediaError as error:
+            bad += 1
+            if not str(error).startswith("row 7, column"):
+                say(f"{what}: {error}")
+        except Exception:
+            say(f"{what}: {traceback.format_exc()}")
+        faulthandler.cancel_dump_traceback_later()
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        if grown > MOST_MEGABYTES:
+            say(f"{what}: {grown:.0f} MB in {time.monotonic() - started:.1f} s")
+        stray = [each for each in heard if each[0] != "open" or each[1] not in allowed]
+        if stray or opened_of(watch):
+            say(f"{what}: opened or started {stray or decoy}")
+        if only is not None:
+            break
+    sys.stderr.write(f"{number + 1} inputs, {good} loaded, {bad} named\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None)

@@ -1,0 +1,335 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What decoding costs, whatever a file says of itself; what is decoded in pieces is what the whole would be."""
+
+import io
+import struct
+import time
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import soundfile
+import soxr
+import torch
+from PIL import Image
+
+from trl_multimodal_rft.data import loading
+from trl_multimodal_rft.data.columns import MediaError, MediaRef
+from trl_multimodal_rft.data.containers import check_whole
+from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
+from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
+
+
+RATE = 16000
+
+
+def ref(kind, source, rules=DEFAULT_RULES, **options):
+    return MediaRef(kind, source, options, kind, 3, rules=rules)
+
+
+def noise(seconds, rate, channels=2):
+    return np.random.default_rng(0).uniform(-0.5, 0.5, (int(seconds * rate), channels)).astype(np.float32)
+
+
+def sound_file(samples, rate, name="FLAC", **options):
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate, format=name, **options)
+    return buffer.getvalue()
+
+
+def av_sound(name, codec, seconds=2):
+    buffer = io.BytesIO()
+    samples = np.ascontiguousarray(noise(seconds, RATE, 1).T)
+    with av.open(buffer, "w", format=name) as container:
+        stream = container.add_stream(codec, rate=RATE, layout="mono")
+        if stream.codec_context.format.name == "s16":
+            samples, form = (samples * 32767).astype(np.int16), "s16"
+        else:
+            form = "fltp"
+        frame = av.AudioFrame.from_ndarray(samples, format=form, layout="mono")
+        frame.sample_rate = RATE
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, rate=10, options=None):
+    buffer, pixels = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    with av.open(buffer, "w", format=name) as container:
+        stream = container.add_stream(codec, rate=rate, options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.roll(pixels, 2 * i, 1))))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def allocated(function):
+    """Bytes that Python and NumPy held at most."""
+    tracemalloc.start()
+    try:
+        result = function()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(params=["torchcodec", "pyav"])
+def decoder(request, monkeypatch):
+    if request.param == "pyav":
+        monkeypatch.setattr(loading, "is_torchcodec_usable", lambda decode: False)
+    elif not loading.is_torchcodec_usable(decode="video"):
+        pytest.skip("torchcodec or the FFmpeg it needs can't be loaded")
+
+
+# Sounds
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 44100])
+@pytest.mark.parametrize("name", ["WAV", "FLAC", "MP3", "OGG", "AIFF"])
+def test_pieces_are_the_whole_bit_for_bit(name, rate, monkeypatch):
+    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    data = sound_file(noise(2.5, rate), rate, name)
+    with soundfile.SoundFile(io.BytesIO(data)) as sound:
+        whole = sound.read(dtype="float32")
+    for window, overlong in ((None, "raise"), (1.3, "truncate"), (9.0, "truncate")):
+        samples = whole.mean(axis=1)[: None if window is None else int(window * rate)]
+        expected = samples if rate == RATE else soxr.resample(samples, rate, RATE)
+        np.testing.assert_array_equal(load_audio(ref("audio", data), RATE, window, overlong), expected)
+    np.testing.assert_array_equal(read_audio(ref("audio", data))[0], whole.mean(axis=1))
+
+
+@pytest.mark.parametrize(("name", "codec"), [("mp4", "aac"), ("matroska", "pcm_s16le"), ("mpegts", "aac")])
+def test_pieces_of_what_soundfile_does_not_know_are_the_whole(name, codec):
+    torchcodec = pytest.importorskip("torchcodec.decoders")
+    data = av_sound(name, codec)
+    whole = torchcodec.AudioDecoder(data).get_all_samples().data.numpy()[0]
+    np.testing.assert_array_equal(load_audio(ref("audio", data), RATE), whole)
+    np.testing.assert_array_equal(load_audio(ref("audio", data), RATE, 0.7, "truncate"), whole[: int(0.7 * RATE)])
+    for source in (data, torchcodec.AudioDecoder(data)):
+        with pytest.raises(MediaError, match="of audio where 0.7 s are allowed"):
+            load_audio(ref("audio", source), RATE, 0.7)
+    cut = load_audio(ref("audio", torchcodec.AudioDecoder(data)), RATE, 0.7, "truncate")
+    np.testing.assert_array_equal(cut, whole[: int(0.7 * RATE)])
+
+
+def says_nothing_of_its_length(flac):
+    data = bytearray(flac)
+    data[21] &= 0xF0  # behind `fLaC`, the head of the first block and 13 bytes of it
+    data[22:26] = bytes(4)
+    return bytes(data)
+
+
+def test_what_is_too_long_is_not_decoded():
+    """A FLAC of silence, some thousand times smaller than its samples."""
+    long = sound_file(np.zeros((200 * 48000, 2), np.int16), 48000)
+    assert len(long) < 200 * 48000 * 2 * 4 / 1000
+    for data in (long, says_nothing_of_its_length(long)):
+        cut, peak = allocated(lambda data=data: load_audio(ref("audio", data), RATE, 2.0, "truncate"))
+        assert len(cut) == 2 * RATE and peak < 40e6
+
+        def refused(data=data):
+            for rules, window in ((DEFAULT_RULES, 30.0), (MediaRules(max_audio_seconds=30.0), None)):
+                with pytest.raises(MediaError, match="where 30 s are allowed"):
+                    load_audio(ref("audio", data, rules), RATE, window)
+
+        assert allocated(refused)[1] < 40e6
+        # As many bytes as its samples of one channel have at the rate of the result, and once more to join them
+        whole, peak = allocated(lambda data=data: load_audio(ref("audio", data), RATE))
+        assert len(whole) == 200 * RATE and peak < 2 * whole.nbytes + 40e6
+
+
+def test_a_window_holds_where_the_rules_are_narrower():
+    rules = MediaRules(max_audio_seconds=1.0)
+    data = sound_file(noise(3.0, RATE), RATE)
+    assert len(load_audio(ref("audio", data, rules), RATE, 0.5, "truncate")) == RATE // 2
+    with pytest.raises(MediaError, match="2 s where 1 s are allowed; cut it, or raise `max_audio_seconds`"):
+        load_audio(ref("audio", data, rules), RATE, 2.0, "truncate")
+
+
+def test_an_mp3_without_a_length_is_measured_by_what_is_in_it():
+    """Of such a file with frames of several sizes, libsndfile tells more than twice as many samples."""
+    quiet_first = np.concatenate([np.zeros((RATE * 4, 1), np.float32), noise(4.0, RATE, 1)])
+    data = sound_file(quiet_first, RATE, "MP3", bitrate_mode="VARIABLE")
+    bitrates, rates = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160), (22050, 24000, 16000)
+    first = 72 * bitrates[data[2] >> 4] * 1000 // rates[data[2] >> 2 & 3] + (data[2] >> 1 & 1)
+    assert b"Xing" in data[:first] and soundfile.info(io.BytesIO(data[first:])).frames > 12 * RATE
+    assert abs(len(load_audio(ref("audio", data[first:]), RATE, 9.0)) - 8 * RATE) < 4000
+
+
+def test_a_rate_that_can_not_be_is_named_before_the_length():
+    data = bytearray(sound_file(noise(10.0, RATE, 1), RATE, "WAV"))
+    data[24:28] = struct.pack("<I", 16)
+    with pytest.raises(MediaError, match="the sampling rate is 16; set it to the true rate"):
+        load_audio(ref("audio", bytes(data)), RATE)
+
+
+# Videos
+
+
+@pytest.mark.parametrize("options", [{}, {"nframes": 4, "min_pixels": 999, "max_pixels": 20000}], ids=str)
+def test_frames_resized_as_they_come_are_those_of_the_whole(decoder, options, monkeypatch):
+    """By which also `fetch_video` is what one gets, see the tests of loading."""
+    data = video_file(width=320, height=240)
+    whole, about = load_with_qwen_vl_utils(ref("video", data, **options), 14)
+    monkeypatch.setattr(loading, "_PIXELS_AT_ONCE", 1)
+    by_one, about_one = load_with_qwen_vl_utils(ref("video", data, **options), 14)
+    assert torch.equal(whole, by_one) and about == about_one
+    np.testing.assert_array_equal(load_video(ref("video", data))[0], one_by_one(data))
+
+
+def one_by_one(data):
+    with av.open(io.BytesIO(data)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def memory(name):
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{name}:")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be set back")
+def test_videos_are_never_in_memory_at_their_full_size(decoder):
+    size = {"min_pixels": 999, "max_pixels": 50000}
+    data = video_file(frames=80, width=1280, height=720, options={"preset": "ultrafast", "crf": "40"})
+    load_with_qwen_vl_utils(ref("video", data, nframes=4, **size), 14)  # loads what stays
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    frames, _ = load_with_qwen_vl_utils(ref("video", data, nframes=80, **size), 14)
+    assert len(frames) == 80
+    assert memory("VmHWM") - before < 0.5 * 80 * 1280 * 720 * 3
+
+
+def test_all_frames_together_have_most_pixels(decoder):
+    rules, data = MediaRules(max_video_pixels=8 * 96 * 64), video_file()
+    with pytest.raises(MediaError, match="12 frames of 96 x 64 are more than .* pixels; choose fewer by 'nframes'"):
+        load_video(ref("video", data, rules))
+    assert len(load_video(ref("video", data, rules, nframes=8))[0]) == 8
+    assert len(load_with_qwen_vl_utils(ref("video", data, rules, max_pixels=3000, min_pixels=100), 14)[0]) > 0
+    with pytest.raises(MediaError, match="`max_video_pixels`"):
+        load_video(ref("video", [Image.new("RGB", (96, 64))] * 9, rules))
+
+
+def test_a_video_that_is_too_fast_is_named(decoder):
+    with pytest.raises(MediaError, match="row 3.*doesn't say how fast it is, but 5000 frames per second"):
+        load_video(ref("video", video_file(rate=5000)))
+
+
+# Images
+
+
+def icon_that_lies(size):
+    inner = io.BytesIO()
+    Image.new("RGB", size).save(inner, "PNG")
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner.getvalue()), 22)
+    return struct.pack("<HHH", 0, 1, 1) + entry + inner.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:Image was not the expected size")
+def test_what_is_in_an_icon_has_most_pixels():
+    assert load_image(ref("image", icon_that_lies((40, 30)))).size == (40, 30)
+    with pytest.raises(MediaError, match="40 x 30 pixels where 1,000 are allowed"):
+        load_image(ref("image", icon_that_lies((40, 30)), MediaRules(max_image_pixels=1000)))
+
+
+def test_text_in_an_image_is_not_unpacked_without_end():
+    image = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(image, "PNG")
+    head, rest = image.getvalue()[:33], image.getvalue()[33:]
+    chunk = b"zTXtbomb\0\0" + zlib.compress(bytes(100_000_000), 9)
+    bomb = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+    def load():
+        with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image"):
+            load_image(ref("image", head + bomb + rest))
+
+    assert allocated(load)[1] < 30e6
+
+
+@pytest.mark.parametrize("name", ["GIF", "PNG", "TIFF", "WEBP"])
+def test_only_the_first_of_several_images_is_decoded(name):
+    several, pages = io.BytesIO(), [Image.new("RGB", (600, 500), (i, 40, 90)) for i in range(0, 240, 8)]
+    pages[0].save(several, name, save_all=True, append_images=pages[1:])
+    image, peak = allocated(lambda: load_image(ref("image", several.getvalue())))
+    assert image.size == (600, 500) and abs(image.getpixel((9, 9))[0]) < 4
+    assert peak < len(several.getvalue()) + 10e6
+
+
+# Files that were cut off, and lists
+
+
+WHOLE = {
+    "wav": lambda: sound_file(noise(1.0, RATE), RATE, "WAV"),
+    "aiff": lambda: sound_file(noise(1.0, RATE), RATE, "AIFF"),
+    "ogg": lambda: sound_file(noise(3.0, RATE), RATE, "OGG"),
+    "mp3": lambda: sound_file(noise(2.0, RATE), RATE, "MP3"),
+    "m4a": lambda: av_sound("mp4", "aac"),
+    "mka": lambda: av_sound("matroska", "aac"),
+    "mp4": video_file,
+    "mkv": lambda: video_file("matroska"),
+    "webm": lambda: video_file("webm", "libvpx-vp9"),
+    "avi": lambda: video_file("avi", "mpeg4"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_files_that_were_cut_off_are_named(name, tagged):
+    kind = "video" if name in ("mp4", "mkv", "webm", "avi") else "audio"
+    load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
+    data = WHOLE[name]()
+    if tagged:  # by which only MP3 starts, but none is taken for a part of what follows
+        data = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
+    check_whole(ref(kind, data), io.BytesIO(data))
+    load(ref(kind, data))
+    for share in (0.3, 0.5, 0.8):
+        with pytest.raises(MediaError, match=f"row 3, column '{kind}': the file is cut off: .* of .* bytes; fetch it"):
+            load(ref(kind, data[: int(len(data) * share)]))
+
+
+def test_what_does_not_say_how_long_it_is_is_what_there_is():
+    whole = av_sound("mpegts", "aac", seconds=4)
+    half = load_audio(ref("audio", whole[: 188 * (len(whole) // 376)]), RATE)
+    assert RATE < len(half) < 3 * RATE
+
+
+def test_a_damaged_flac_is_named():
+    data = sound_file(noise(2.0, RATE), RATE)
+    with pytest.raises(MediaError, match="row 3, column 'audio': cannot read this audio .*; repair it or remove"):
+        load_audio(ref("audio", data[: len(data) // 2]), RATE)
+
+
+@pytest.mark.parametrize("kind", ["audio", "video"])
+def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
+    """FFmpeg looks behind ID3 tags, and finds some lists behind anything: one of addresses makes it open sockets."""
+    load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
+    tag = b"ID3\x04\0\0\0\0\0\x02ab"
+    hls, concat = b"#EXTM3U\n#EXTINF:9,\n/etc/hostname\n", b"ffconcat version 1.0\nfile '/etc/hostname'\n"
+    addresses = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+    dash = b"<MPD profiles='urn:mpeg:dash:profile:isoff-main:2011'>"
+    for data in (
+        tag + hls,
+        tag + tag + concat,
+        b"RIFF" + addresses,
+        b"RIFF" + dash,
+        b"G" + addresses.ljust(187) + b"G",
+    ):
+        started = time.monotonic()
+        with pytest.raises(MediaError, match=f"this is no file of {kind}; it starts with"):
+            load(ref(kind, data))
+        assert time.monotonic() - started < 5
+
+
+def test_channels_that_cancel_each_other_out_are_named_after_all_pieces(monkeypatch):
+    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    quiet = noise(2.0, RATE, 1)
+    opposite = np.concatenate([quiet, -quiet], axis=1)
+    all_of_it = sound_file(opposite, RATE)
+    its_start = sound_file(np.concatenate([opposite, noise(1.0, RATE)]), RATE)
+    for data, window in ((all_of_it, None), (its_start, 1.5)):
+        with pytest.raises(MediaError, match="its channels cancel each other out"):
+            load_audio(ref("audio", data), RATE, window, "truncate")
+    assert len(load_audio(ref("audio", its_start), RATE)) == 3 * RATE
