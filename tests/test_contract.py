@@ -56,7 +56,9 @@ OVERRIDDEN = {
         "mm_token_type_ids image_position_ids"
     ),
     GRPO + "create_model_card": "self model_name dataset_name tags",
-    "transformers:Trainer._inner_training_loop": "self batch_size args resume_from_checkpoint trial ignore_keys_for_eval",
+    "transformers:Trainer._inner_training_loop": (
+        "self batch_size args resume_from_checkpoint trial ignore_keys_for_eval"
+    ),
     "transformers:Trainer._get_dataloader": (
         "self dataset description batch_size sampler_fn is_training dataloader_key"
     ),
