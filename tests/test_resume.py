@@ -235,7 +235,7 @@ def test_checkpoint_without_state_goes_on_with_new_completions(straight, tmp_pat
     uninterrupted = straight("several epochs")
     shutil.copytree(checkpoint(uninterrupted, 6), tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "rollout_state_0.pt").unlink()
-    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no")
+    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no", checkpoint_manifest=False)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert "has no state of the rollouts" in caplog.text
@@ -249,8 +249,8 @@ def test_reference_that_follows_the_policy_must_be_there(straight, tmp_path):
     shutil.copytree(checkpoint(straight("synchronised reference"), 3), folder)
     shutil.rmtree(folder / "ref_model")
     with pytest.raises(ValueError, match="checkpoint-3 has no folder 'ref_model' with a reference that follows"):
-        case.make(tmp_path, save_strategy="no").train(resume_from_checkpoint=str(folder))
-    trainer = case.make(tmp_path, save_strategy="no", sync_ref_model=False)
+        case.make(tmp_path, save_strategy="no", checkpoint_manifest=False).train(resume_from_checkpoint=str(folder))
+    trainer = case.make(tmp_path, save_strategy="no", checkpoint_manifest=False, sync_ref_model=False)
     trainer.train(resume_from_checkpoint=str(folder))
     assert trainer.state.global_step == trainer.args.max_steps
 
@@ -269,7 +269,7 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
     shutil.copytree(checkpoint(straight("several epochs"), 6), tmp_path / "checkpoint-6")
     file = tmp_path / "checkpoint-6" / "rollout_state_0.pt"
     torch.save({**torch.load(file, weights_only=False), "foreign": Foreign(tmp_path / "made")}, file)
-    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no")
+    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no", checkpoint_manifest=False)
     with pytest.raises(pickle.UnpicklingError, match="mkdir"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert not (tmp_path / "made").exists()

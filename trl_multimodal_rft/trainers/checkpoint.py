@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import CONFIG_NAME
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from .groups import SAVED_CLASSES
@@ -93,7 +94,12 @@ def load_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path) -
             Model as in [`save_whole`].
         folder (`str` or `Path`):
             Folder.
+
+    Raises:
+        `FileNotFoundError`: If the folder has no config, without which transformers builds the largest model.
     """
+    if not Path(folder, CONFIG_NAME).exists():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
     model = accelerator.unwrap_model(model)
     model_class = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:

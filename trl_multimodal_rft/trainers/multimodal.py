@@ -61,7 +61,7 @@ from .setup import (
     refuse_unchecked_steps,
     warn_of_truncation,
     warn_of_unread,
-    without_engine,
+    without_engine_and_signals,
     without_reference,
 )
 
@@ -133,7 +133,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             image_token_id(model.config, placeholders),
             no_warning_about_init_kwargs(loaded_here),
             without_reference(args, active=ref_model is not None),
-            without_engine(args),
+            without_engine_and_signals(args),
         ):
             super().__init__(
                 model=model,
@@ -178,6 +178,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
         keep_differentiable(self.model)
         self._set_packing()
+        self._set_signals()
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""

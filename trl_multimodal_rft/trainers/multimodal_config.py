@@ -98,6 +98,12 @@ class MultimodalArguments:
         max_skipped_updates (`int`, *optional*, defaults to `5`):
             Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
 
+        > Parameters that control the checkpoints
+
+        checkpoint_manifest (`bool`, *optional*, defaults to `True`):
+            Whether checkpoints list sizes and checksums of their files, and are compared with the list before a run
+            goes on from them. Costs reading them once more.
+
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
@@ -227,6 +233,13 @@ class MultimodalArguments:
     max_skipped_updates: int = field(
         default=5,
         metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
+    )
+    checkpoint_manifest: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether checkpoints list sizes and checksums of their files, and are compared with the list "
+            "before a run goes on from them."
+        },
     )
 
     def __post_init__(self):

@@ -2,13 +2,15 @@
 """Checkpoints from which a run goes on as if it hadn't stopped, and none of which is ever half there."""
 
 import shutil
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -17,7 +19,9 @@ from ..models.wrapped import is_whole, unwrapped
 from ..policy import Remedies
 from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
 from .groups import SAVED_CLASSES
+from .manifest import damage, lacks, write_manifest
 from .self_check import SelfCheck
+from .signals import EndOnSignal, end_with_launcher
 
 
 logger = get_logger(__name__)
@@ -31,10 +35,76 @@ _REPLACED = "replaced"
 
 
 class ResumingMixin(TrainerMixin):
-    """Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all."""
+    """
+    Gives a trainer that samples completions checkpoints with its rollouts, written whole or not at all, also when it
+    is asked to end.
+    """
 
     _partial: Path | None = None  # where a checkpoint is being written
     _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
+    _end_on_signal: EndOnSignal | None = None
+
+    def _set_signals(self) -> None:
+        """Puts our callback in the place of transformers', which saves where rollouts are ahead of the weights."""
+        if self.args.enable_jit_checkpoint:
+            self._end_on_signal = EndOnSignal(self._any_process)
+            self.add_callback(self._end_on_signal)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Trains. With `enable_jit_checkpoint`, SIGTERM or SIGINT end it with a checkpoint after the current step.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint to go on from; `True` takes the newest in `output_dir` that is whole.
+            args:
+                Further arguments of [`~transformers.Trainer.train`].
+            kwargs:
+                The same, by name.
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
+
+        Raises:
+            `ValueError`: If files of the checkpoint are missing or damaged, or none is whole.
+        """
+        end_with_launcher()
+        checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+        with nullcontext() if self._end_on_signal is None else self._end_on_signal.listening():
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
+        """The checkpoint to go on from, the same on all processes."""
+        folders = [str(resume_from)]
+        if resume_from is True:
+            numbered = [path for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path)]
+            folders = [str(path) for path in sorted(numbered, key=_step, reverse=True)]
+            folders = broadcast_object_list([folders])[0]
+        passed_over = []
+        for folder in folders:
+            found = self._damage(folder)
+            if not found:
+                self._warn_of_lacks(folder)
+                return folder
+            passed_over.append(f"{folder} isn't whole: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.")
+            if resume_from is True:
+                logger.warning(f"Passed over: {passed_over[-1]}")
+        if resume_from is True:
+            raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *passed_over]))
+        raise ValueError(
+            f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
+            "`output_dir`), or from what is left with `checkpoint_manifest=False`."
+        )
+
+    def _damage(self, folder: str) -> list[str]:
+        """What is wrong with a checkpoint, told to all processes by those that save."""
+        looks = self.args.checkpoint_manifest and self.args.should_save
+        return list(dict.fromkeys(gather_object(damage(folder) if looks else [])))
+
+    def _warn_of_lacks(self, folder: str) -> None:
+        lack = lacks(folder) if self.args.checkpoint_manifest and self.args.should_save else None
+        if lack is not None:
+            logger.warning(f"{folder} {lack}.")
 
     def _rollout_state(self) -> dict[str, Any]:
         """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
@@ -126,17 +196,21 @@ class ResumingMixin(TrainerMixin):
             shutil.rmtree(partial)
         self.accelerator.wait_for_everyone()
         self._partial = partial
-        try:
-            super()._save_checkpoint(model, trial)
-            if not self.args.save_only_model:
-                self._save_beside_model(partial / name)
-        finally:
-            self._partial = None
-        self.accelerator.wait_for_everyone()
-        if self.state.best_model_checkpoint == str(partial / name):
-            self.state.best_model_checkpoint = str(run_folder / name)
+        with self._writing(run_folder / name):
+            try:
+                super()._save_checkpoint(model, trial)
+                if not self.args.save_only_model:
+                    self._save_beside_model(partial / name)
+            finally:
+                self._partial = None
+            self.accelerator.wait_for_everyone()
+            if self.state.best_model_checkpoint == str(partial / name):
+                self.state.best_model_checkpoint = str(run_folder / name)
+            if self.args.should_save:
+                self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
+                if self.args.checkpoint_manifest:
+                    write_manifest(partial / name, self.args.save_only_model)
         if self.args.should_save:
-            self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
             if (run_folder / name).exists():
                 (run_folder / name).rename(partial / _REPLACED)
             (partial / name).rename(run_folder / name)
@@ -146,6 +220,23 @@ class ResumingMixin(TrainerMixin):
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_folder / name))
+
+    @contextmanager
+    def _writing(self, checkpoint: Path):
+        """Errors within the context say which checkpoint they are about, and leave the disk to the older ones."""
+        try:
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # that of `torch.save`
+                raise
+            if self.args.should_save:
+                shutil.rmtree(checkpoint.parent / _PARTIAL, ignore_errors=True)
+            free = shutil.disk_usage(checkpoint.parent).free / 2**20
+            raise OSError(
+                f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}, where {free:,.0f} MB are free: "
+                f"{error}. Make room, for example with a lower `save_total_limit`, and go on with "
+                "`resume_from_checkpoint=True`; the checkpoints before are as they were."
+            ) from error
 
     def _surplus_checkpoints(self, run_folder: Path) -> list[Path]:
         """The checkpoints that `Trainer` would delete, oldest first."""
@@ -202,6 +293,12 @@ class ResumingMixin(TrainerMixin):
         # restores nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
         if is_whole(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
             load_whole(self.accelerator, self.model, folder)
+
+
+def _step(checkpoint: Path) -> int:
+    """Of its name; 0 if that is no checkpoint's."""
+    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(step) if step.isdecimal() and checkpoint.is_dir() else 0
 
 
 def _to_device(value, device):

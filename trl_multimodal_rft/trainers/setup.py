@@ -350,19 +350,20 @@ def without_reference(args, active: bool):
 
 
 @contextmanager
-def without_engine(args):
+def without_engine_and_signals(args):
     """
-    Keeps TRL's constructor from starting an engine, which the trainer does itself.
+    Keeps TRL's constructor from starting an engine and from listening to signals, which the trainer does itself.
 
     Args:
         args ([`MultimodalArguments`]):
             The config.
     """
-    given, args.use_vllm = args.use_vllm, False
+    given = {name: getattr(args, name) for name in ("use_vllm", "enable_jit_checkpoint")}
+    vars(args).update(dict.fromkeys(given, False))
     try:
         yield
     finally:
-        args.use_vllm = given
+        vars(args).update(given)
 
 
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:

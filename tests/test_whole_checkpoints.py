@@ -1,0 +1,200 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A checkpoint that isn't as it was saved is never trained on from unnoticed, and a disk that fills up says where."""
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.resumed_runs import REUSED, same_weights
+from helpers.trainer_utils import image_rows, make_trainer
+from peft import LoraConfig
+from safetensors import SafetensorError
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers.manifest import damage, lacks, write_manifest
+
+
+STEPS = 3
+
+
+def make(folder: Path, trainer_class: type = MultimodalGRPOTrainer, **options):
+    options = {**REUSED, "self_check": False, "max_steps": STEPS, "logging_steps": 10, **options}
+    return make_trainer(trainer_class, "qwen2_5_vl", image_rows(5), folder, **options)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run that never stopped."""
+    trainer = make(tmp_path_factory.mktemp("straight"))
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def output(straight, tmp_path) -> Path:
+    """A copy of its folder, to damage."""
+    shutil.copytree(straight.args.output_dir, tmp_path / "output")
+    return tmp_path / "output"
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+KINDS = {
+    Path.unlink: "is missing",
+    flip: "has other content",
+    halve: r"has \d+ bytes, not \d+",
+    empty: "has 0 bytes, not",
+}
+DAMAGES = [
+    *[(file, Path.unlink) for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json")],
+    *[(file, Path.unlink) for file in ("model.safetensors", "trainer_state.json", "rollout_state_0.pt")],
+    *[(file, flip) for file in ("optimizer.pt", "model.safetensors", "rng_state.pth", "trainer_state.json")],
+    *[(file, empty) for file in ("optimizer.pt", "scheduler.pt", "rollout_state_0.pt", "trainer_state.json")],
+    ("model.safetensors", halve),
+]
+
+
+def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
+    folder = output / "checkpoint-2"
+    trainer = make(output)
+    for file, harm in DAMAGES:
+        harm(folder / file)
+        message = f"{re.escape(str(folder))} isn't whole: {file} {KINDS[harm]}"
+        with pytest.raises(ValueError, match=message):
+            trainer.train(resume_from_checkpoint=str(folder))
+        shutil.copy(Path(straight.args.output_dir, "checkpoint-2", file), folder / file)
+    assert damage(folder) == []
+    halve(folder / "manifest.json")
+    with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    with pytest.raises(ValueError, match="checkpoint-7 isn't whole: there is no such folder"):
+        trainer.train(resume_from_checkpoint=str(output / "checkpoint-7"))
+
+
+def test_the_newest_whole_one_is_taken(straight, output, caplog):
+    (output / "checkpoint-3" / "scheduler.pt").unlink()
+    flip(output / "checkpoint-2" / "optimizer.pt")
+    (output / "checkpoint-4").write_text("a file")
+    trainer = make(output)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "Passed over: " in caplog.text and "checkpoint-3 isn't whole: scheduler.pt is missing." in caplog.text
+    assert "checkpoint-2 isn't whole: optimizer.pt has other content." in caplog.text
+    assert "checkpoint-1" not in caplog.text and not any("manifest" in text for text in caplog.messages)
+    assert same_weights(straight, trainer)
+    assert not any(damage(folder) for folder in output.glob("checkpoint-?") if folder.is_dir())  # written once more
+
+
+def test_nothing_whole_is_an_error(output, tmp_path):
+    for step in range(1, STEPS + 1):
+        (output / f"checkpoint-{step}" / "rng_state.pth").unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint in .*checkpoint-3 isn't whole: .*checkpoint-1 isn't"):
+        make(output).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="There is no whole checkpoint in"):
+        make(tmp_path / "new").train(resume_from_checkpoint=True)
+
+
+def test_without_a_manifest_it_says_so(straight, output, caplog):
+    folder = output / "checkpoint-2"
+    (folder / "manifest.json").unlink()
+    trainer = make(output, save_strategy="no")
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(folder))
+    assert "checkpoint-2 has no manifest.json" in caplog.text
+    assert same_weights(straight, trainer)
+    empty(folder / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt is empty"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    shutil.copy(output / "checkpoint-3" / "optimizer.pt", folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-2 has no config\.json"):
+        make(output).train(resume_from_checkpoint=str(folder))
+
+
+def test_what_was_left_out_on_purpose_is_said(tmp_path, caplog):
+    make(tmp_path, save_only_model=True, max_steps=1).train()
+    assert damage(tmp_path / "checkpoint-1") == []
+    trainer = make(tmp_path, max_steps=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-1 holds the model only (`save_only_model`)" in caplog.text
+    assert trainer.state.global_step == 2
+
+
+def test_it_can_be_turned_off(output):
+    shutil.rmtree(output / "checkpoint-3")
+    (output / "checkpoint-2" / "rng_state.pth").unlink()
+    trainer = make(output, checkpoint_manifest=False)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == STEPS
+    assert not (output / "checkpoint-3" / "manifest.json").exists()
+
+
+def test_all_files_are_listed(tmp_path):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    make(tmp_path, objects={"peft_config": lora}, max_steps=2, save_total_limit=1).train()
+    (folder,) = tmp_path.glob("checkpoint-*")
+    files = {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "rollout_state_0.pt"} <= files
+    assert json.loads((folder / "manifest.json").read_text())["files"].keys() == files
+    assert damage(folder) == []
+
+
+def test_folders_below_count_and_what_is_added_does_not(tmp_path):
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "trainer_state.json").write_text("{}")
+    shard = tmp_path / "global_step1" / "zero_pp_rank_1.pt"
+    shard.write_bytes(bytes(range(256)) * 100)
+    (tmp_path / "merges.txt").touch()
+    assert damage(tmp_path) == [] and "no manifest" in str(lacks(tmp_path))
+    write_manifest(tmp_path, model_only=False)
+    (tmp_path / "notes.txt").write_text("a good one")
+    assert damage(tmp_path) == [] and lacks(tmp_path) is None
+    flip(shard)
+    assert damage(tmp_path) == ["global_step1/zero_pp_rank_1.pt has other content"]
+    shutil.rmtree(shard.parent)
+    assert damage(tmp_path) == ["global_step1/zero_pp_rank_1.pt is missing"]
+
+
+class OnFullDisk(MultimodalGRPOTrainer):
+    """From the second checkpoint on, one of its files is written to a device that is full."""
+
+    file: str
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        Path(output_dir).mkdir(parents=True)
+        if self.state.global_step > 1:
+            Path(output_dir, self.file).symlink_to("/dev/full")
+        super().save_model(output_dir, _internal_call)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has such a device")
+@pytest.mark.parametrize("file", ["optimizer.pt", "rollout_state_0.pt", "trainer_state.json", "manifest.json"])
+def test_full_disk_names_folder_and_checkpoint(file, straight, tmp_path):
+    trainer = make(tmp_path, OnFullDisk)
+    trainer.file = file
+    with pytest.raises(
+        OSError, match=rf"^checkpoint-2 can't be written to '{tmp_path}', where [\d,]+ MB are free"
+    ) as caught:
+        trainer.train()
+    assert isinstance(caught.value.__cause__, (OSError, RuntimeError, SafetensorError))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]  # nothing half there
+    if file == "optimizer.pt":
+        resumed = make(tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+        assert same_weights(straight, resumed)

@@ -1,0 +1,97 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A run that is asked to end saves a checkpoint first, and is asked to when its launcher is gone."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate.logging import get_logger
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyrefly: ignore[missing-module-attribute]
+from transformers import TrainerCallback
+
+
+logger = get_logger(__name__)
+
+# Programs, or modules of Python, that start processes and wait for them
+_LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+
+
+class EndOnSignal(TrainerCallback):
+    """
+    Ends a run on SIGTERM or SIGINT with a checkpoint, at the end of the optimizer step in which any of its processes
+    got the signal: only then weights, optimizer and rollouts are of the same moment. A second SIGINT ends at once; a
+    second SIGTERM doesn't, since launchers pass on what their processes got already.
+
+    Args:
+        any_process (`Callable`):
+            Whether something holds on any process, when all of them call it.
+    """
+
+    def __init__(self, any_process: Callable[[bool], bool]):
+        self._any_process = any_process
+        self._asked = False  # on this process
+        self._ends = self._saved = False
+
+    @contextmanager
+    def listening(self):
+        """Takes the signals within the context, but SIGINT not from who types at a prompt of Python."""
+        self._asked = self._ends = self._saved = False
+        typed_at = hasattr(sys, "ps1") or sys.flags.interactive
+        wanted = (signal.SIGTERM,) if typed_at else (signal.SIGTERM, signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("`enable_jit_checkpoint` has no effect: signals only reach Python's main thread.")
+            wanted = ()
+        before = {each: signal.getsignal(each) or signal.SIG_DFL for each in wanted}  # `None` is none of Python's
+        before = {each: handler for each, handler in before.items() if handler != signal.SIG_IGN}  # as after `nohup`
+
+        def ask(number, frame):
+            self._asked = True
+            if number == signal.SIGINT:
+                signal.signal(number, before[number])
+            os.write(2, b"\nThis run saves a checkpoint after its current step, and ends.\n")  # `print` may be busy
+
+        for each in before:
+            signal.signal(each, ask)
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._ends, self._saved = self._any_process(self._asked), False
+        if self._ends:
+            logger.warning(f"The run was asked to end, and does after step {state.global_step} of {state.max_steps}.")
+            control.should_training_stop = control.should_save = True
+
+    def on_save(self, args, state, control, **kwargs):
+        self._saved = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self._ends:
+            if state.epoch % 1 != 0:  # `Trainer` gets here from within an epoch, too
+                control.should_log = control.should_evaluate = False
+            control.should_save = control.should_evaluate or not self._saved
+
+
+def end_with_launcher() -> None:
+    """
+    Lets this process get SIGTERM when a launcher that started it has ended, however it has. Where a launcher is
+    killed, nobody else tells the processes, and they would train on. Has an effect on Linux only.
+    """
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:  # no Linux, or a parent that can't be seen from here
+        return
+    if _is_launcher(parent):
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
+
+
+def _is_launcher(command: bytes) -> bool:
+    """Of a command line; what follows the program or the module of Python may be anybody's."""
+    words = command.decode(errors="replace").split("\0")
+    return bool({Path(word).name for word in words[:3]} & _LAUNCHERS)
