@@ -37,7 +37,7 @@ MODEL = {"README.md", "chat_template.jinja", "processor_config.json", "tokenizer
 MODEL |= {"training_args.bin"}
 WEIGHTS = {"config.json", "generation_config.json", "model.safetensors"}
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
-STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt", "trainer_state.json"}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt", "trainer_state.json", "manifest.json"}
 CRITIC = {"critic/config.json", "critic/model.safetensors", "critic/value_head.safetensors"}
 
 

@@ -11,7 +11,6 @@ import pytest
 from helpers.resumed_runs import REUSED, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
-from safetensors import SafetensorError
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.trainers.manifest import damage, lacks, write_manifest
@@ -192,7 +191,7 @@ def test_full_disk_names_folder_and_checkpoint(file, straight, tmp_path):
         OSError, match=rf"^checkpoint-2 can't be written to '{tmp_path}', where [\d,]+ MB are free"
     ) as caught:
         trainer.train()
-    assert isinstance(caught.value.__cause__, (OSError, RuntimeError, SafetensorError))
+    assert isinstance(caught.value.__cause__, (OSError, RuntimeError))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]  # nothing half there
     if file == "optimizer.pt":
         resumed = make(tmp_path)

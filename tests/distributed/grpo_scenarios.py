@@ -361,6 +361,7 @@ def resumed_reference(folder):
     message = ""
     if PartialState().is_main_process:
         shutil.rmtree(folder / "straight/output/checkpoint-3/ref_model")
+        (folder / "straight/output/checkpoint-3/manifest.json").unlink()
     PartialState().wait_for_everyone()
     try:
         train(folder / "without", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **own)
@@ -390,6 +391,7 @@ def resumed_by_more(folder):
     state.wait_for_everyone()
     if state.is_main_process:
         (checkpoint / "rollout_state_1.pt").unlink()
+        (checkpoint / "manifest.json").unlink()
         saved = load_rollout_state(checkpoint, 0)
         saved["batches"]["num_processes"] = 1
         save_rollout_state(checkpoint, 0, saved)

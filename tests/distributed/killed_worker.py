@@ -29,6 +29,7 @@ from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.trainers.manifest import damage
 
 
 LIMIT = 600  # seconds that a process may live, so that nothing hangs; DeepSpeed compiles before its first run
@@ -53,10 +54,12 @@ class Mortal:
     """
     Dies at a point of saving, and writes down what it goes on from.
 
-    `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies.
+    `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies; `request` the
+    `moment`, the `step` before it, the `rank` of the process that is asked to end, and by which `signals`.
     """
 
     death: dict | None = None
+    request: dict | None = None
     resumed: Path  # file for where it goes on
 
     def _init_training_state(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial):
@@ -70,6 +73,31 @@ class Mortal:
     def _due(self, point: str) -> bool:
         own = {"point": point, "step": self.state.global_step, "rank": self.accelerator.process_index}
         return self.death == own
+
+    def _ask(self, moment: str) -> None:
+        own = {"moment": moment, "step": self.state.global_step, "rank": self.accelerator.process_index}
+        if self.request is not None and self.request | own == self.request:
+            signals, self.request = self.request["signals"], None
+            for name in signals:
+                os.kill(os.getpid(), signal.Signals[name])
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self._ask("sampled")
+        return output
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self._ask("gradient added")
+        return loss
+
+    def _get_grad_norm(self, *args, **kwargs):
+        self._ask("before the update")
+        return super()._get_grad_norm(*args, **kwargs)
+
+    def log(self, *args, **kwargs):
+        self._ask("after the update")
+        return super().log(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if self._due("weights written"):
@@ -133,7 +161,11 @@ def train(job: dict) -> None:
     objects = {"ptx_dataset": answered_audio()} if job["algorithm"] == "ppo" else None
     rows = audio_rows(5)
     trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
-    trainer.death, trainer.resumed = job["death"], Path(job["folder"], f"resumed-{rank}.json")
+    trainer.death, trainer.request, trainer.resumed = (
+        job["death"],
+        job["request"],
+        Path(job["folder"], f"resumed-{rank}.json"),
+    )
     checkpoint = output.is_dir() and get_last_checkpoint(output) is not None
     trainer.train(resume_from_checkpoint=str(output / job["resume"]) if job["resume"] else checkpoint)
     state = {
@@ -181,7 +213,7 @@ def is_duration(key) -> bool:
 
 
 def read(file: Path):
-    if file.name == "training_args.bin":  # holds the name of the folder
+    if file.name in ("training_args.bin", "manifest.json"):  # one holds the name of the folder, the other its checksum
         return None
     if file.suffix in (".pt", ".pth", ".bin"):
         return torch.load(file, weights_only=False)
@@ -210,7 +242,7 @@ def inspect(job: dict) -> None:
     found = {"last": last and Path(last).name, "checkpoints": {}, "others": [], "final": []}
     for path in folders:
         if path.name.startswith("checkpoint-"):
-            found["checkpoints"][path.name] = differing_files(path, straight / "output" / path.name)
+            found["checkpoints"][path.name] = damage(path) + differing_files(path, straight / "output" / path.name)
         else:
             found["others"].append(path.name)
     if job["final"] is not None:

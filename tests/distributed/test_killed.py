@@ -17,6 +17,8 @@ import torch
 from helpers.processes import python_command, python_environment
 from safetensors.torch import load_file
 
+from trl_multimodal_rft.trainers.manifest import damage
+
 
 HERE = Path(__file__).parent
 TIMEOUT = 600  # seconds; a run takes some, but DeepSpeed compiles before its first
@@ -137,10 +139,9 @@ class Processes:
         return "\n".join(path.read_text(errors="replace")[-6000:] for path in sorted(self.folder.glob("log-*.txt")))
 
 
-def train(name: str, folder: Path, output: Path, death=None, resume=None, save_total_limit=None) -> dict:
-    own = {"folder": str(folder), "output": str(output), "death": death, "resume": resume}
-    options = {"max_steps": LAST, "save_total_limit": save_total_limit}
-    return {"task": "train", "options": options, **own, **CASES[name]}
+def train(name: str, folder: Path, output: Path, death=None, resume=None, request=None, **options) -> dict:
+    own = {"folder": str(folder), "output": str(output), "death": death, "request": request, "resume": resume}
+    return {"task": "train", "options": {"max_steps": LAST, **options}, **own, **CASES[name]}
 
 
 class Restarted:
@@ -169,7 +170,7 @@ class Restarted:
     def start(self, death=None, resume=None) -> Processes:
         self.n_starts += 1
         folder = self.folder / str(self.n_starts)
-        return Processes(self.worker, train(self.name, folder, self.output, death, resume, KEPT))
+        return Processes(self.worker, train(self.name, folder, self.output, death, resume, save_total_limit=KEPT))
 
     def step(self) -> int:
         """Of the newest checkpoint."""
@@ -307,13 +308,86 @@ def test_killed_at_random(worker, case, tmp_path):
     assert {f"checkpoint-{step}" for step in (LAST - 1, LAST)} <= set(found["checkpoints"])
 
 
+class Asked:
+    """
+    A run that is asked to end, saves a checkpoint then and never else, and is started again.
+
+    Args:
+        worker (`Worker`):
+            What forks its processes.
+        name (`str`):
+            Case.
+        folder (`Path`):
+            Empty folder.
+    """
+
+    def __init__(self, worker: Worker, name: str, folder: Path):
+        self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
+
+    def start(self, *signals: str, **request) -> Processes:
+        """Starts it, to get the signals in the `moment` on the process `rank`, with `step` steps behind it."""
+        asks = {**request, "signals": signals} if signals else None
+        folder = self.folder / f"at {request.get('step', LAST)}"
+        options = {"enable_jit_checkpoint": True, "save_strategy": "no"}
+        return Processes(self.worker, train(self.name, folder, self.output, request=asks, **options))
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.output.glob("checkpoint-*"))
+
+    def differences(self, processes: Processes) -> list[str]:
+        """Where its final states differ from those of the uninterrupted run."""
+        job = {"task": "inspect", "processes": 1, "folder": str(self.folder / "inspected"), "output": str(self.output)}
+        job |= {"straight": str(self.worker.straight(self.name)), "final": str(processes.folder)}
+        inspection = Processes(self.worker, job)
+        assert inspection.wait() == [0], inspection.logs()
+        return json.loads((inspection.folder / "found.json").read_text())["final"]
+
+
+def test_asked_to_end(worker, case, tmp_path):
+    run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
+    expected = []
+    for moment, step, name in [
+        ("sampled", 0, "SIGTERM"),
+        ("gradient added", 2, "SIGINT"),  # the first of two
+        ("sampled", 4, "SIGTERM"),
+        ("before the update", 6, "SIGTERM"),
+    ]:
+        processes = run.start(*([name] if name == "SIGINT" else 2 * [name]), moment=moment, step=step, rank=other)
+        assert set(processes.wait()) == {0}, processes.logs()
+        assert "This run saves a checkpoint after its current step" in processes.logs()
+        expected.append(f"checkpoint-{step + 1}")
+        assert run.checkpoints() == expected, moment
+    os.truncate(run.output / expected[-1] / f"rollout_state_{other}.pt", 1000)
+    processes = run.start()
+    assert set(processes.wait()) == {0}, processes.logs()
+    log = (processes.folder / "log-0.txt").read_text()
+    assert f"{expected[-1]} isn't whole: rollout_state_{other}.pt has 1000 bytes" in log
+    for file in processes.folder.glob("resumed-*.json"):
+        assert json.loads(file.read_text())["checkpoint"] == expected[-2]
+    assert run.differences(processes) == []
+
+
+def test_asked_to_end_between_steps(worker, tmp_path):
+    """It ends after the next one."""
+    run = Asked(worker, "grpo", tmp_path)
+    assert run.start("SIGTERM", moment="after the update", step=3, rank=0).wait() == [0]
+    assert run.checkpoints() == ["checkpoint-4"]
+
+
+def test_second_interrupt_ends_at_once(worker, tmp_path):
+    run = Asked(worker, "grpo", tmp_path)
+    processes = run.start("SIGINT", "SIGINT", moment="gradient added", step=2, rank=0)
+    assert processes.wait() == [1]
+    assert "KeyboardInterrupt" in processes.logs() and run.checkpoints() == []
+
+
 @pytest.mark.slow
 def test_launcher_ends_the_others(worker, tmp_path):
     """As `dies`, but with the processes and the end of the others left to `torch.distributed.run`."""
     run = Restarted(worker, "ddp", tmp_path, 0)
     first = tmp_path / "launched"
     first.mkdir()
-    job = train("ddp", first, run.output, {"point": "half a file written", "step": 3, "rank": 1}, None, KEPT)
+    job = train("ddp", first, run.output, {"point": "half a file written", "step": 3, "rank": 1})
     with (first / "log-0.txt").open("w") as log:
         launched = subprocess.Popen(
             python_command([HERE / "killed_worker.py", "train", json.dumps(job)], processes=2),
@@ -330,3 +404,48 @@ def test_launcher_ends_the_others(worker, tmp_path):
     assert "SIGKILL" in (first / "log-0.txt").read_text()
     run.last = "checkpoint-2"
     run.ends()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    ("name", "saves"), [("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", True), ("SIGINT", True)]
+)
+def test_launcher_is_killed(launcher, name, saves, tmp_path):
+    """What it started ends with it, whether it passes on the signal or not; with a checkpoint if it is to."""
+    job = train("grpo" if launcher == "accelerate" else "ddp", tmp_path, tmp_path / "output", max_steps=10_000)
+    job["options"] |= {"enable_jit_checkpoint": saves, "save_strategy": "no", "disable_tqdm": True}
+    script = [HERE / "killed_worker.py", "train", json.dumps(job)]
+    command = python_command(script, processes=2)
+    if launcher == "accelerate":
+        command = python_command(["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", *script])
+    with (tmp_path / "log-0.txt").open("w") as log:
+        launched = subprocess.Popen(command, env=python_environment(), stdout=log, stderr=subprocess.STDOUT)
+    left = []
+    try:
+        wait_until((tmp_path / "resumed-0.json").exists, tmp_path)
+        left = [int(pid) for pid in Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()]
+        assert len(left) == job["processes"]
+        launched.send_signal(signal.Signals[name])
+        wait_until(lambda: not any(map(is_running, left)), tmp_path)
+    finally:
+        launched.kill()
+        launched.wait()
+        for pid in filter(is_running, left):
+            os.kill(pid, signal.SIGKILL)
+    checkpoints = list((tmp_path / "output").glob("checkpoint-*"))
+    assert len(checkpoints) == saves
+    assert not any(map(damage, checkpoints))
+
+
+def wait_until(happened: Callable[[], bool], folder: Path) -> None:
+    limit = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < limit, (folder / "log-0.txt").read_text(errors="replace")[-6000:]
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Not so if nobody has asked yet how it ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -229,9 +229,9 @@ class ResumingMixin(TrainerMixin):
         except (OSError, SafetensorError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # that of `torch.save`
                 raise
+            free = shutil.disk_usage(checkpoint.parent).free / 2**20
             if self.args.should_save:
                 shutil.rmtree(checkpoint.parent / _PARTIAL, ignore_errors=True)
-            free = shutil.disk_usage(checkpoint.parent).free / 2**20
             raise OSError(
                 f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}, where {free:,.0f} MB are free: "
                 f"{error}. Make room, for example with a lower `save_total_limit`, and go on with "

@@ -1,0 +1,160 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Who is asked to end, and what is still done then. That runs go on bit for bit afterwards, at any moment and on several
+processes: `distributed/test_killed.py`.
+"""
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.processes import python_command, python_environment
+from helpers.resumed_runs import REUSED, STEPS_PER_EPOCH, logged, same_weights
+from helpers.trainer_utils import image_rows, make_trainer
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers.manifest import damage
+
+
+class Interrupted(MultimodalGRPOTrainer):
+    """Gets a signal before the update of a step."""
+
+    step, number = -1, signal.SIGTERM
+
+    def _get_grad_norm(self, *args, **kwargs):
+        if self.state.global_step + 1 == self.step:
+            signal.raise_signal(self.number)
+        return super()._get_grad_norm(*args, **kwargs)
+
+
+def make(folder: Path, step: int = -1, number: int = signal.SIGTERM, **options):
+    options = {**REUSED, "self_check": False, "enable_jit_checkpoint": True, "save_strategy": "no", **options}
+    trainer = make_trainer(Interrupted, "qwen2_5_vl", image_rows(5), folder, **options)
+    trainer.step, trainer.number = step, number
+    return trainer
+
+
+class Unheard(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def outside():
+    """Handlers of the program around a run, which has to leave them as they were."""
+
+    def raise_error(number, frame):
+        raise Unheard(number)
+
+    before = {number: signal.signal(number, raise_error) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert set(after.values()) == {raise_error}
+
+
+EVALUATED = {"eval_strategy": "epoch", "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    options = {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}}
+    trainer = make(tmp_path_factory.mktemp("straight"), enable_jit_checkpoint=False, **options)
+    trainer.train()
+    assert sum("eval_reward" in entry for entry in trainer.state.log_history) == 2
+    return trainer
+
+
+@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH])
+@pytest.mark.parametrize("save_strategy", ["no", "epoch"])
+def test_what_is_due_at_the_end_of_an_epoch_is_done_there_alone(step, save_strategy, straight, tmp_path):
+    options = {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}, "save_strategy": save_strategy}
+    first = make(tmp_path, step, **options)
+    first.train()
+    assert first.state.global_step == step
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    assert damage(tmp_path / f"checkpoint-{step}") == []
+    again = make(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(again, straight)
+    assert logged(again, set()) == logged(straight, set())
+
+
+def same_for_all(completions, **kwargs) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def test_it_is_saved_without_being_the_best(tmp_path):
+    """Here the evaluation decides on saving."""
+    options = {**EVALUATED, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
+    options |= {"metric_for_best_model": "reward", "greater_is_better": True, "reward": same_for_all}
+    trainer = make(tmp_path, 3, objects={"eval_dataset": image_rows(3)}, **options)
+    trainer.train()
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_without_the_option_nobody_listens(tmp_path):
+    with pytest.raises(Unheard):
+        make(tmp_path, 2, enable_jit_checkpoint=False).train()
+
+
+def test_who_types_at_a_prompt_interrupts_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(Unheard):
+        make(tmp_path, 2, signal.SIGINT).train()
+    trainer = make(tmp_path, 2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+    """As those of the terminal are with `nohup`."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer = make(tmp_path, 2, signal.SIGINT, max_steps=3)
+    trainer.train()
+    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
+    assert trainer.state.global_step == 3
+
+
+def test_in_a_thread_it_says_that_it_hears_nothing(tmp_path, caplog):
+    trainer = make(tmp_path, max_steps=1)
+    thread = threading.Thread(target=trainer.train)
+    with caplog.at_level(logging.WARNING):
+        thread.start()
+        thread.join()
+    assert "`enable_jit_checkpoint` has no effect" in caplog.text
+    assert trainer.state.global_step == 1
+
+
+LAUNCHER = """
+import subprocess, sys, time
+launched = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+print(launched.stdout.readline(), flush=True)
+time.sleep(600)
+"""
+LAUNCHED = """
+import signal, sys, time
+from trl_multimodal_rft.trainers.signals import end_with_launcher
+end_with_launcher()
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", file=sys.stderr, flush=True), sys.exit()))
+print("trains", flush=True)
+time.sleep({seconds})
+print("trained on", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the death of a parent")
+def test_it_ends_with_its_launcher_but_not_with_a_shell(tmp_path):
+    started = []
+    for name, seconds in (("accelerate", 600), ("my_script.py", 1)):
+        (tmp_path / name).write_text(LAUNCHER)
+        command = python_command([tmp_path / name, LAUNCHED.format(seconds=seconds)])
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=python_environment(), **pipes))
+    for process, end in zip(started, ("asked to end", "trained on"), strict=True):
+        with process:
+            assert process.stdout.readline() == "trains\n"
+            process.kill()
+            assert process.stderr.read().splitlines()[-1] == end  # ends with the process that it left behind
