@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         _policy: Any
         _self_check: Any
         _check_weights: Any
+        _any_process: Any
         _pushes: Any
         _uploaded: Any
 

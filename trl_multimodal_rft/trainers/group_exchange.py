@@ -17,7 +17,6 @@ class GroupExchangeMixin(TrainerMixin):
     _surplus: GroupBuffer
     _extra_rows: EndlessRows | None
     _n_extra_prompts: int
-    _any_process: Any
     _draw: Any
     _loss_mask: Any
     _score_reference: Any
