@@ -12,8 +12,10 @@ line and answers with a line to the file descriptor: `{"start": job}` forks the 
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +81,12 @@ class Mortal:
         if self.request is not None and self.request | own == self.request:
             signals, self.request = self.request["signals"], None
             for name in signals:
-                os.kill(os.getpid(), signal.Signals[name])
+                if name == "SIGTERM to all":  # from a launcher, and so not from the parent of workers
+                    command = ["setsid", "kill", "-TERM", "--", f"-{os.getpgid(0)}"]
+                    subprocess.run(command, check=True)
+                    time.sleep(0.5)  # the end of a worker would show
+                else:
+                    os.kill(os.getpid(), signal.Signals[name])
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)

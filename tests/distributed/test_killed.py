@@ -324,11 +324,11 @@ class Asked:
     def __init__(self, worker: Worker, name: str, folder: Path):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
 
-    def start(self, *signals: str, **request) -> Processes:
+    def start(self, *signals: str, n_workers: int = 0, **request) -> Processes:
         """Starts it, to get the signals in the `moment` on the process `rank`, with `step` steps behind it."""
         asks = {**request, "signals": signals} if signals else None
         folder = self.folder / f"at {request.get('step', LAST)}"
-        options = {"enable_jit_checkpoint": True, "save_strategy": "no"}
+        options = {"enable_jit_checkpoint": True, "save_strategy": "no", "dataloader_num_workers": n_workers}
         return Processes(self.worker, train(self.name, folder, self.output, request=asks, **options))
 
     def checkpoints(self) -> list[str]:
@@ -372,6 +372,14 @@ def test_asked_to_end_between_steps(worker, tmp_path):
     run = Asked(worker, "grpo", tmp_path)
     assert run.start("SIGTERM", moment="after the update", step=3, rank=0).wait() == [0]
     assert run.checkpoints() == ["checkpoint-4"]
+
+
+def test_asked_to_end_with_its_workers(worker, tmp_path):
+    """Which have the rest of the batch."""
+    run = Asked(worker, "grpo", tmp_path)
+    processes = run.start("SIGTERM to all", n_workers=1, moment="gradient added", step=1, rank=0)
+    assert processes.wait() == [0], processes.logs()
+    assert run.checkpoints() == ["checkpoint-2"]
 
 
 def test_second_interrupt_ends_at_once(worker, tmp_path):

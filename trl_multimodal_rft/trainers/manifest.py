@@ -3,9 +3,10 @@
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -27,7 +28,7 @@ def write_manifest(checkpoint: str | Path, model_only: bool) -> None:
             Whether what resuming needs was left out on purpose.
     """
     files = _files(Path(checkpoint))
-    entries = dict(zip(files, _sums(files.values()), strict=True))
+    entries = dict(zip(files, _for_each(_measure, files.values()), strict=True))
     Path(checkpoint, _MANIFEST).write_text(json.dumps({"model_only": model_only, "files": entries}, indent=1))
 
 
@@ -49,21 +50,15 @@ def damage(checkpoint: str | Path) -> list[str]:
     found = _files(folder)
     try:
         manifest = _read(folder)
-        expected = {} if manifest is None else {name: tuple(entry) for name, entry in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{_MANIFEST} can't be read"]
+    expected = {} if manifest is None else manifest.files
     wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
     if manifest is None:
-        return wrong + [f"{name} is empty" for name in found if _empty(found[name])]
+        return wrong + [f"{name} is empty" for name, file in found.items() if _empty(file)]
     kept = [name for name in expected if name in found]
-    for name in kept:
-        size = found[name].stat().st_size
-        if size != expected[name][0]:
-            wrong.append(f"{name} has {size} bytes, not {expected[name][0]}")
-    same_size = [name for name in kept if found[name].stat().st_size == expected[name][0]]
-    sums = _sums(found[name] for name in same_size)
-    wrong += [f"{name} has other content" for name, own in zip(same_size, sums, strict=True) if own != expected[name]]
-    return wrong
+    changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
+    return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
 def lacks(checkpoint: str | Path) -> str | None:
@@ -80,14 +75,23 @@ def lacks(checkpoint: str | Path) -> str | None:
     manifest = _read(Path(checkpoint))
     if manifest is None:
         return f"has no {_MANIFEST}, so nobody can tell whether its files are those that were saved"
-    if manifest["model_only"]:
+    if manifest.model_only:
         return "holds the model only (`save_only_model`), so optimizer, schedule and random numbers start anew"
     return None
 
 
-def _read(folder: Path) -> dict | None:
+class _Manifest(NamedTuple):
+    model_only: bool
+    files: dict[str, tuple[int, int]]  # size and checksum by name below the folder
+
+
+def _read(folder: Path) -> _Manifest | None:
     path = folder / _MANIFEST
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
+    return _Manifest(content["model_only"], files)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -97,12 +101,12 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _sums(files: Iterable[Path]) -> list[tuple[int, int]]:
+def _for_each(function: Callable, values: Iterable) -> list:
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(_sum, files))
+        return list(readers.map(function, values))
 
 
-def _sum(file: Path) -> tuple[int, int]:
+def _measure(file: Path) -> tuple[int, int]:
     """Size and checksum of what is read."""
     size = checksum = 0
     with file.open("rb") as opened:
@@ -110,6 +114,17 @@ def _sum(file: Path) -> tuple[int, int]:
             size += len(block)
             checksum = zlib.crc32(block, checksum)
     return size, checksum
+
+
+def _change(file: Path, expected: tuple[int, int]) -> str | None:
+    """What has changed about a file, its size before its content is read."""
+    try:
+        size = file.stat().st_size
+        if size != expected[0]:
+            return f"has {size} bytes, not {expected[0]}"
+        return None if _measure(file) == expected else "has other content"
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
 
 
 def _empty(file: Path) -> bool:

@@ -21,7 +21,7 @@ from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save
 from .groups import SAVED_CLASSES
 from .manifest import damage, lacks, write_manifest
 from .self_check import SelfCheck
-from .signals import EndOnSignal, end_with_launcher
+from .signals import EndOnSignal, end_with_launcher, spare_workers
 
 
 logger = get_logger(__name__)
@@ -49,6 +49,12 @@ class ResumingMixin(TrainerMixin):
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(self._any_process)
             self.add_callback(self._end_on_signal)
+
+    def _get_dataloader(self, *args, **kwargs):
+        loader = super()._get_dataloader(*args, **kwargs)
+        if self._end_on_signal is not None:
+            spare_workers(loader)
+        return loader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
