@@ -4,6 +4,8 @@
 import json
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +165,18 @@ def test_a_process_that_dies_costs_one_row():
     assert all(process != parent for _, process in found)
     with pytest.raises(MediaError, match="row 2"):  # not asked for before
         ahead.take(2)
+    ahead.close()
+
+
+def test_processes_that_are_killed_between_rows_are_replaced():
+    ahead = ReadAhead(lambda row: (row, os.getpid(), os.getpgid(0)))
+    row, pid, group = ahead.take(1)
+    assert group == pid != os.getpid()  # what is sent to the group of this process isn't for it
+    os.kill(pid, signal.SIGTERM)
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.01)
+    ahead.want([2, 3])
+    assert [ahead.take(row)[0] for row in (2, 3)] == [2, 3]
     ahead.close()
 
 

@@ -324,11 +324,11 @@ class Asked:
     def __init__(self, worker: Worker, name: str, folder: Path):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
 
-    def start(self, *signals: str, n_workers: int = 0, **request) -> Processes:
+    def start(self, *signals: str, options: dict | None = None, **request) -> Processes:
         """Starts it, to get the signals in the `moment` on the process `rank`, with `step` steps behind it."""
         asks = {**request, "signals": signals} if signals else None
         folder = self.folder / f"at {request.get('step', LAST)}"
-        options = {"enable_jit_checkpoint": True, "save_strategy": "no", "dataloader_num_workers": n_workers}
+        options = {"enable_jit_checkpoint": True, "save_strategy": "no", **(options or {})}
         return Processes(self.worker, train(self.name, folder, self.output, request=asks, **options))
 
     def checkpoints(self) -> list[str]:
@@ -374,10 +374,13 @@ def test_asked_to_end_between_steps(worker, tmp_path):
     assert run.checkpoints() == ["checkpoint-4"]
 
 
-def test_asked_to_end_with_its_workers(worker, tmp_path):
-    """Which have the rest of the batch."""
+@pytest.mark.parametrize(
+    "options", [{"media_prefetch": 2}, {"media_prefetch": 0, "dataloader_num_workers": 1}], ids=["ahead", "loader"]
+)
+def test_asked_to_end_with_its_workers(options, worker, tmp_path):
+    """Which have the rest of the batch, or rows of the next."""
     run = Asked(worker, "grpo", tmp_path)
-    processes = run.start("SIGTERM to all", n_workers=1, moment="gradient added", step=1, rank=0)
+    processes = run.start("SIGTERM to all", options=options, moment="gradient added", step=1, rank=0)
     assert processes.wait() == [0], processes.logs()
     assert run.checkpoints() == ["checkpoint-2"]
 

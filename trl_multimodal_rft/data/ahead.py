@@ -95,6 +95,13 @@ class ReadAhead:
             self.want(others)
 
     def _submit(self, row: int) -> Future:
+        try:
+            return self._workers().submit(_work, row)
+        except BrokenProcessPool:  # killed since, by no fault of this row
+            self._pool = None
+            return self._workers().submit(_work, row)
+
+    def _workers(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._num_workers,
@@ -102,7 +109,7 @@ class ReadAhead:
                 initializer=_begin,
                 initargs=(self._read,),
             )
-        return self._pool.submit(_work, row)
+        return self._pool
 
 
 _read: Callable[[int], Any]
@@ -114,6 +121,7 @@ def _begin(read: Callable[[int], Any]) -> None:
     torch.set_num_threads(1)  # the others of the parent aren't here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgid(0, 0)  # what a launcher sends to all is for the parent, too
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
