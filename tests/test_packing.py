@@ -25,7 +25,7 @@ from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.forward.scoring import completion_scores
 
 
-SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
+SHAREABLE = list(FAMILIES)
 
 
 def build(name, attention="sdpa"):

@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layout import PrefixLayout
+from .states import install_prefix_states
 
 
 _PREFIX = "prefix_shared_"
@@ -25,12 +26,14 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
 
     The decoder keeps its attention implementation for everything else: the function registered here reads a
     [`PrefixLayout`] from the keyword arguments of the forward and, without one, calls the implementation the model
-    had. Encoders of images and audio are left alone.
+    had. So do layers that carry a state ([`~forward.states.install_prefix_states`]). Encoders of images and audio are
+    left alone.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Unwrapped model.
     """
+    install_prefix_states(model)
     decoder = model.get_decoder()
     base = decoder.config._attn_implementation
     if base.startswith(_PREFIX) or base in _WRAPPED:

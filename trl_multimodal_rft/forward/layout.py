@@ -58,6 +58,34 @@ class PrefixBlock:
 
 
 @dataclass(eq=False)
+class Continued:
+    """
+    A packed row in two batches, as layers need it that carry a state from token to token: each prompt without its last
+    token, and behind the state that leaves, what goes on from there.
+
+    All indices point into the packed row. Prompts are padded on the left, as models know it, the others on the right.
+
+    Args:
+        head_index (`torch.Tensor`):
+            Row positions of the prompts without their last token, shape `(N, H)`.
+        head_mask (`torch.Tensor` or `None`):
+            Which of them aren't padding, shape `(N, H)`. `None` where all aren't.
+        branch_index (`torch.Tensor`):
+            Row positions of the branches, shape `(M, L)`. A prompt without any has its last token for one.
+        owner (`torch.Tensor`):
+            For each branch which prompt it continues, shape `(M,)`.
+        restore_index (`torch.Tensor`):
+            For each row position, its place in the concatenated outputs of both batches, shape `(T,)`.
+    """
+
+    head_index: torch.Tensor
+    head_mask: torch.Tensor | None
+    branch_index: torch.Tensor
+    owner: torch.Tensor
+    restore_index: torch.Tensor
+
+
+@dataclass(eq=False)
 class PrefixLayout:
     """
     Which token of a packed row may look at which, as the attention backends need it.
@@ -101,6 +129,45 @@ class PrefixLayout:
             for lengths in (query_lengths, key_lengths)
         )
         return torch.cat(keys).to(device), query_starts, key_starts, int(query_lengths.max()), int(key_lengths.max())
+
+    @cached_property
+    def continued(self) -> Continued:
+        """The layout for layers that carry a state along the row, made once for all of them."""
+        branches: dict[int, list[tuple[int, int]]] = {}  # by the start of their prompt
+        for start, length, prompt, _ in self.segments:
+            branches.setdefault(prompt, []).append((start, length))
+        heads = [own.pop(0) for own in branches.values()]
+        own_last = [(start + size - 1, 1) for start, size in heads]
+        owned = [own or [last] for own, last in zip(branches.values(), own_last, strict=True)]
+
+        before = torch.tensor([size - 1 for _, size in heads])
+        head_steps = torch.arange(max(1, int(before.max()))) - (max(1, int(before.max())) - before)[:, None]
+        head_index = torch.tensor([start for start, _ in heads])[:, None] + head_steps.clamp(min=0)
+
+        starts, lengths = torch.tensor([branch for own in owned for branch in own]).T[:, :, None]
+        # Mixers take a single token for one that is sampled, which has no gradient
+        branch_steps = torch.arange(max(2, int(lengths.max())))
+        branch_index = starts + branch_steps.minimum(lengths - 1)
+        owner = torch.tensor([i for i, own in enumerate(owned) for _ in own])
+
+        is_head, is_branch = head_steps >= 0, branch_steps < lengths
+        places = torch.arange(head_index.numel() + branch_index.numel())
+        restore = torch.empty_like(self.restore_index, device="cpu")
+        restore[head_index[is_head]] = places[: head_index.numel()].view_as(head_index)[is_head]
+        of_branches = places[head_index.numel() :].view_as(branch_index)
+        restore[branch_index[is_branch]] = of_branches[is_branch]
+        # What follows a prompt begins with a copy of its last token
+        first = torch.tensor([len(own) for own in owned]).cumsum(0) - torch.tensor([len(own) for own in owned])
+        restore[torch.tensor(own_last)[:, 0]] = of_branches[first, 0]
+
+        device = self.restore_index.device
+        return Continued(
+            head_index.to(device),
+            None if is_head.all() else is_head.to(device),
+            branch_index.to(device),
+            owner.to(device),
+            restore.to(device),
+        )
 
     def masks(
         self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from .states import STATE_LAYERS, states_obstacle
 
 
-# Layer types whose tokens see others through attention alone. Anything else (linear attention, state spaces,
-# convolutions) carries a state along the row, which can't branch.
+# Layer types whose tokens see others through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -104,10 +104,10 @@ def sharing_obstacle(model: PreTrainedModel) -> str | None:
         `str` or `None`: The reason, or `None` when they can.
     """
     config = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - STATE_LAYERS
     if others:
-        return f"layers of type {', '.join(sorted(others))} carry a state along the row"
+        return f"how layers of type {', '.join(sorted(others))} see a prompt is unknown"
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel) or not decoder._can_set_attn_implementation():
         return "its attention can't be replaced (it does not use transformers' attention interface)"
-    return None
+    return states_obstacle(model)

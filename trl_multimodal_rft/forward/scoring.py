@@ -283,7 +283,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
 
     def of_companions():
         tokens = torch.zeros_like(row.input_ids, dtype=torch.bool)
-        segments = [segment for segment in row.layout.segments if segment[3] == 0]
+        segments = [segment for segment in row.layout.segments if segment[0] == segment[2]]
         for prompt, (start, length, _, _) in zip(row.prompts, segments, strict=True):
             tokens[0, start : start + length] = isinstance(prompt, CompanionPrompt)
         return tokens

@@ -70,7 +70,8 @@ def generate_completions(
     media = to_model(join_media(rows), unwrapped_model, device)
     if cached:
         cache: Any = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
-        cache.activate_past_recording()  # a sliding window would forget what cropping brings back
+        if cached > 0:
+            cache.activate_past_recording()  # a sliding window would forget what cropping brings back
         stop = input_ids.size(1) + min(cached, 0)
         prefill = {name: value[:, :stop] for name, value in fields.items()}
         # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
@@ -85,11 +86,11 @@ def generate_completions(
             **media,
         )
         model(**{**inputs, "logits_to_keep": 1})
-        if stop == input_ids.size(1):
+        if cached > 0:
             cache.crop(-1)  # `generate` wants one token to start from
-        for layer in cache.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
+            for layer in cache.layers:
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
         index = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
         cache.reorder_cache(index)
         inputs = {

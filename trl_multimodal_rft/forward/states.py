@@ -1,0 +1,157 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Layers that carry a state along the row: the state behind a prompt starts each of its completions."""
+
+import inspect
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from .layout import PrefixLayout
+
+
+# Layer types whose mixer carries a state from token to token
+STATE_LAYERS = {"linear_attention", "conv"}
+
+# What a mixer asks its cache for
+_STATES = {"get_conv_state", "get_recurrent_state"}
+
+# What it calls the cache in its forward
+_CACHES = {"cache_params", "past_key_values"}
+
+# What it calls the state that its kernels start from. Without such an argument they can't: Mamba 1 takes a state for
+# single tokens, and for more forgets it without a word.
+_INITIAL_STATES = {"initial_state", "initial_states"}
+
+
+class _States:
+    """
+    What a mixer is given for a cache. Caches of transformers copy states into buffers, which cuts off their gradient.
+
+    Args:
+        conv (`dict[int, torch.Tensor]`):
+            The last inputs of each convolution.
+        recurrent (`dict[int, torch.Tensor]`):
+            Other states.
+    """
+
+    def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
+        self.conv, self.recurrent = conv, recurrent
+
+    def of_rows(self, index: torch.Tensor) -> "_States":
+        """The states of these rows."""
+        return _States(
+            *({i: state.index_select(0, index) for i, state in kind.items()} for kind in (self.conv, self.recurrent))
+        )
+
+    def get_conv_state(self, layer_idx, state_idx=0):
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx, state_idx=0):
+        return self.recurrent.get(state_idx)
+
+    def has_previous_state(self, layer_idx=None, state_idx=None):
+        return bool(self.conv or self.recurrent)
+
+    def is_recording_past(self, layer_idx):
+        return True  # or a single token would be written into the state in place
+
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, conv_kernel_size=None, **kwargs):
+        before = self.conv.get(state_idx)
+        width = conv_kernel_size or (conv_states if before is None else before).size(-1)
+        if before is not None:
+            conv_states = torch.cat([before, conv_states], dim=-1)
+        elif conv_states.size(-1) < width:
+            conv_states = F.pad(conv_states, (width - conv_states.size(-1), 0))
+        self.conv[state_idx] = conv_states[..., -width:]
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):
+        self.recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+
+def install_prefix_states(model: PreTrainedModel) -> None:
+    """
+    Makes mixers with a state able to run packed rows. Without a [`PrefixLayout`] in the keyword arguments of the
+    forward, they do what they did.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+    """
+    for mixer in _mixers(model):
+        # A method of the module, so that a copy of the module runs its own weights
+        mixer.forward = types.MethodType(_prefix_forward, mixer)
+
+
+def states_obstacle(model: PreTrainedModel) -> str | None:
+    """
+    Why states of this model's layers can't be handed from a prompt to its completions.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        `str` or `None`: The reason, or `None` when they can, or there are none.
+    """
+    mixers = _mixers(model)
+    kinds = [
+        kind
+        for kind in getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        if kind in STATE_LAYERS
+    ]
+    if len(mixers) != len(kinds):
+        return f"{len(mixers)} modules keep a state for {len(kinds)} layers of type linear_attention or conv"
+    for mixer in mixers:
+        attributes, keywords = _names(type(mixer))
+        if "get_recurrent_state" in attributes and not keywords & _INITIAL_STATES:
+            return f"{type(mixer).__name__} starts from no given state"
+        if _cache_name(mixer) is None or "attention_mask" not in inspect.signature(type(mixer).forward).parameters:
+            return f"{type(mixer).__name__} takes no cache and mask that are known"
+        forward = vars(mixer).get("forward")
+        if forward is not None and getattr(forward, "__func__", None) is not _prefix_forward:
+            return f"the forward of {type(mixer).__name__} is replaced, by hooks of a device map or by kernels"
+    return None
+
+
+def _prefix_forward(mixer, hidden_states, *args, prefix_layout: PrefixLayout | None = None, **kwargs):
+    """
+    The forward of a mixer, over a packed row `(1, T, hidden)` where there is a layout. All processes run the mixer
+    equally often, whatever their rows, since engines may gather its weights each time.
+    """
+    forward = type(mixer).forward
+    if prefix_layout is None:
+        return forward(mixer, hidden_states, *args, **kwargs)
+    layout = prefix_layout.continued
+
+    def run(index, mask, states):
+        rows = hidden_states[0].index_select(0, index.flatten()).view(*index.shape, -1)
+        return forward(mixer, rows, *args, **{**kwargs, "attention_mask": mask, _cache_name(mixer): states})
+
+    states = _States({}, {})
+    heads = run(layout.head_index, layout.head_mask, states)
+    branches = run(layout.branch_index, None, states.of_rows(layout.owner))
+    outputs = torch.cat([heads.flatten(0, 1), branches.flatten(0, 1)])
+    return outputs.index_select(0, layout.restore_index)[None]
+
+
+def _mixers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.get_decoder().modules() if _STATES & _names(type(module))[0]]
+
+
+def _cache_name(mixer: nn.Module) -> str | None:
+    return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHES), None)
+
+
+def _names(module_class: type) -> tuple[set[str], set[str]]:
+    """Attributes and keyword arguments in the code of a class of modules."""
+    classes = [each for each in module_class.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
+    functions = [f for each in classes for f in vars(each).values() if inspect.isfunction(f)]
+    code = [inspect.unwrap(f).__code__ for f in functions]
+    # The compiler keeps the names of a call's keyword arguments as a constant tuple
+    constants = [value for each in code for value in each.co_consts if isinstance(value, tuple)]
+    return {name for each in code for name in each.co_names}, {name for names in constants for name in names}
