@@ -331,23 +331,81 @@ def qwen3_vl_moe():
     return instantiate(hf.Qwen3VLMoeForConditionalGeneration, config, processor)
 
 
-def qwen3_5():
+def qwen3_5(layer_types=("linear_attention", "full_attention"), experts: bool = False, scale: float = 6.0):
     processor = qwen3_vl_processor()
-    config = hf.Qwen3_5Config(
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config_class, model_class = (
+        (hf.Qwen3_5MoeConfig, hf.Qwen3_5MoeForConditionalGeneration)
+        if experts
+        else (hf.Qwen3_5Config, hf.Qwen3_5ForConditionalGeneration)
+    )
+    config = config_class(
         text_config=decoder(
             processor.tokenizer,
             head_dim=32,
             rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
-            layer_types=["linear_attention", "full_attention"],
+            num_hidden_layers=len(layer_types),
+            layer_types=list(layer_types),
             linear_key_head_dim=16,
             linear_value_head_dim=16,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
+            **({**mixture, "shared_expert_intermediate_size": 32} if experts else {}),
         ),
         vision_config=QWEN3_VISION,
         **qwen_vision_ids(processor.tokenizer),
     )
-    return instantiate(hf.Qwen3_5ForConditionalGeneration, config, processor)
+    return instantiate(model_class, config, processor, scale)
+
+
+def qwen3_5_deep(experts: bool = False):
+    """With states before and after attention. Weights are smaller, as rounding grows with each layer."""
+    layers = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
+    return qwen3_5(layers, experts, scale=3.0)
+
+
+def lfm2_vl():
+    """Images of more than 8 tokens are split in tiles of 4."""
+    tiles = {
+        f"row_{row}_col_{column}_token": f"<|img_row_{row}_col_{column}|>"
+        for row in range(1, 5)
+        for column in range(1, 5)
+    }
+    words = tokenizer(
+        image_token="<image>",
+        image_start_token="<|image_start|>",
+        image_end_token="<|image_end|>",
+        image_thumbnail_token="<|img_thumbnail|>",
+        **tiles,
+    )
+    processor = hf.Lfm2VlProcessor(
+        hf.Lfm2VlImageProcessor(
+            encoder_patch_size=14, min_image_tokens=2, max_image_tokens=8, tile_size=56, max_tiles=4
+        ),
+        words,
+        chat_template=template(image="<image>"),
+    )
+    config = hf.Lfm2VlConfig(
+        text_config=decoder(
+            words,
+            model_type="lfm2",
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+            conv_L_cache=3,
+            block_multiple_of=2,
+        ),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_patches": 16,
+            "patch_size": 14,
+        },
+        image_token_id=words.image_token_id,
+        projector_hidden_size=32,
+    )
+    return instantiate(hf.Lfm2VlForConditionalGeneration, config, processor)
 
 
 QWEN_OMNI_TOKENS = {
@@ -1190,6 +1248,11 @@ SPECIAL = {
         Family("cohere2_vision", cohere2_vision, image_prompts, ("image",)),
         Family("granite_speech_scaled", functools.partial(granite_speech, 8.0), audio_prompts, ("audio",)),
         Family("inkling", inkling, audio_prompts, ("audio",)),
+        Family("lfm2_vl", lfm2_vl, image_prompts, ("image",)),
         Family("llava_next_granite", llava_next_granite, image_prompts, ("image",)),
+        Family("qwen3_5_deep", qwen3_5_deep, image_video_prompts, ("image", "video")),
+        Family(
+            "qwen3_5_moe", functools.partial(qwen3_5_deep, experts=True), image_video_prompts, ("image", "video")
+        ),
     ]
 }

@@ -1,0 +1,218 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Layers that carry a state along the row start each completion from the state behind its prompt, differentiably."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from helpers.completions import G, random_completions
+from helpers.encoding import encode_chats
+from helpers.families import SPECIAL
+from helpers.trainer_utils import InjectedOurs, image_rows, norm, relative_difference, run, text_rows
+from peft import LoraConfig
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.forward import states
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.layout import pack
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.scoring import completion_scores
+
+
+HYBRIDS = ["qwen3_5_deep", "qwen3_5_moe", "lfm2_vl"]
+every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
+
+
+def build(name):
+    """Completions of prompts with media of several kinds and sizes, of text, and of a single token."""
+    model, processor = SPECIAL[name].build()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    prompts = [*encode_chats(model, processor, SPECIAL[name].prompts()), *text_prompts([1])]
+    ids, mask = random_completions(len(prompts) * G)
+    mask[1] = mask[3:6] = 0  # one completion is masked, and all of the second prompt
+    mask[2], mask[6] = torch.arange(7) < 1, torch.arange(7) < 2
+    return model, [prompt for prompt in prompts for _ in range(G)], ids * mask, mask
+
+
+def text_prompts(sizes):
+    return [EncodedPrompt(60 + torch.arange(n), {}, {}, torch.arange(n)[None]) for n in sizes]
+
+
+def gradients(model, logps):
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad(set_to_none=True)
+    (logps * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def own_logps(model, prompts, ids, mask):
+    """By the model's plain forward of each completion, alone, at the model's own positions."""
+    logps = torch.zeros(ids.shape)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        if length:
+            prompt, completion = prompts[row], ids[row, :length]
+            fields = {name: torch.cat([f, f.new_zeros(length)])[None] for name, f in prompt.token_fields.items()}
+            input_ids = torch.cat([prompt.input_ids, completion])[None]
+            logits = model(input_ids, **fields, **prompt.media, use_cache=False).logits[0, -length - 1 : -1]
+            logps[row, :length] = logits.log_softmax(-1).gather(-1, ids[row, :length, None])[:, 0]
+    return logps
+
+
+@pytest.mark.parametrize("mode", ["sdpa", "eager", "checkpointing"])
+@every_hybrid
+def test_packed_equals_the_plain_forward_of_each_completion(name, mode):
+    model, prompts, ids, mask = build(name)
+    if mode == "eager":
+        model.get_decoder().set_attn_implementation("eager")
+    expected = own_logps(model, prompts, ids, mask)
+    expected_gradients = gradients(model, expected)
+    assert sharing_obstacle(model) is None
+    install_prefix_attention(model)
+    assert torch.equal(own_logps(model, prompts, ids, mask), expected)  # as nothing has a layout
+    if mode == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    logps = completion_scores(model, model, prompts, ids, mask).logps
+    assert (logps - expected).abs().max() <= 1e-5
+    assert relative_difference(expected_gradients, gradients(model, logps)) <= 1e-5
+    with torch.no_grad():
+        padded = completion_scores(model, model, prompts, ids, mask, packed=False).logps
+    assert (logps - padded).abs().max() <= 1e-4  # padding on the left alone moves it
+
+
+@every_hybrid
+def test_the_state_and_its_gradient_matter(name, monkeypatch):
+    """The test above can fail."""
+    model, prompts, ids, mask = build(name)
+    install_prefix_attention(model)
+    logps = completion_scores(model, model, prompts, ids, mask).logps
+    expected = gradients(model, logps)
+    of_rows = states._States.of_rows
+
+    def changed(change):
+        def of(self, index):
+            own = of_rows(self, index)
+            return states._States(*({i: change(s) for i, s in kind.items()} for kind in (own.conv, own.recurrent)))
+
+        monkeypatch.setattr(states._States, "of_rows", of)
+        return completion_scores(model, model, prompts, ids, mask).logps
+
+    detached = changed(torch.Tensor.detach)
+    assert torch.equal(detached, logps)
+    assert relative_difference(expected, gradients(model, detached)) > 0.05
+    assert (changed(torch.zeros_like) - logps).abs().max() > 0.05
+
+
+@every_hybrid
+def test_a_copy_runs_its_own_weights(name):
+    model, prompts, ids, mask = build(name)
+    install_prefix_attention(model)
+    logps = completion_scores(model, model, prompts, ids, mask).logps
+    other = copy.deepcopy(model)
+    install_prefix_attention(other)
+    with torch.no_grad():
+        for mixer in states._mixers(other):
+            mixer.out_proj.weight.zero_()
+        assert torch.equal(completion_scores(model, model, prompts, ids, mask).logps, logps)
+        assert (completion_scores(other, other, prompts, ids, mask).logps - logps).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths"), [([4, 1, 3], [2, 0, 5, 0, 0, 1, 1, 2, 3]), ([1], [1, 0, 1]), ([3, 3], [0] * 6)]
+)
+def test_continued_by_definition(sizes, lengths):
+    """Two batches hold each token, a prompt's last one in what follows, and no state sees padding."""
+    unique = text_prompts(sizes)
+    prompts = [prompt for prompt in unique for _ in range(3)]
+    mask = (torch.arange(max(1, *lengths)) < torch.tensor(lengths)[:, None]).long()
+    row = pack(prompts, torch.full_like(mask, 9), mask, [{None: None}] * len(sizes))
+    layout, n_tokens = row.layout.continued, row.input_ids.size(1)
+    starts = [start for start, _, prompt, _ in row.layout.segments if start == prompt]
+    head_mask = torch.ones_like(layout.head_index) if layout.head_mask is None else layout.head_mask
+    assert (layout.head_mask is None) == (len(set(sizes)) == 1 and sizes[0] > 1)
+    for start, prompt, index, seen in zip(starts, unique, layout.head_index, head_mask, strict=True):
+        assert index[seen.bool()].tolist() == [*range(start, start + len(prompt) - 1)]
+        assert seen.tolist() == sorted(seen.tolist())  # padded on the left
+    assert layout.branch_index.size(1) >= 2
+    owned = layout.owner.tolist()
+    assert owned == sorted(owned) and set(owned) == set(range(len(sizes)))
+    # What stands at each place of both batches is what the row holds there
+    tokens = row.input_ids[0]
+    both = torch.cat([tokens[layout.head_index].flatten(), tokens[layout.branch_index].flatten()])
+    assert torch.equal(both[layout.restore_index], tokens)
+    assert len(set(layout.restore_index.tolist())) >= n_tokens - len(sizes)
+    branches = [segment for segment in row.layout.segments if segment[0] != segment[2]]
+    n_bare = len(sizes) - len({prompt for _, _, prompt, _ in branches})
+    assert len(layout.branch_index) == len(branches) + n_bare
+
+
+def test_obstacles():
+    model = build("qwen3_5_deep")[0]
+    mixer = states._mixers(model)[0]
+    assert len(states._mixers(model)) == 3
+
+    model.config.get_text_config().layer_types[0] = "full_attention"
+    assert "3 modules keep a state for 2 layers" in sharing_obstacle(model)
+    model.config.get_text_config().layer_types[0] = "hybrid"
+    assert "layers of type hybrid" in sharing_obstacle(model)
+    model.config.get_text_config().layer_types[0] = "linear_attention"
+    assert sharing_obstacle(model) is None
+    install_prefix_attention(model)
+    assert sharing_obstacle(model) is None
+    add_hook_to_module(mixer, AlignDevicesHook(io_same_device=True))
+    assert "is replaced" in sharing_obstacle(model)
+
+
+def test_mamba_1_forgets_its_state():
+    config = hf.JambaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+    )
+    assert "JambaMambaMixer starts from no given state" in sharing_obstacle(hf.JambaForCausalLM(config))
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalPPOTrainer])
+@every_hybrid
+def test_trains_packed(name, trainer_class):
+    """With sampling and the self-check, which finds nothing wrong."""
+    result = run(trainer_class, name, image_rows(), max_steps=1, per_device_train_batch_size=8)
+    check, trainer = result.trainer._self_check, result.trainer
+    assert max(check.packed, check.sampled, check.rows) <= 1e-4
+    assert trainer._policy.remedies.can_pack and trainer._policy.remedies.share_prefill
+    assert result.history[0]["packing/shared_frac"] == 0.75
+    assert norm(result.update) > 1e-4
+
+
+@pytest.mark.parametrize("rows", [text_rows, image_rows])
+@every_hybrid
+def test_trainer_updates_as_padded(name, rows):
+    """With LoRA on the mixers, checkpointing, a reference and parts of a token budget."""
+    options = {
+        "objects": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)},
+        "gradient_checkpointing": True,
+        "max_tokens_per_microbatch": 150,
+        "max_steps": 1,
+        "beta": 0.1,
+        "self_check": False,
+        "learning_rate": 1.0,
+    }
+    updates = []
+    for packing in ("prefix", "padded"):
+        torch.manual_seed(0)  # of the adapter
+        result = run(InjectedOurs, name, rows(), packing=packing, **copy.deepcopy(options))
+        assert set(result.trainer.scored_packed) == {packing == "prefix"}
+        updates.append({key: value for key, value in result.update.items() if value.any()})
+    packed, padded = updates
+    assert any("out_proj" in key for key in packed) and norm(packed) > 0.01
+    assert relative_difference(padded, packed) <= 1e-4
