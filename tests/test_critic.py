@@ -17,7 +17,6 @@ from trl_multimodal_rft.lightrft import Actor, Critic
 from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
-SHAREABLE = [name for name in FAMILIES if name != "qwen3_5"]
 
 
 def build(name):
@@ -38,7 +37,7 @@ def gradients(critic, values, mask):
     return torch.cat([p.grad.flatten() for p in critic.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", SHAREABLE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_packed_equals_padded(name):
     critic, prompts, ids, mask, apart = build(name)
 

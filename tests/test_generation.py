@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
-from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import generate_completions, trim_after_eos
@@ -26,8 +25,7 @@ def build(name):
     model, processor = FAMILIES[name].build()
     model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
     plain = copy.deepcopy(model)
-    if not sharing_obstacle(model):
-        install_prefix_attention(model)
+    install_prefix_attention(model)
     prompts = encode_chats(model, processor, FAMILIES[name].prompts())
     return model, plain, processor, [prompt for prompt in prompts for _ in range(G)]
 
@@ -66,6 +64,21 @@ def test_shared_prefill_equals_generate(name, options, monkeypatch):
         completions = generate_completions(model, model, rows, *args)
         assert torch.equal(completions, expected)
         assert prefilled[-2:] == [len(rows), len(group_by_prompt(rows))]
+
+
+def test_a_state_is_no_wider_than_its_convolution(monkeypatch):
+    """Nothing is cropped where a prompt's last token is left out, so nothing has to be remembered for it."""
+    model, _, processor, prompts = build("qwen3_5")
+    caches, generate = [], type(model).generate
+
+    def spy(self, **inputs):
+        caches.append([layer.conv_states[0].size(-1) for layer in inputs["past_key_values"].layers[:1]])
+        return generate(self, **inputs)
+
+    monkeypatch.setattr(type(model), "generate", spy)
+    tokenizer = processor.tokenizer
+    generate_completions(model, model, prompts, config(tokenizer), tokenizer.pad_token_id, model.device)
+    assert caches == [[model.config.get_text_config().linear_conv_kernel_dim]]
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3", "llava"])

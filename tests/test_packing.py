@@ -25,16 +25,13 @@ from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.forward.scoring import completion_scores
 
 
-SHAREABLE = list(FAMILIES)
-
-
 def build(name, attention="sdpa"):
     model, processor = FAMILIES[name].build()
     if attention != "sdpa":
         model.get_decoder().set_attn_implementation(attention)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    if not sharing_obstacle(model):
-        install_prefix_attention(model)
+    assert sharing_obstacle(model) is None
+    install_prefix_attention(model)
     prompts = encode_chats(model, processor, FAMILIES[name].prompts())
     return model, [prompt for prompt in prompts for _ in range(G)]
 
@@ -72,7 +69,7 @@ def enable_checkpointing(model):
 
 
 @pytest.mark.parametrize("mode", ["sdpa", "eager", "checkpointing"])
-@pytest.mark.parametrize("name", SHAREABLE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_packed_equals_padded(name, mode):
     if (name, mode) == ("phi4_multimodal", "eager"):
         pytest.skip("its vision tower has no working eager attention in transformers 5.23")
@@ -107,18 +104,6 @@ def test_a_wrong_layout_is_seen(name):
             prompt.mask_cache["linear"] = (7, dict.fromkeys(masks))
     wrong = completion_scores(model, model, prompts, ids, mask).logps
     assert (right - wrong).abs().max() > 1e-2
-
-
-def test_hybrid_can_not_share_its_prompt():
-    model, prompts = build("qwen3_5")
-    assert "linear_attention" in sharing_obstacle(model)
-    ids, mask = random_completions(len(prompts))
-    logps = completion_scores(model, model, prompts, ids, mask, packed=False).logps
-    alone = [
-        completion_scores(model, model, [prompt], ids[i : i + 1], mask[i : i + 1], packed=False).logps
-        for i, prompt in enumerate(prompts)
-    ]
-    assert (logps - torch.cat(alone)).mul(mask).abs().max() <= 1e-5
 
 
 def test_images_of_one_shape_but_several_sizes():

@@ -1845,7 +1845,7 @@ def test_every_family(name, tmp_path):
     arguments = {"processor": processor, "reward_fn": length_and_sum, "prompt_max_len": 5000, "max_new_tokens": 4}
     ppo = PPOTrainerVL(
         config,
-        actor_class(model, bf16=False, packing_samples=name != "qwen3_5"),
+        actor_class(model, bf16=False, packing_samples=True),
         *(None,) * 8,
         **arguments,
         micro_train_batch_size=2 * len(chats),

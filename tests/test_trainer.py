@@ -737,11 +737,8 @@ def test_every_family_trains(name):
         assert trainer._policy.remedies.apart
     else:
         assert check.rows <= check.tolerance
-    if name == "qwen3_5":
-        assert not trainer._policy.remedies.can_pack
-    else:
-        assert check.packed <= check.tolerance
-        assert result.history[0]["packing/shared_frac"] == 0.75
+    assert check.packed <= check.tolerance
+    assert result.history[0]["packing/shared_frac"] == 0.75
 
 
 @pytest.mark.parametrize("kind", ROWS)
