@@ -6,6 +6,7 @@ Time and memory of a GRPO step: unmodified `trl.GRPOTrainer` against `Multimodal
 python benchmarks/policy_update.py --case image          # a prompt of about 410 tokens, 8 completions of 20 to 64
 python benchmarks/policy_update.py --case long           # a prompt of about 1,360 tokens
 python benchmarks/policy_update.py --case text           # short prompts without media, 2 completions each
+python benchmarks/policy_update.py --family qwen3_5      # with linear attention, not Qwen2.5-VL
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
 ```
 
@@ -51,6 +52,10 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 from trl import GRPOConfig, GRPOTrainer
 
@@ -66,13 +71,13 @@ class Case:
 
     prompts: int
     group: int
-    image_size: tuple[int, int] | None  # width and height in pixels; 28 x 28 make a token
+    image_size: tuple[int, int] | None  # width and height in tokens
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
 
 
 CASES = {
-    "image": Case(prompts=1, group=8, image_size=(784, 392)),
-    "long": Case(prompts=1, group=8, image_size=(1036, 1008)),
+    "image": Case(prompts=1, group=8, image_size=(28, 14)),
+    "long": Case(prompts=1, group=8, image_size=(37, 36)),
     "text": Case(
         prompts=4,
         group=2,
@@ -155,6 +160,58 @@ PRESETS = {
     ),
 }
 
+# Most layers are linear attention, as in what is released
+QWEN3_5_PRESETS = {
+    "tiny": Preset(
+        text={
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+        vision={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 256,
+        },
+    ),
+    "12m": Preset(
+        text={
+            "hidden_size": 320,
+            "intermediate_size": 864,
+            "num_hidden_layers": 8,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+        },
+        vision={
+            "depth": 4,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "out_hidden_size": 320,
+            "num_position_embeddings": 256,
+        },
+    ),
+}
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
@@ -163,8 +220,8 @@ TEMPLATE = (
 )
 
 
-class CountingProcessor(Qwen2_5_VLProcessor):
-    """Qwen2.5-VL's processor, which counts the prompts it is given, whatever the number of calls."""
+class Counting:
+    """A processor that counts the prompts it is given, whatever the number of calls."""
 
     encoded = 0
 
@@ -173,8 +230,39 @@ class CountingProcessor(Qwen2_5_VLProcessor):
         return super().__call__(images=images, text=text, **kwargs)
 
 
-def build_processor() -> CountingProcessor:
-    """A Qwen2.5-VL processor around a byte-level tokenizer trained on the questions."""
+class CountingQwen2_5(Counting, Qwen2_5_VLProcessor):
+    pass
+
+
+class CountingQwen3(Counting, Qwen3VLProcessor):
+    pass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Classes of an architecture, and its sizes."""
+
+    presets: dict[str, Preset]
+    config: type
+    model: type
+    processor: type
+    video_processor: type
+    patch_size: int  # pixels; 2 x 2 patches make a token
+
+
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        PRESETS, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, CountingQwen2_5, Qwen2VLVideoProcessor, 14
+    ),
+    "qwen3_5": Family(
+        QWEN3_5_PRESETS, Qwen3_5Config, Qwen3_5ForConditionalGeneration, CountingQwen3, Qwen3VLVideoProcessor, 16
+    ),
+}
+QWEN2_5 = FAMILIES["qwen2_5_vl"]
+
+
+def build_processor(family: Family = QWEN2_5):
+    """A processor around a byte-level tokenizer trained on the questions."""
     named = {
         "image_token": "<|image_pad|>",
         "video_token": "<|video_pad|>",
@@ -198,20 +286,21 @@ def build_processor() -> CountingProcessor:
         padding_side="left",
         extra_special_tokens=named,
     )
-    pixels = {"shortest_edge": 28 * 28, "longest_edge": 2000 * 28 * 28}  # no image is resized
-    return CountingProcessor(
-        Qwen2VLImageProcessor(size=pixels),
+    token = (2 * family.patch_size) ** 2
+    pixels = {"shortest_edge": token, "longest_edge": 2000 * token}  # no image is resized
+    return family.processor(
+        Qwen2VLImageProcessor(size=pixels, patch_size=family.patch_size),
         tokenizer,
-        Qwen2VLVideoProcessor(size=pixels),
+        family.video_processor(size=pixels),
         chat_template=TEMPLATE,
     )
 
 
-def build_model(preset: Preset, processor: CountingProcessor, device: str, seed: int):
-    """A Qwen2.5-VL model with seeded random weights, float32 on the CPU and bfloat16 on CUDA."""
+def build_model(preset: Preset, processor, device: str, seed: int, family: Family = QWEN2_5):
+    """A model with seeded random weights, float32 on the CPU and bfloat16 on CUDA."""
     tokenizer = processor.tokenizer
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = Qwen2_5_VLConfig(
+    config = family.config(
         text_config={
             "vocab_size": preset.vocab_size or len(tokenizer),
             "max_position_embeddings": 8192,
@@ -227,29 +316,27 @@ def build_model(preset: Preset, processor: CountingProcessor, device: str, seed:
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        model = Qwen2_5_VLForConditionalGeneration._from_config(
-            config, dtype=torch.bfloat16 if device == "cuda" else torch.float32
-        )
+        model = family.model._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     for key, value in special.items():
         setattr(model.config, key, value)
         setattr(model.generation_config, key, value)
     return model
 
 
-def build_dataset(case: Case, prompts: int, seed: int) -> Dataset:
+def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5) -> Dataset:
     """`prompts` rows, each with a question and, unless the case is text only, an image of noise."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(prompts):
         row = {"prompt": [{"role": "user", "content": case.questions[i % len(case.questions)]}]}
         if case.image_size is not None:
-            width, height = case.image_size
+            width, height = (2 * family.patch_size * tokens for tokens in case.image_size)
             row["image"] = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         rows.append(row)
     return Dataset.from_list(rows)
 
 
-def build_completions(count: int, processor: CountingProcessor, seed: int) -> list[list[int]]:
+def build_completions(count: int, processor, seed: int) -> list[list[int]]:
     """Seeded token ids of 20 to 64 tokens, each ending in the end-of-sequence token."""
     rng = np.random.default_rng(seed)
     tokenizer = processor.tokenizer
@@ -373,14 +460,14 @@ class Contestant:
 
 def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
     """The two trainers, equal but for their class."""
-    case = CASES[args.case]
+    case, family = CASES[args.case], FAMILIES[args.family]
     prompts = args.prompts or case.prompts
     contestants = {}
     for name, trainer_class, config_class in (
         ("trl", GRPOTrainer, GRPOConfig),
         ("ours", MultimodalGRPOTrainer, MultimodalGRPOConfig),
     ):
-        processor = build_processor()
+        processor = build_processor(family)
         tokenizer = processor.tokenizer
         # What is hidden behind other work would not be measured
         own = {"media_prefetch": 0} if config_class is MultimodalGRPOConfig else {}
@@ -401,7 +488,7 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             seed=args.seed,
             **own,
         )
-        model = build_model(PRESETS[args.preset], processor, args.device, args.seed)
+        model = build_model(family.presets[args.preset], processor, args.device, args.seed, family)
         if args.beta != 0.0:  # the trainers load the reference model from disk
             model.config._name_or_path = str(Path(folder) / "model")
             model.save_pretrained(model.config._name_or_path)
@@ -409,7 +496,7 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             model,
             reward,
             config,
-            build_dataset(case, prompts, args.seed),
+            build_dataset(case, prompts, args.seed, family),
             processing_class=processor,
         )
         completions = build_completions(prompts * case.group, processor, args.seed)
@@ -479,7 +566,10 @@ def run(args: argparse.Namespace) -> dict:
         "step_shared_fraction": step_shared,
         **raw,
         "setting": {
-            **{name: getattr(args, name) for name in ("case", "preset", "device", "clock", "repeats", "seed", "beta")},
+            **{
+                name: getattr(args, name)
+                for name in ("case", "family", "preset", "device", "clock", "repeats", "seed", "beta")
+            },
             "threads": torch.get_num_threads(),
             "dtype": str(ours.trainer.model.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in ours.trainer.model.parameters()),
@@ -512,7 +602,7 @@ def table(result: dict) -> str:
     memory = "saved for backward" if setting["device"] == "cpu" else "peak above weights and gradients"
     lengths = setting["update_completion_tokens"]
     lines = [
-        f"case {setting['case']}: {setting['parameters'] / 1e6:.1f} M parameters in {setting['dtype']}, "
+        f"case {setting['case']}: {setting['family']}, {setting['parameters'] / 1e6:.1f} M, {setting['dtype']}, "
         f"{setting['prompts']} x {setting['group']} completions, prompt of {setting['prompt_tokens']} tokens "
         f"({setting['image_tokens']} of an image),",
         f"completions of {min(lengths)} to {max(lengths)} tokens in the update and "
@@ -569,6 +659,7 @@ def main(argv: list[str] | None = None) -> dict:
         description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--case", choices=CASES, default="image", help="what the prompts hold")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture of the model")
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, help="prompts per step, if not the case's own number")
@@ -585,6 +676,8 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
     if args.device == "cuda" and args.clock == "cpu":
         parser.error("CPU time says nothing about a GPU; use `--clock wall`")
+    if args.preset not in FAMILIES[args.family].presets:
+        parser.error(f"there is no `--preset {args.preset}` of {args.family}")
     if args.repeats < 1:
         parser.error("`--repeats` must be at least 1")
 

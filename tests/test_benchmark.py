@@ -19,10 +19,14 @@ def policy_update():
     return module
 
 
-@pytest.mark.parametrize("case", ["image", "text"])
-def test_benchmark(policy_update, case, capsys):
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [("image", "qwen2_5_vl"), ("text", "qwen2_5_vl"), pytest.param("image", "qwen3_5", marks=pytest.mark.slow)],
+)
+def test_benchmark(policy_update, case, family, capsys):
     threads = str(torch.get_num_threads())
-    policy_update.main(["--case", case, "--preset", "tiny", "--repeats", "1", "--threads", threads, "--json"])
+    options = ["--case", case, "--family", family, "--preset", "tiny", "--repeats", "1", "--threads", threads]
+    policy_update.main([*options, "--json"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
 
     for name in ("update_ratio", "step_ratio", "memory_ratio", "processor_ratio"):
@@ -48,3 +52,6 @@ def test_cpu_clock_is_refused_on_cuda(policy_update, capsys):
     with pytest.raises(SystemExit):
         policy_update.main(["--device", "cuda", "--clock", "cpu"])
     assert "--clock wall" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        policy_update.main(["--family", "qwen3_5", "--preset", "3b"])
+    assert "no `--preset 3b` of qwen3_5" in capsys.readouterr().err

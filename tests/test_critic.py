@@ -17,8 +17,6 @@ from trl_multimodal_rft.lightrft import Actor, Critic
 from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
-
-
 def build(name):
     """A critic with a head that isn't 0, prompts of its family and completions of them."""
     model, processor = FAMILIES[name].build()

@@ -196,9 +196,7 @@ def test_trains_packed(name, trainer_class):
     assert norm(result.update) > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), [*((name, image_rows) for name in HYBRIDS), ("qwen3_5_deep", text_rows)]
-)
+@pytest.mark.parametrize(("name", "rows"), [*((name, image_rows) for name in HYBRIDS), ("qwen3_5_deep", text_rows)])
 def test_trainer_updates_as_padded(name, rows):
     """With LoRA on the mixers, checkpointing, a reference and parts of a token budget."""
     options = {

@@ -200,9 +200,20 @@ def test_sampling_equals_trl(options):
     assert_equal(theirs, ours)
 
 
-# Families that TRL 1.16 can train on images. One can't share prompts here exactly as TRL repeats them: the load-balancing
-# loss of a mixture of experts would count a shared prompt once.
-SHARING = ["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen2_5_omni", "llava", "gemma3", "gemma3n", "internvl", "idefics3", "glm4v"]
+# Families that TRL 1.16 can train on images. One can't share prompts here exactly as TRL repeats them: the
+# load-balancing loss of a mixture of experts would count a shared prompt once.
+SHARING = [
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "qwen2_5_omni",
+    "llava",
+    "gemma3",
+    "gemma3n",
+    "internvl",
+    "idefics3",
+    "glm4v",
+]
 PADDED = ["qwen3_vl_moe"]
 
 

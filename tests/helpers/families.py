@@ -1251,8 +1251,6 @@ SPECIAL = {
         Family("lfm2_vl", lfm2_vl, image_prompts, ("image",)),
         Family("llava_next_granite", llava_next_granite, image_prompts, ("image",)),
         Family("qwen3_5_deep", qwen3_5_deep, image_video_prompts, ("image", "video")),
-        Family(
-            "qwen3_5_moe", functools.partial(qwen3_5_deep, experts=True), image_video_prompts, ("image", "video")
-        ),
+        Family("qwen3_5_moe", functools.partial(qwen3_5_deep, experts=True), image_video_prompts, ("image", "video")),
     ]
 }
