@@ -136,29 +136,30 @@ class PrefixLayout:
         branches: dict[int, list[tuple[int, int]]] = {}  # by the start of their prompt
         for start, length, prompt, _ in self.segments:
             branches.setdefault(prompt, []).append((start, length))
-        heads = [own.pop(0) for own in branches.values()]
-        own_last = [(start + size - 1, 1) for start, size in heads]
-        owned = [own or [last] for own, last in zip(branches.values(), own_last, strict=True)]
+        prompts = [own.pop(0) for own in branches.values()]
+        lasts = [start + size - 1 for start, size in prompts]
+        owned = [own or [(last, 1)] for own, last in zip(branches.values(), lasts, strict=True)]
+        owner = torch.tensor([i for i, own in enumerate(owned) for _ in own])
 
-        before = torch.tensor([size - 1 for _, size in heads])
-        head_steps = torch.arange(max(1, int(before.max()))) - (max(1, int(before.max())) - before)[:, None]
-        head_index = torch.tensor([start for start, _ in heads])[:, None] + head_steps.clamp(min=0)
+        starts, sizes = torch.tensor(prompts).T[:, :, None]
+        longest = max(1, int(sizes.max()) - 1)
+        head_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
+        head_index = starts + head_steps.clamp(min=0)
 
         starts, lengths = torch.tensor([branch for own in owned for branch in own]).T[:, :, None]
         # Mixers take a single token for one that is sampled, which has no gradient
-        branch_steps = torch.arange(max(2, int(lengths.max())))
-        branch_index = starts + branch_steps.minimum(lengths - 1)
-        owner = torch.tensor([i for i, own in enumerate(owned) for _ in own])
+        steps = torch.arange(max(2, int(lengths.max())))
+        branch_index = starts + steps.minimum(lengths - 1)
 
-        is_head, is_branch = head_steps >= 0, branch_steps < lengths
-        places = torch.arange(head_index.numel() + branch_index.numel())
+        is_head, is_branch = head_steps >= 0, steps < lengths
+        head_places, branch_places = torch.arange(head_index.numel() + branch_index.numel()).split(
+            [head_index.numel(), branch_index.numel()]
+        )
         restore = torch.empty_like(self.restore_index, device="cpu")
-        restore[head_index[is_head]] = places[: head_index.numel()].view_as(head_index)[is_head]
-        of_branches = places[head_index.numel() :].view_as(branch_index)
-        restore[branch_index[is_branch]] = of_branches[is_branch]
+        restore[head_index[is_head]] = head_places.view_as(head_index)[is_head]
+        restore[branch_index[is_branch]] = branch_places.view_as(branch_index)[is_branch]
         # What follows a prompt begins with a copy of its last token
-        first = torch.tensor([len(own) for own in owned]).cumsum(0) - torch.tensor([len(own) for own in owned])
-        restore[torch.tensor(own_last)[:, 0]] = of_branches[first, 0]
+        restore[torch.tensor(lasts)[owner]] = branch_places.view_as(branch_index)[:, 0]
 
         device = self.restore_index.device
         return Continued(

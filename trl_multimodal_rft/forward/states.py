@@ -52,12 +52,6 @@ class _States:
     def get_recurrent_state(self, layer_idx, state_idx=0):
         return self.recurrent.get(state_idx)
 
-    def has_previous_state(self, layer_idx=None, state_idx=None):
-        return bool(self.conv or self.recurrent)
-
-    def is_recording_past(self, layer_idx):
-        return True  # or a single token would be written into the state in place
-
     def update_conv_state(self, conv_states, layer_idx, state_idx=0, conv_kernel_size=None, **kwargs):
         before = self.conv.get(state_idx)
         width = conv_kernel_size or (conv_states if before is None else before).size(-1)
