@@ -47,6 +47,7 @@ DDP = [
 ENGINE_MATTERS = [
     FOR_EACH_ENGINE,
     "straddling_groups",
+    "hybrid",
     "clips",
     "rloo",
     *TOKEN_BUDGET,
@@ -60,7 +61,7 @@ METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coe
 # Means over micro-batches, which one process makes of other completions than two do
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = [
-    *["straddling_group", "straddling_groups", "skipped_rows", "mixed_rows", "in_forwards_apart", "rloo"],
+    *["straddling_group", "straddling_groups", "hybrid", "skipped_rows", "mixed_rows", "in_forwards_apart", "rloo"],
     *[*GREEDY, "greedy_apart"],
     *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],
 ]

@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers.families import FAMILIES, RATE, audio, image
+from helpers.families import FAMILIES, RATE, SPECIAL, audio, image
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -115,7 +115,7 @@ def train(
         folder (`Path`):
             Folder of the scenario.
         family (`str`):
-            Key of the model in `FAMILIES`.
+            Key of the model in `FAMILIES` or `SPECIAL`.
         rows (`list[dict]`):
             Dataset, read in order.
         batch (`int`):
@@ -138,7 +138,7 @@ def train(
         floats that each of the `steps` logged, and whether processes hold parameters in part, `sharded`.
     """
     state = start()
-    model, processor = FAMILIES[family].build()
+    model, processor = (FAMILIES.get(family) or SPECIAL[family]).build()
     if end_ids is not None:
         model.generation_config.eos_token_id = end_ids
     model.save_pretrained(folder / "model")  # the first process does
