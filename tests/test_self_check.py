@@ -37,7 +37,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.policy import Remedies
-from trl_multimodal_rft.trainers import multimodal
+from trl_multimodal_rft.trainers import rows as trainer_rows
 
 
 def trainer(family, rows, output_dir, break_model=None, objects=None, **options):
@@ -192,8 +192,8 @@ def test_features_that_are_not_the_processors_stop_training(by_name, tmp_path, m
             prompt = encode_prompt(*args, **kwargs)
             return replace(prompt, media={name: value * 0.9 for name, value in prompt.media.items()})
 
-        encode_prompt = multimodal.encode_prompt
-        monkeypatch.setattr(multimodal, "encode_prompt", quieter)
+        encode_prompt = trainer_rows.encode_prompt
+        monkeypatch.setattr(trainer_rows, "encode_prompt", quieter)
     with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
         run.train()
 
