@@ -397,7 +397,7 @@ def test_reward_functions_get_what_the_trainers_give(tmp_path):
     seen = {}
 
     def spying(name):
-        def spy(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, media_rules, **columns):
+        def spy(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
             seen[name] = {"prompts": prompts, "completions": completions, "columns": columns}
             seen[name]["ids"] = [all(isinstance(i, int) for i in ids) for ids in completion_ids]
             seen[name]["state"] = type(trainer_state)

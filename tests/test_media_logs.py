@@ -622,7 +622,7 @@ def test_media_of_other_batches_are_forgotten(tmp_path):
 
     rows = image_rows().remove_columns("image").add_column("index", range(8))
     rows = rows.with_transform(lambda batch: {**batch, "image": [fresh(i) for i in batch["index"]]})
-    trainer = train("image", tmp_path, rows=rows, max_steps=6)
+    trainer = train("image", tmp_path, rows=rows, max_steps=6, media_prefetch=0)
     held = {id(r.source) for refs in trainer._media_log._refs.values() for r in refs}
     assert len(held) == 2
     # A row is fetched once for all completions of its prompt; loaders fetch one batch ahead

@@ -16,6 +16,7 @@ from trl.trainer.utils import (
 )
 
 from ..data.rules import DEFAULT_RULES, MediaRules
+from .checks import rules_for
 
 
 # Columns of the dataset that reward functions get under other names, as in TRL
@@ -94,17 +95,14 @@ def call_rewards(
     arguments = {
         **reward_arguments(prompts, texts, ids, rows),
         "trainer_state": trainer_state,
-        "media_rules": media_rules,
         "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
         "log_metric": lambda name, value: metrics.append((name, float(value))),
     }
     results = {}
     waiting = {}
     for reward_func in reward_funcs:
-        if is_async_callable(reward_func):
-            waiting[get_callable_name(reward_func)] = reward_func(**arguments)
-        else:
-            results[get_callable_name(reward_func)] = reward_func(**arguments)
+        called = waiting if is_async_callable(reward_func) else results
+        called[get_callable_name(reward_func)] = reward_func(**arguments, **rules_for(reward_func, media_rules))
     if waiting:
 
         async def together():

@@ -2,6 +2,7 @@
 """Clear errors for reward functions that return something else than one number or `None` per completion."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from ..data.rules import MediaRules
 
-def checked_reward(reward_func: Callable, name: str | None = None, **further: Any) -> Callable:
+
+def checked_reward(reward_func: Callable, name: str | None = None, media_rules: MediaRules | None = None) -> Callable:
     """
     Wraps a reward function so that a wrong return value is named.
 
@@ -20,14 +23,15 @@ def checked_reward(reward_func: Callable, name: str | None = None, **further: An
             Reward function with TRL's signature, plain or async.
         name (`str`, *optional*):
             What errors call it. Defaults to its own name.
-        further:
-            What it gets beside its arguments.
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            What it gets as `media_rules` if it has a parameter of this name.
 
     Returns:
         `Callable`: The function with the same name and signature, which raises a `ValueError` unless it returns one
         finite number or `None` per completion.
     """
     name = name or get_callable_name(reward_func)
+    further = {} if media_rules is None else rules_for(reward_func, media_rules)
 
     if is_async_callable(reward_func):
 
@@ -43,6 +47,23 @@ def checked_reward(reward_func: Callable, name: str | None = None, **further: An
 
     wrapper.__name__ = name
     return wrapper
+
+
+def rules_for(reward_func: Callable, media_rules: MediaRules) -> dict[str, MediaRules]:
+    """
+    Rules for media as an argument of a reward function. Others get what TRL's trainers give, and nothing else.
+
+    Args:
+        reward_func (`Callable`):
+            Reward function.
+        media_rules ([`~data.rules.MediaRules`]):
+            The rules.
+
+    Returns:
+        `dict`: The argument, if the function has a parameter `media_rules`.
+    """
+    asked = "media_rules" in inspect.signature(reward_func).parameters
+    return {"media_rules": media_rules} if asked else {}
 
 
 def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | None]:
