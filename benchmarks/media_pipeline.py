@@ -134,7 +134,6 @@ def trainer(rows: Dataset, folder: str, args: argparse.Namespace, **options) -> 
     )
     processor = build_processor()
     processor.chat_template = processor.chat_template.replace("image", "video")
-    processor.video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": args.frame_pixels}
     model = build_model(PRESETS["tiny"], processor, "cpu", 0)
     return Emulated(
         model=model,
@@ -190,12 +189,10 @@ def main() -> None:
             write_clip(path, args.seconds, 25, *args.size, seed=i)
         question = CASES["image"].questions[0]
         n = max(args.clips, args.prompts)
-        rows = Dataset.from_list(
-            [
-                {"prompt": [{"role": "user", "content": question}], "video": str(paths[i % args.clips])}
-                for i in range(n)
-            ]
-        )
+        size = {"min_pixels": 28 * 28, "max_pixels": args.frame_pixels}
+        videos = [{"type": "video", "video": str(paths[i % args.clips]), **size} for i in range(n)]
+        blocks = [[video, {"type": "text", "text": question}] for video in videos]
+        rows = Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in blocks])
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
         reader.get_train_dataloader()
         start = time.perf_counter()
