@@ -38,8 +38,8 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.fake_run import Watch
 
 
-# Pixels; 28 x 28 make a token
-IMAGES = ((784, 392), (280, 140), (560, 280), (392, 280))
+# Width and height in tokens
+IMAGES = ((28, 14), (10, 5), (20, 10), (14, 10))
 
 
 class Watched(MultimodalGRPOTrainer):

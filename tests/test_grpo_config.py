@@ -372,6 +372,7 @@ MEDIA_AND_PACKING = {
     "max_logged_megabytes",
     "self_check",
     "max_skipped_updates",
+    "checkpoint_manifest",  # see test_whole_checkpoints.py
 }
 TWICE = {"num_iterations": 2}
 WHITENED = {"advantage_estimator": "reinforce_baseline"}
