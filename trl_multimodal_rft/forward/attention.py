@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -87,22 +88,37 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     if base != "eager":  # flash kernels take no mask of their own, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    # The queries that share a key become one longer sequence, so that no key is repeated: sdpa's kernels for masks ask
+    # for as many keys as queries
+    folds = base != "eager" and kwargs.get("position_bias") is None
+    groups = query.size(1) // key.size(1) if folds else 1
+
     outputs = []
     for block in layout.blocks:
         # Numbers to add: eager attention would take a boolean mask for numbers, without an error, and sdpa would
         # convert it and keep one for each layer
-        prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, is_causal=base != "eager")
-        for queries, keys, mask in (
-            (block.prompt_index, block.prompt_index, prompt_mask),
-            (block.branch_index, block.key_index, branch_mask),
-        ):
-            if queries.numel() == 0:
-                continue
-            output, _ = base_attention(
-                module, _gather(query, queries), _gather(key, keys), _gather(value, keys), mask, **kwargs
-            )
-            outputs.append(output.flatten(0, 1))
+        prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, is_causal=base != "eager", groups=groups)
+        index = block.prompt_index
+        output, _ = base_attention(
+            module, _gather(query, index), _gather(key, index), _gather(value, index), prompt_mask, **kwargs
+        )
+        outputs.append(output.flatten(0, 1))
+        if block.branch_index.numel() == 0:
+            continue
+        branches = _gather(query, block.branch_index), _gather(key, block.key_index), _gather(value, block.key_index)
+        if groups > 1:
+            output = _grouped_attention(*branches, branch_mask, groups, **kwargs)
+        else:
+            output, _ = base_attention(module, *branches, branch_mask, **kwargs)
+        outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.restore_index)[None], None
+
+
+def _grouped_attention(query, key, value, mask, groups, dropout=0.0, scaling=None, **kwargs):
+    """Each query's heads that share a key stand one after the other."""
+    folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -171,7 +171,7 @@ class PrefixLayout:
         )
 
     def masks(
-        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True, groups: int = 1
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """
         What a block adds to its scores. Made at the first call, on the row's device, and kept for all layers.
@@ -185,12 +185,15 @@ class PrefixLayout:
                 That of the scores.
             is_causal (`bool`, *optional*, defaults to `True`):
                 Whether the caller is causal where the mask of the prompts is `None`.
+            groups (`int`, *optional*, defaults to `1`):
+                Query heads `G` that share a key and are attended as one sequence in branches.
 
         Returns:
             `tuple`: The masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
-            branches, `(1 or M, 1, L, P - 1 + L)`: one for all branches, except for short prompts of unequal length.
+            branches, `(1 or M, 1, L * G, P - 1 + L)`: one for all branches, except for short prompts of unequal
+            length.
         """
-        key = (block, kind, dtype, is_causal)
+        key = (block, kind, dtype, is_causal, groups)
         if key not in self._masks:
             plain = all(linear[kind] is None for linear in block.linear)
             if not plain:
@@ -198,9 +201,9 @@ class PrefixLayout:
             else:
                 prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
             if plain and len(set(block.sizes)) == 1:
-                branches = self._causal_mask("branches", block, dtype)
+                branches = self._causal_mask("branches", block, dtype, groups)
             else:
-                branches = self._branch_masks(block, kind, dtype)
+                branches = self._repeat_rows(self._branch_masks(block, kind, dtype), groups)[:, None]
             self._masks[key] = (prompts, branches)
         return self._masks[key]
 
@@ -208,7 +211,7 @@ class PrefixLayout:
     def _masks(self) -> dict:
         return {}
 
-    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype) -> torch.Tensor:
+    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
         """A view of a mask that blocks of all sizes share, unless masks of their own are smaller together."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
@@ -218,18 +221,19 @@ class PrefixLayout:
 
         shapes = [shape(each) for each in self.blocks if part == "prompts" or len(set(each.sizes)) == 1]
         most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
-        key = (part, dtype)
+        key = (part, dtype, groups)
         if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
             key, shapes = (*key, shape(block)), [shape(block)]
             [(most, rows)] = shapes
         if key not in self._masks:
             spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
-            self._masks[key] = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
+            masks = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
+            self._masks[key] = self._repeat_rows(masks, groups)
         before, queries = shape(block)
         # Down and to the right along the diagonal, to an aligned column
         down = (before - most) % MASK_ALIGNMENT
         right = most - before + down
-        return self._masks[key][:, None, down : down + queries, right : right + before + queries]
+        return self._masks[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
 
     def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
         n, width = block.prompt_index.shape
@@ -248,9 +252,7 @@ class PrefixLayout:
             seen = self._seen(linear[kind], size - 1, size - 1 + longest)
             mask[:, : size - 1].masked_fill_(seen[:, : size - 1], 0.0)
             mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
-        if n > 1:
-            masks = masks[block.owner.to(masks.device)]
-        return masks[:, None]
+        return masks[block.owner.to(masks.device)] if n > 1 else masks
 
     def _seen(self, linear: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
         """What tokens from `start` to `end` of a prompt and its completion see of the tokens up to `end`."""
@@ -258,6 +260,14 @@ class PrefixLayout:
         if linear is None:
             return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
         return linear[start:end, :end].to(device)
+
+    def _repeat_rows(self, masks: torch.Tensor, groups: int) -> torch.Tensor:
+        if groups == 1:
+            return masks
+        n, rows, columns = masks.shape
+        repeated = self._hidden(n, rows * groups, columns, masks.dtype)
+        repeated.unflatten(1, (rows, groups)).copy_(masks[:, :, None])
+        return repeated
 
     def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Masks that hide everything, in rows that kernels take as they are."""
