@@ -21,7 +21,11 @@ def policy_update():
 
 @pytest.mark.parametrize(
     ("case", "family"),
-    [("image", "qwen2_5_vl"), ("text", "qwen2_5_vl"), pytest.param("image", "qwen3_5", marks=pytest.mark.slow)],
+    [
+        ("image", "qwen2_5_vl"),
+        pytest.param("text", "qwen2_5_vl", marks=pytest.mark.slow),
+        pytest.param("image", "qwen3_5", marks=pytest.mark.slow),
+    ],
 )
 def test_benchmark(policy_update, case, family, capsys):
     threads = str(torch.get_num_threads())

@@ -98,6 +98,7 @@ class Trainer(Injected, MultimodalGRPOTrainer):
     pass
 
 
+@pytest.mark.slow
 def test_rows_of_every_form_train(folder):
     """Each dataset of the page makes an update, of media of the kinds that its section is about."""
     page = ROOT / "docs" / "datasets.md"

@@ -80,6 +80,7 @@ def check_critic(output_dir, output):
     assert (output_dir / "critic" / "value_head.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ppo_audio(tmp_path):
     check_critic(tmp_path, launch("ppo_audio", tmp_path))
 

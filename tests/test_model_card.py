@@ -36,7 +36,7 @@ from trl_multimodal_rft.reporting.model_card import PAPERS, in_text, quick_start
     [
         (MultimodalGRPOTrainer, "qwen2_audio", audio_rows, "audio", "audio-text-to-text"),
         (MultimodalPPOTrainer, "qwen2_5_vl", image_rows, "image", "image-text-to-text"),
-        (MultimodalRLOOTrainer, "qwen2_5_vl", text_rows, None, None),
+        pytest.param(MultimodalRLOOTrainer, "qwen2_5_vl", text_rows, None, None, marks=pytest.mark.slow),
     ],
 )
 def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path):

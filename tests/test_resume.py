@@ -126,6 +126,13 @@ CASES = {
     ),
     "rloo": Case({"beta": 0.1}, [3, 5], ["kl"], trainer=RecordingRLOO),
 }
+SLOW = {
+    "shuffled as by TRL",
+    "reinforce, running scale, entropies of the rollout",
+    "adapter with dropout",
+    "logged every three steps",
+    "evaluated between updates",
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +163,7 @@ def rest(trainer, step: int) -> list:
     return trainer.trained_on[step * trainer.args.gradient_accumulation_steps :]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
     case, uninterrupted = CASES[name], straight(name)
     assert not same_weights(uninterrupted, case.make(tmp_path))

@@ -41,7 +41,12 @@ def in_parts(trainer_class, family, rows, budget, **options):
 
 
 @pytest.mark.parametrize(
-    "loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo", "cpgd", "gmpo", "dual_clip"]
+    "loss_type",
+    ["dapo", "sapo", "luspo", "gmpo"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("grpo", "bnpo", "dr_grpo", "cispo", "vespo", "cpgd", "dual_clip")
+    ],
 )
 def test_loss_types(loss_type):
     options = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, **ACCUMULATED}

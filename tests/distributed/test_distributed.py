@@ -25,7 +25,8 @@ LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
-FOR_EACH_ENGINE = "whole_groups_checkpointed"  # in the default run
+FOR_EACH_ENGINE = "whole_groups_checkpointed"
+IN_DEFAULT_RUN = ("fsdp2", "zero2")  # beside DDP, with that scenario
 DDP = [
     "straddling_group",
     "straddling_groups",
@@ -159,15 +160,19 @@ def ddp(two, runs, scenario):
 
 
 def of(scenarios):
-    """A test for each engine's scenarios; in the slow run, but for DDP and one scenario of the other engines."""
+    """A test for each engine's scenarios; in the slow run, but for DDP and one scenario of two others."""
     return pytest.mark.parametrize(
         ("engine", "scenario"),
         [
-            pytest.param(engine, name, marks=[pytest.mark.slow] * (engine != "ddp" and name != FOR_EACH_ENGINE))
+            pytest.param(engine, name, marks=[pytest.mark.slow] * _is_slow(engine, name))
             for engine, names in scenarios.items()
             for name in names
         ],
     )
+
+
+def _is_slow(engine: str, name: str) -> bool:
+    return engine != "ddp" and (engine not in IN_DEFAULT_RUN or name != FOR_EACH_ENGINE)
 
 
 def on(engines, *names):

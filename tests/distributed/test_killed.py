@@ -243,9 +243,7 @@ def worker(tmp_path_factory):
         worker.stop()
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (CASES[name]["processes"] > 1)) for name in CASES]
-)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "grpo")) for name in CASES])
 def case(request):
     if request.param == "zero2":
         pytest.importorskip("deepspeed")
@@ -282,6 +280,7 @@ def test_killed_while_it_saves(worker, case, tmp_path):
     assert found["others"] == []
 
 
+@pytest.mark.slow
 def test_killed_at_random(worker, case, tmp_path):
     seed = random.randrange(2**32)
     run = Restarted(worker, case, tmp_path, seed)
