@@ -79,6 +79,7 @@ OVERRIDDEN = {
     "transformers:Trainer.evaluation_loop": (
         "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"
     ),
+    GRPO + "prediction_step": "self model inputs prediction_loss_only ignore_keys",
     "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._get_grad_norm": "self model grad_norm",

@@ -13,7 +13,16 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from helpers.resumed_runs import REPLAY, REUSED, Recording, checkpoint, few_live, same_weights
-from helpers.trainer_utils import audio_rows, load, make_trainer, sound, text_rows, with_media
+from helpers.trainer_utils import (
+    InjectedOurs,
+    audio_rows,
+    length_and_sum,
+    load,
+    make_trainer,
+    sound,
+    text_rows,
+    with_media,
+)
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -305,3 +314,62 @@ def test_evaluation_leaves_out_what_it_cannot_read():
     assert result.metrics["accuracy"] == pytest.approx(2 / 7)  # rows 7 and 11
     assert [row["index"] for row in result.rows] == [0, 2, 6, 7, 8, 10, 11]
     assert set(result.skipped) == set(bad) and all(f"row {row}," in error for row, error in result.skipped.items())
+
+
+EVALUATED = {
+    "on_media_error": "skip",
+    "max_skipped_rows": 6,
+    "num_generations_eval": 2,
+    "per_device_eval_batch_size": 6,
+}
+
+
+def evaluated(trainer, rows) -> dict[str, float]:
+    trainer.model.train()  # as between steps
+    durations = ("time", "per_second")
+    return {name: n for name, n in trainer.evaluate(rows).items() if not any(part in name for part in durations)}
+
+
+def test_evaluation_of_a_trainer_is_that_of_the_rows_that_can_be_read(tmp_path):
+    rows, good = damaged_rows(BAD), [row for row in range(12) if row not in BAD]
+    seen = []
+
+    def reward(completion_ids, index, **kwargs):
+        seen.extend(index)
+        return length_and_sum(completion_ids)
+
+    trainer = make_trainer(InjectedOurs, "qwen2_audio", audio_rows(4), tmp_path, reward=reward, **EVALUATED)
+    expected = evaluated(trainer, damaged_rows({}).select(good))
+    assert expected.pop("eval_media/skipped") == 0 and expected["eval_reward_std"] > 0
+    for _ in range(2):
+        found = evaluated(trainer, rows)
+        assert found.pop("eval_media/skipped") == 3 and found == expected
+    assert [(entry["row"], entry["split"]) for entry in skipped_rows(tmp_path)] == [(row, "eval") for row in BAD]
+    seen.clear()
+    found = evaluated(trainer, IterableDataset.from_generator(lambda: map(dict, rows)))
+    assert found["eval_media/skipped"] == 3 and sorted(seen) == sorted(2 * good)
+    trainer.args.max_skipped_rows = 2
+    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_skipped_rows` \(2\)"):
+        evaluated(trainer, damaged_rows(BAD))
+    trainer.args.max_skipped_rows = 12
+    with pytest.raises(MediaError, match=r"No row to evaluate can be read. The last one: .*9.wav"):
+        evaluated(trainer, damaged_rows(BAD).select([*BAD]))
+
+
+def test_batch_with_a_row_that_can_no_longer_be_read_is_left_out(tmp_path):
+    sounds = [BAD.get(i, sound(0.2 + 0.02 * i, seed=i)) for i in range(12)]
+    rows, seen = with_media(text_rows(12), "audio", sounds), []
+
+    def reward(completion_ids, index, **kwargs):
+        seen.append((index, length_and_sum(completion_ids)))
+        return seen[-1][1]
+
+    trainer = make_trainer(InjectedOurs, "qwen2_audio", audio_rows(4), tmp_path, reward=reward, **EVALUATED)
+    evaluated(trainer, rows)
+    first, (lost, _), last = seen
+    sounds[lost[-1]] = "/nowhere/lost.wav"
+    found = evaluated(trainer, rows)
+    assert found["eval_media/skipped"] == len(BAD) + 3
+    assert found["eval_reward"] == pytest.approx(np.mean([first[1], last[1]]))
+    evaluated(trainer, rows)
+    assert {row for index, _ in seen[-3:] for row in index} == set(range(12)) - BAD.keys() - {lost[-1]}

@@ -9,6 +9,7 @@ import shutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from helpers.families import FAMILIES
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
@@ -50,7 +51,10 @@ def straddling_groups(folder):
 
 
 def skipped_rows(folder):
-    """Both groups that straddle two processes have other rows: one can't be read, the other not on the second."""
+    """
+    Both groups that straddle two processes have other rows: one can't be read, the other not on the second. Neither is
+    evaluated.
+    """
     state, rows = start(), image_rows()
     own = folder / f"images-{state.process_index}"
     own.mkdir(parents=True)
@@ -60,8 +64,20 @@ def skipped_rows(folder):
     (own / "1.png").unlink()
     if state.process_index == state.num_processes - 1:
         (own / "4.png").unlink()
-    trainer, result = train(folder, "qwen2_5_vl", rows, 3 * GROUP, on_media_error="skip", max_skipped_rows=2)
-    return {**result, "skipped": sorted(trainer._skipped)}
+    options = {"on_media_error": "skip", "max_skipped_rows": 2}
+    options["per_device_eval_batch_size"] = 3 * GROUP // state.num_processes
+    trainer, result = train(folder, "qwen2_5_vl", rows, 3 * GROUP, **options)
+    evaluated = []
+
+    def number(completion_ids, number, **kwargs):
+        evaluated.extend(number)
+        return [float(each) for each in number]
+
+    trainer.reward_funcs = [number]
+    trainer.model.train()  # as between steps
+    metrics = trainer.evaluate(Dataset.from_list([{**row, "number": i} for i, row in enumerate(rows)]))
+    evaluation = {name: metrics[name] for name in ("eval_reward", "eval_media/skipped")}
+    return {**result, "skipped": sorted(trainer._skipped), "evaluated": evaluated, "evaluation": evaluation}
 
 
 # Two micro-batches of whole groups per generation, balanced, used twice, with a reference model

@@ -210,6 +210,11 @@ def assert_same_metrics(two, one, names, tolerance=1e-5):
 @of({"ddp": ["skipped_rows"]})
 def test_processes_skip_the_same_rows(two, one):
     assert [rank["skipped"] for rank in (*two, *one)] == [[1, 4]] * 3
+    readable = [row for row in range(8) if row not in (1, 4)]
+    for ranks in (two, one):
+        assert sorted(row for rank in ranks for row in rank["evaluated"]) == sorted(4 * readable)
+        for rank in ranks:
+            assert rank["evaluation"] == {"eval_reward": pytest.approx(sum(readable) / 6), "eval_media/skipped": 2}
 
 
 @of(

@@ -45,7 +45,7 @@ class MultimodalArguments:
         on_media_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row.
             `"skip"` puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves
-            it out from then on; the metric `media/skipped` counts them.
+            it out from then on; the metric `media/skipped` counts them. Evaluation leaves such rows out.
         max_skipped_rows (`float`, *optional*, defaults to `0.1`):
             How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
             dataset's rows, in streams of 1,000.

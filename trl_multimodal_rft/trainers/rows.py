@@ -5,12 +5,15 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from torch.utils.data import Subset
 
 from ..data.ahead import ReadAhead
 from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, rows_to_messages
@@ -30,6 +33,10 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 _STREAM = 1000
 
 
+class _BatchLeftOutError(Exception):
+    """A batch of an evaluation has rows that could be read before and can't any more, here or in another process."""
+
+
 class RowsMixin(TrainerMixin):
     """Gives a trainer that samples completions its rows and their encoded prompts."""
 
@@ -39,10 +46,14 @@ class RowsMixin(TrainerMixin):
     _ahead: ReadAhead | None = None
 
     def __init__(self, *args, **kwargs):
-        self._loaded: dict[bool, Any] = {}  # the datasets of the loaders that were made last, by `model.training`
+        self._train_rows: Any = None  # what the loader of training rows reads
         self._coming: list[int] = []  # training rows of the next generation batches
         self._skipped: dict[int, str] = {}  # training rows that can't be read, and why
         self._last_read: Row | None = None  # that could be read
+        # Of datasets that were evaluated and of their loaders: rows that can't be read, and how many there are in all
+        self._unreadable: WeakKeyDictionary[Any, tuple[dict[int, str], int]] = WeakKeyDictionary()
+        self._left_out: tuple[dict[int, str], int] = {}, 0  # the same of the evaluation that runs
+        self._beside_unreadable: set[int] = set()  # rows of batches that it leaves out
         given = {name: _undecoded_streams(kwargs.get(name)) for name in ("train_dataset", "eval_dataset")}
         super().__init__(*args, **{**kwargs, **given})
 
@@ -66,24 +77,31 @@ class RowsMixin(TrainerMixin):
     def _get_dataloader(self, dataset, description, *args, is_training=False, **kwargs):
         if is_training:
             self._stop_reading()
-        num_workers, collator = self.args.dataloader_num_workers, self.data_collator
+        given, num_workers, collator = dataset, self.args.dataloader_num_workers, self.data_collator
         if isinstance(dataset, Dataset):
-            self._loaded[is_training] = rows = FetchOnce(self._remove_unused_columns(dataset, description=description))
-            dataset = rows
-            if is_training and self._reads_ahead:
-                self._ahead = ReadAhead(lambda number: self._read_row(rows[number]), max(1, num_workers))
-                dataset, self.args.dataloader_num_workers = FetchLater(rows), 0
+            dataset = FetchOnce(self._remove_unused_columns(dataset, description=description))
         elif isinstance(dataset, IterableDataset):
             batch, n, repeats = self.num_generations_eval, self.num_generations_eval, 1
             if is_training:
                 batch, n, repeats = self.args.generation_batch_size, self.num_generations, self._steps_per_rollout
                 self._check_groups_are_whole()
-            self._loaded[is_training] = dataset = numbered(dataset, batch, n, repeats)
+            dataset = numbered(dataset, batch, n, repeats)
             self.data_collator = as_rows
+        leaves_out = not is_training and self.args.on_media_error == "skip" and self._encodes_rows
+        if is_training:
+            self._train_rows = rows = dataset
+            if isinstance(rows, FetchOnce) and self._reads_ahead:
+                self._ahead = ReadAhead(lambda number: self._read_row(rows[number]), max(1, num_workers))
+                dataset, self.args.dataloader_num_workers = FetchLater(rows), 0
+        elif leaves_out and isinstance(dataset, (FetchOnce, IterableDataset)):
+            dataset = self._readable(given, dataset)
         try:
-            return super()._get_dataloader(dataset, description, *args, is_training=is_training, **kwargs)
+            loader = super()._get_dataloader(dataset, description, *args, is_training=is_training, **kwargs)
         finally:
             self.args.dataloader_num_workers, self.data_collator = num_workers, collator
+        if leaves_out and given in self._unreadable:
+            self._unreadable[loader] = self._unreadable[given]
+        return loader
 
     def get_eval_dataloader(self, eval_dataset=None):
         return super().get_eval_dataloader(_undecoded_streams(eval_dataset))
@@ -127,21 +145,25 @@ class RowsMixin(TrainerMixin):
         Rows and their prompts, one object for each group; `None` for those without media, which are encoded as the
         others of their batch are. Others are in the place of rows that can't be read, if the config says so.
         """
-        skipped = self._skipped if self.model.training else {}
+        training = self.model.training
         read: dict[int, tuple[Row, EncodedPrompt | None]] = {}  # by the place at which a group begins
         n_failed = 0
         while True:
-            failed = self._read_groups(inputs, skipped, read)
+            failed = self._read_groups(inputs, self._skipped if training else {}, read)
             if self.args.on_media_error == "raise":
                 break
-            failed = self._skip(failed, skipped)
+            if training:
+                failed = self._skip(failed, self._skipped, self._n_train_rows, "train")
+            elif self._skip(failed, *self._left_out, split="eval"):
+                raise _BatchLeftOutError
             n_failed += len(failed)
             if not failed:
-                self._metrics["train" if self.model.training else "eval"]["media/skipped"].append(float(n_failed))
+                if training:
+                    self._metrics["train"]["media/skipped"].append(float(n_failed))
                 break
         places = accumulate(range(len(inputs)), lambda first, i: i if i in read else first)
         rows, prompts = (list(each) for each in zip(*(read[place] for place in places), strict=True))
-        if self.model.training and self._ahead is not None and (self._kinds_seen or any(prompts)):
+        if training and self._ahead is not None and (self._kinds_seen or any(prompts)):
             self._look_ahead(self._ahead, inputs)
         return rows, prompts
 
@@ -219,33 +241,82 @@ class RowsMixin(TrainerMixin):
 
     # Rows that can't be read
 
+    @property
+    def _n_train_rows(self) -> int:
+        return len(self._train_rows) if isinstance(self._train_rows, FetchOnce) else _STREAM
+
     def _instead_of(self, row: Row, skipped: dict[int, str]) -> Row:
-        dataset = self._loaded[self.model.training]
+        dataset = self._train_rows
         if isinstance(dataset, FetchOnce):
             return FetchLater(dataset)[other_row(row.number, skipped, len(dataset), self.args.seed)]
         if self._last_read is None:
             raise MediaError(f"{skipped[row.number]} (and no row before it can take its place)")
         return self._last_read
 
-    def _skip(self, failed: dict[int, str], skipped: dict[int, str]) -> dict[int, str]:
-        """Notes rows that failed, here or, where processes share a dataset, elsewhere. All that did."""
-        training = self.model.training
-        mode, dataset, file = "train" if training else "eval", self._loaded[training], self._skipped_rows_file
-        failures = dict(gather_object(list(failed.items())))
-        shared = isinstance(dataset, FetchOnce)
-        skipped.update(failures if shared else failed)
+    def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
+        """Notes rows that failed, of the so many of a split. All that did, in any process."""
+        failures, file = dict(gather_object(list(failed.items()))), self._skipped_rows_file
+        skipped.update(failures)
         if failures and self.accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
                 for row, error in failures.items():
-                    entry = {"step": self.state.global_step, "split": mode, "row": row, "error": error}
+                    entry = {"step": self.state.global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
-        if len(skipped) > skip_limit(self.args.max_skipped_rows, len(dataset) if shared else _STREAM):
+        if len(skipped) > skip_limit(self.args.max_skipped_rows, n_rows):
             raise MediaError(
                 f"{len(skipped)} rows can't be read, more than `max_skipped_rows` ({self.args.max_skipped_rows:g}) "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return failures
+
+    # Evaluation, which leaves them out
+
+    def _readable(self, given: Any, dataset: Any) -> Any:
+        """The rows to evaluate that can be read, of the dataset that was given."""
+        if given not in self._unreadable:
+            self._unreadable[given] = self._find_unreadable(dataset)
+        unreadable, n_rows = self._unreadable[given]
+        if isinstance(dataset, IterableDataset):
+            return dataset.filter(lambda row, known=frozenset(unreadable): row[NUMBER] not in known)
+        return Subset(dataset, [number for number in range(n_rows) if number not in unreadable])
+
+    def _find_unreadable(self, dataset: Any) -> tuple[dict[int, str], int]:
+        """Reads all rows, each in one process: those that can't be, and how many there are."""
+        if isinstance(dataset, FetchOnce):
+            rows = map(FetchLater(dataset).__getitem__, range(len(dataset)))
+        else:
+            repeated = (as_rows([row])[0] for row in dataset)
+            rows = (next(group) for _, group in groupby(repeated, attrgetter("number")))
+        failed: dict[int, str] = {}
+        unreadable: dict[int, str] = {}
+        n_rows = 0
+        for n_rows, row in enumerate(rows, start=1):
+            if n_rows % self.accelerator.num_processes == self.accelerator.process_index:
+                try:
+                    self._read_row(row)
+                except MediaError as error:
+                    failed[row.number] = str(error)
+        self._skip(failed, unreadable, n_rows, "eval")
+        if unreadable and len(unreadable) == n_rows:
+            raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
+        return unreadable, n_rows
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        if dataloader not in self._unreadable:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        self._left_out, self._beside_unreadable = self._unreadable[dataloader], set()
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        n_skipped = len(self._left_out[0].keys() | self._beside_unreadable)
+        self._metrics["eval"]["media/skipped"] = [float(n_skipped)]
+        return output
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        try:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        except _BatchLeftOutError:
+            self._beside_unreadable.update(gather_object([row.number for row in inputs]))
+            return None, None, None
 
     @property
     def _skipped_rows_file(self) -> Path:
