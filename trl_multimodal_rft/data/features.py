@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Video
+from transformers.utils import is_torchcodec_usable
 
 from .columns import Encoded, MediaRef
 from .loading import check_file, decoding, encoded_source
@@ -15,13 +16,24 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-class _StoredAudio(Audio):
-    """Audio that needs no torchcodec to be left as it is."""
+class _Stored:
+    """A feature that needs no torchcodec to leave media as they are."""
 
     def encode_example(self, value):
         if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
             return value
         return {"bytes": None, "path": value} if isinstance(value, str) else super().encode_example(value)
+
+
+class _StoredAudio(_Stored, Audio):
+    pass
+
+
+class _StoredVideo(_Stored, Video):
+    pass
+
+
+_STORED = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
 
 
 def undecoded(dataset: Any) -> Any:
@@ -154,7 +166,7 @@ class Decoded:
 
     Raises:
         [`~data.columns.MediaError`]: When it is touched, if it can't be decoded, or may not be opened.
-        `ImportError`: When it is touched, if Datasets lacks a library.
+        `ImportError`: When it is touched, if Datasets lacks torchcodec, or that FFmpeg.
     """
 
     __slots__ = ("_medium", "_ref")
@@ -229,12 +241,14 @@ def _decode(ref: MediaRef) -> Any:
         with open_file(file) as stream:
             check_file(ref, stream)
         value, feature = ref.source.value, ref.source.feature
-        try:
-            return feature.decode_example(value if isinstance(file, str) else {**value, "bytes": file})
-        except ImportError as error:
+        if not isinstance(feature, Image) and not is_torchcodec_usable(decode=ref.kind):
             name = type(feature).__name__
-            message = f"{error} Or cast the column to `{name}(decode=False)`, and read its files yourself"
-            raise ImportError(str(ref.error(message))) from error
+            message = (
+                "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. "
+                f"Install both, or cast the column to `{name}(decode=False)` and read its files yourself"
+            )
+            raise ImportError(str(ref.error(message)))
+        return feature.decode_example(value if isinstance(file, str) else {**value, "bytes": file})
 
 
 def _is_medium(feature: Any) -> bool:
@@ -261,7 +275,7 @@ def _stored(feature: Any) -> Any:
         return replace(feature, feature=_stored(feature.feature))
     if not _is_medium(feature):
         return feature
-    return _StoredAudio(decode=False) if isinstance(feature, Audio) else type(feature)(decode=False)
+    return next(stored(decode=False) for kind, stored in _STORED.items() if isinstance(feature, kind))
 
 
 def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
