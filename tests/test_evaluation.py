@@ -478,14 +478,18 @@ def test_groups_and_thresholds():
         ([{"prompt": "?"}], [], "no reward function"),
         ([{"prompt": "?"}], [format_reward, format_reward], "must have different names"),
         ([{"prompt": "?"}], "path/to/model", "reward model"),
-        ([{"prompt": "?"}], lambda completions, **_: [math.nan], "finite number"),
+        (
+            [{"prompt": str(i)} for i in range(4)],
+            lambda prompts, **_: [float(p) - 3 or math.nan for p in prompts],
+            "for row 3",
+        ),
         ([{"prompt": "?"}], lambda completions, **_: [], "0 rewards for 1 completions"),
         ([{"prompt": "?"}], lambda completions, **_: 1.0, "returned 1.0 for 1 completions; return a list"),
     ],
 )
 def test_errors(rows, reward, message):
     with pytest.raises(ValueError, match=message):
-        evaluate(*load("qwen2_audio"), rows, reward, EvaluationConfig(max_completion_length=2))
+        evaluate(*load("qwen2_audio"), rows, reward, EvaluationConfig(max_completion_length=2, batch_size=2))
 
 
 def test_results_are_written(tmp_path):

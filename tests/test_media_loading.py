@@ -4,6 +4,7 @@
 import base64
 import functools
 import http.server
+import io
 import sys
 import threading
 from dataclasses import replace
@@ -495,13 +496,36 @@ def test_videos_that_end_early_are_named(tmp_path, decoder):
         load_video(ref("video", path))
 
 
-def test_videos_without_a_frame_count_need_torchcodec(tmp_path, decoder, request):
-    path = write_video(tmp_path / "v.webm", codec="libvpx-vp9")
-    if "pyav" in request.node.name:
-        with pytest.raises(MediaError, match="no frames from 0 s to inf s of 0 .* encode the video as MP4"):
-            load_video(ref("video", path))
-    else:
-        assert shown(load_video(ref("video", path))[0]) == list(range(FRAMES))
+@pytest.mark.parametrize(
+    ("name", "codec", "fps"),
+    [
+        ("matroska", "libx264", 10),
+        ("webm", "libvpx-vp9", 10),
+        ("avi", "mpeg4", 10),
+        ("mpegts", "libx264", 10),
+        ("mpegts", "mpeg4", 10),
+        ("mpeg", "mpeg2video", 25),
+        ("asf", "mpeg1video", 25),
+        ("flv", "libx264", 10),
+        ("h264", "libx264", 10),
+    ],
+)
+def test_frames_are_those_of_their_numbers(name, codec, fps, decoder):
+    """Also where a file tells neither how many there are nor where: seeking in it leads to others."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=name) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        stream.gop_size, stream.codec_context.max_b_frames = 6, 2
+        stream.bit_rate = 2_000_000
+        for i in range(FRAMES):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame(i), format="rgb24")))
+        container.mux(stream.encode())
+    frames, metadata = load_video(ref("video", file.getvalue()))
+    assert shown(frames) == list(range(FRAMES)) and metadata["fps"] == pytest.approx(fps)
+    for chosen in ([0, 5, 10, 15], [7], [1, 18, 19]):
+        found = load_video(ref("video", file.getvalue()), lambda metadata: chosen)[0]  # noqa: B023
+        assert np.array_equal(found, frames[chosen])
 
 
 def test_missing_video_libraries_are_named(folder, monkeypatch):

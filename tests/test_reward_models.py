@@ -380,7 +380,7 @@ def test_a_reward_that_is_not_a_number_raises():
     reward, processor = classifier()
     with torch.no_grad():
         reward.score.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="'my-Gemma3ForSequenceClassification' returned nan for row 0"):
+    with pytest.raises(ValueError, match="'my-Gemma3ForSequenceClassification' returned nan for row [0-7];"):
         run(InjectedOurs, "qwen2_5_vl", image_rows(), reward=reward, objects=given("qwen2_5_vl", processor), **OPTIONS)
 
 

@@ -399,7 +399,7 @@ def test_async_reward():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0, math.nan, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], "'broken' returned nan for row 1"),
+        ([1.0, 0.0, 0.0, 1.0, 1.0, math.nan, 1.0, 1.0], "'broken' returned nan for row 1"),
         (1.0, "'broken' returned 1.0 for 8 completions; return a list with one number for each"),
         (None, "'broken' returned None for 8 completions; return a list"),
         (torch.tensor(1.0), r"'broken' returned tensor\(1.\) for 8 completions; return a list"),
@@ -418,7 +418,8 @@ def test_wrong_rewards_raise(returned, message, asynchronous):
 
     broken_later.__name__ = "broken"
     with pytest.raises(ValueError, match=message):
-        run(InjectedOurs, "qwen2_audio", audio_rows(), reward=broken_later if asynchronous else broken)
+        reward = broken_later if asynchronous else broken
+        run(InjectedOurs, "qwen2_audio", audio_rows(), reward=reward, shuffle_dataset=False)
 
 
 @pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])

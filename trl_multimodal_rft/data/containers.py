@@ -16,6 +16,9 @@ _MEDIA_STARTS = re.compile(
     re.DOTALL,
 )
 
+# Those that tell where each frame is
+_INDEXED = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", re.DOTALL)
+
 # Lists of files and of addresses, which FFmpeg finds behind any start: in the text before the first zero
 _LISTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _PROBED = 2**20  # bytes by which FFmpeg knows a format
@@ -76,6 +79,24 @@ def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
         raise ref.error(
             f"the file is cut off: {max(size - begin, 0)} of {length} bytes; fetch it again or remove the row"
         )
+
+
+def finds_frames(stream: BinaryIO) -> bool:
+    """
+    Whether a file of a video tells where each frame is and when it is shown, as MP4, MOV, Matroska and WebM do. Of
+    others, such as AVI and MPEG-TS, what seems to be a frame's number or its time may be that of another.
+
+    Args:
+        stream (`BinaryIO`):
+            The file; it is at the start afterwards.
+
+    Returns:
+        `bool`: Whether decoders may look for frames, which they otherwise must decode from the first.
+    """
+    _behind_tags(stream)
+    found = _INDEXED.match(stream.read(8))
+    stream.seek(0)
+    return found is not None
 
 
 def _behind_tags(stream: BinaryIO) -> None:

@@ -20,7 +20,7 @@ from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_container, check_whole
+from .containers import check_container, check_whole, finds_frames
 from .sources import fetch_file, open_file
 
 
@@ -168,7 +168,8 @@ def load_video(
     sample_indices_fn: Callable[..., Sequence[int]] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes the frames of a video, with torchcodec if that is usable, else with PyAV.
+    Decodes the frames of a video: with torchcodec if that is usable and the file tells where frames are (MP4, MOV,
+    Matroska, WebM), else with PyAV, from the first to the last that is wanted.
 
     Args:
         ref ([`MediaRef`]):
@@ -611,12 +612,18 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
         with open_file(fetch_file(ref, source)) as stream:
             check_container(ref, stream)
             check_whole(ref, stream)
-            if is_torchcodec_usable(decode="video"):
+            if finds_frames(stream) and is_torchcodec_usable(decode="video"):
                 decoders = importlib.import_module("torchcodec.decoders")
                 yield _torchcodec_frames(decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
             else:
-                with require_module("av", "video").open(stream) as container:
-                    yield _pyav_frames(container)
+                av = require_module("av", "video")
+                with av.open(stream) as container:
+                    count = container.streams.video[0].frames or sum(
+                        packet.size > 0 for packet in container.demux(video=0)
+                    )
+                stream.seek(0)  # in the container, it might not lead to the first frame
+                with av.open(stream) as container:
+                    yield _pyav_frames(container, count)
 
 
 def _listed_frames(ref: MediaRef, source: Any):
@@ -650,9 +657,10 @@ def _torchcodec_frames(decoder: Any):
     return metadata, read
 
 
-def _pyav_frames(container: Any):
+def _pyav_frames(container: Any, count: int):
     stream = container.streams.video[0]
-    count, fps = stream.frames, float(stream.average_rate or 0)
+    told = stream.average_rate if container.duration else None  # else it is FFmpeg's default
+    fps = float(told or stream.codec_context.framerate or stream.guessed_rate or 0)
     metadata = VideoMetadata(count, fps, stream.width, stream.height, count / fps if fps else None)
 
     def read(indices):

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 from ..trainers.multimodal import MultimodalMixin
-from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _checked, evaluate_trainer
+from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _named, evaluate_trainer
 
 
 class GenerationEvalCallback(TrainerCallback):
@@ -65,7 +65,7 @@ class GenerationEvalCallback(TrainerCallback):
             raise ValueError("There is no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
-        _checked(reward_funcs or list(trainer.reward_funcs))
+        _named(reward_funcs or list(trainer.reward_funcs))
         self.trainer = trainer
         self.eval_dataset = eval_dataset
         self.reward_funcs = reward_funcs

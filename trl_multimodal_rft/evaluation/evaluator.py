@@ -396,7 +396,7 @@ def _evaluate(
     args: EvaluationConfig,
     accelerator: Accelerator,
 ) -> EvaluationResult:
-    reward_funcs = _checked(reward_funcs)
+    named_funcs = _named(reward_funcs)
     if not isinstance(dataset, (Dataset, Sequence)) or len(dataset) == 0:
         raise ValueError(
             f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with at least "
@@ -427,7 +427,7 @@ def _evaluate(
         kept_random_state(),
         evaluation_mode(policy.model),
         as_generation_config(policy.base, config),
-        reward_loop(reward_funcs) as loop,
+        reward_loop([*named_funcs.values()]) as loop,
     ):
         for first in range(0, len(batches), accelerator.num_processes):
             place = first + accelerator.process_index
@@ -439,7 +439,7 @@ def _evaluate(
                 if first == 0 and not columns_known(dataset):
                     look(batch, whole=False)
                 read, failed = _read(policy, batch)
-                answered, metrics = _answer(policy, read, reward_funcs, config, args, loop)
+                answered, metrics = _answer(policy, read, named_funcs, config, args, loop)
                 if place < len(batches):
                     skipped |= failed
                     for (row, _, _), record in zip(read, answered, strict=True):
@@ -461,7 +461,7 @@ def _evaluate(
         )
     names = dict.fromkeys(name for record in records for name in record)
     records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
-    names = [get_callable_name(func) for func in reward_funcs]
+    names = [*named_funcs]
     metrics = _metrics(records, names, args)
     if policy.on_media_error == "skip":
         metrics["skipped_rows"] = len(skipped)
@@ -487,7 +487,8 @@ class _Rows:
         return [Row(index, self._rows.__getitem__) for index in indices]
 
 
-def _checked(reward_funcs: Callable | list[Callable]) -> list[Callable]:
+def _named(reward_funcs: Callable | list[Callable]) -> dict[str, Callable]:
+    """Reward functions by the names of their metrics."""
     reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if not reward_funcs:
         raise ValueError("There is no reward function; pass at least one, which tells what is correct.")
@@ -500,10 +501,7 @@ def _checked(reward_funcs: Callable | list[Callable]) -> list[Callable]:
     names = [get_callable_name(reward_func) for reward_func in reward_funcs]
     if len(set(map(id, reward_funcs))) < len(reward_funcs):
         raise ValueError(f"Reward functions must have different names, but are called {names}; one is there twice.")
-    checked = [checked_reward(reward_func) for reward_func in reward_funcs]
-    for reward_func, name in zip(checked, distinct_names(names), strict=True):
-        reward_func.__name__ = name
-    return checked
+    return dict(zip(distinct_names(names), reward_funcs, strict=True))
 
 
 def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationConfig:
@@ -576,7 +574,7 @@ def _read(policy: _Policy, rows: Sequence[Row]) -> tuple[list[tuple[Row, Any, En
 def _answer(
     policy: _Policy,
     read: list[tuple[Row, Any, EncodedPrompt]],
-    reward_funcs: list[Callable],
+    named_funcs: dict[str, Callable],
     config: GenerationConfig,
     args: EvaluationConfig,
     loop: asyncio.AbstractEventLoop | None,
@@ -591,8 +589,9 @@ def _answer(
     for start in range(0, len(repeated), args.batch_size):
         ids += policy.complete(repeated[start : start + args.batch_size], config)
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    numbers = [row.number for row in rows for _ in range(n)]
     rewards, extras, metrics = call_rewards(
-        reward_funcs,
+        [checked_reward(func, name, rows=numbers) for name, func in named_funcs.items()],
         prompts=[prompt for prompt in restore_media(prompts) for _ in range(n)],
         texts=texts,
         ids=ids,
@@ -605,7 +604,7 @@ def _answer(
     records = []
     for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         part = slice(i * n, (i + 1) * n)
-        decisive = rewards[get_callable_name(reward_funcs[0])][part]
+        decisive = rewards[next(iter(named_funcs))][part]
         own = {
             "prompt": as_text(strip_media(prompt)),
             "completions": texts[part],

@@ -14,7 +14,12 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from ..data.rules import MediaRules
 
 
-def checked_reward(reward_func: Callable, name: str | None = None, media_rules: MediaRules | None = None) -> Callable:
+def checked_reward(
+    reward_func: Callable,
+    name: str | None = None,
+    media_rules: MediaRules | None = None,
+    rows: Sequence[int] | None = None,
+) -> Callable:
     """
     Wraps a reward function so that a wrong return value is named.
 
@@ -25,6 +30,8 @@ def checked_reward(reward_func: Callable, name: str | None = None, media_rules: 
             What errors call it. Defaults to its own name.
         media_rules ([`~data.rules.MediaRules`], *optional*):
             What it gets as `media_rules` if it has a parameter of this name.
+        rows (`Sequence[int]`, *optional*):
+            Number of each completion's row in its dataset, for errors.
 
     Returns:
         `Callable`: The function with the same name and signature, which raises a `ValueError` unless it returns one
@@ -37,13 +44,15 @@ def checked_reward(reward_func: Callable, name: str | None = None, media_rules: 
 
         @functools.wraps(reward_func)
         async def wrapper(*args, **kwargs):
-            return check_rewards(await reward_func(*args, **kwargs, **further), len(kwargs["completions"]), name)
+            found = await reward_func(*args, **kwargs, **further)
+            return check_rewards(found, len(kwargs["completions"]), name, rows)
 
     else:
 
         @functools.wraps(reward_func)
         def wrapper(*args, **kwargs):
-            return check_rewards(reward_func(*args, **kwargs, **further), len(kwargs["completions"]), name)
+            found = reward_func(*args, **kwargs, **further)
+            return check_rewards(found, len(kwargs["completions"]), name, rows)
 
     wrapper.__name__ = name
     return wrapper
@@ -66,7 +75,9 @@ def rules_for(reward_func: Callable, media_rules: MediaRules) -> dict[str, Media
     return {"media_rules": media_rules} if asked else {}
 
 
-def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | None]:
+def check_rewards(
+    rewards: Any, n_completions: int, name: str, rows: Sequence[int] | None = None
+) -> list[float | None]:
     """
     Checks what a reward function returned.
 
@@ -77,6 +88,8 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
             Number of completions that it got.
         name (`str`):
             What errors call it.
+        rows (`Sequence[int]`, *optional*):
+            Number of each completion's row in its dataset, for errors.
 
     Returns:
         `list[float | None]`: The rewards.
@@ -96,16 +109,17 @@ def check_rewards(rewards: Any, n_completions: int, name: str) -> list[float | N
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
-    for row, reward in enumerate(values):
+    for place, reward in enumerate(values):
         try:
             value = reward.item()  # arrays and tensors of one element count as numbers
         except (AttributeError, RuntimeError, ValueError):
             value = reward
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            where = f"completion {place}" if rows is None else f"row {rows[place]}"
             raise ValueError(
-                f"{source} {value!r} for row {row}; return a finite number, or None where the reward doesn't apply."
+                f"{source} {value!r} for {where}; return a finite number, or None where the reward doesn't apply."
             )
-        values[row] = value
+        values[place] = value
     return values
 
 

@@ -26,6 +26,8 @@ class Batch:
             Whether completions share a forward of their prompt; `None` until that is decided.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
+        numbers (`list[int]`, *optional*):
+            In a rollout, the numbers of these rows.
         encoded (`list[EncodedPrompt]`, *optional*):
             In a rollout, each row's prompt, where it was encoded with the row alone.
         sampled_logps (`list[list[float]]`, *optional*):
@@ -48,6 +50,7 @@ class Batch:
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     rows: list[dict[str, Any]] | None = None
+    numbers: list[int] | None = None
     encoded: list[EncodedPrompt | None] | None = None
     sampled_logps: list[list[float | None]] | None = None
     rewards_per_func: Any = None

@@ -263,8 +263,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
 
     def _roll_out(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], Batch]:
         """Samples, scores and rewards completions with TRL's code; what it returns, and what it worked on."""
-        rows, inputs, encoded = self._read_rows(inputs)
-        with self._at_hand(rows=inputs, encoded=encoded) as batch:
+        rows, inputs, numbers, encoded = self._read_rows(inputs)
+        with self._at_hand(rows=inputs, numbers=numbers, encoded=encoded) as batch:
             output = super()._generate_and_score_completions(rows)
             # Prompts are logged as text: TRL's table can't hold media
             for key in ("prompt", "completion"):
@@ -283,8 +283,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
                 output["packed"] = [batch.packed] * len(inputs)
         return output, batch
 
-    def _read_rows(self, inputs: Sequence[Any]) -> tuple[list, list, list]:
-        """Rows with their media in the messages, as the dataset has them, and prompts that are encoded already."""
+    def _read_rows(self, inputs: Sequence[Any]) -> tuple[list, list, list, list]:
+        """Rows with their media in the messages, as the dataset has them, their numbers, and encoded prompts."""
         encoded: list[EncodedPrompt | None] = [None] * len(inputs)
         if isinstance(inputs[0], Row) and self._encodes_rows:
             inputs, encoded = self._encode_rows(inputs)
@@ -307,7 +307,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         if refs:
             self._refuse_media_where_unsupported(refs[0])
         self._columns_seen.update(originals[0])
-        return rows, originals, encoded
+        numbers = [getattr(row, "number", place) for place, row in enumerate(inputs)]
+        return rows, originals, numbers, encoded
 
     def _refuse_media_where_unsupported(self, ref) -> None:
         for option in ("environment_factories", "rollout_func", "tools"):  # TRL adds those of environments to `tools`
@@ -419,9 +420,9 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             # Reward functions get the dataset's rows as they are, and what `rollout_func` added
             inputs = [{**original, **row} for row, original in zip(inputs, self._batch.rows, strict=True)]
             prompts = restore_media(prompts)
-        passed = self.reward_funcs
+        passed, numbers = self.reward_funcs, self._batch and self._batch.numbers
         self.reward_funcs = [
-            each if isinstance(each, nn.Module) else checked_reward(each, name, media_rules=self.args.media_rules)
+            each if isinstance(each, nn.Module) else checked_reward(each, name, self.args.media_rules, numbers)
             for name, each in zip(self.reward_func_names, passed, strict=True)
         ]
         try:
