@@ -23,10 +23,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
+from fsdp2_on_cpu import enable_fsdp2_on_cpu
 from helpers.processes import free_port
 from helpers.resumed_runs import EVERYTHING, REPLAY, REUSED, answered_audio, few_live
 from helpers.trainer_utils import audio_rows, make_trainer, saved
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -41,6 +44,7 @@ ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps"
 ZERO2 |= {"zero_optimization": {"stage": 2}}
 ENGINES = {
     "ddp": {"use_cpu": True},
+    "fsdp2": {"use_cpu": True, "fsdp": True},
     "zero2": {"use_cpu": False, "deepspeed": ZERO2, "accelerator_config": {"use_configured_state": True}},
 }
 
@@ -57,7 +61,8 @@ class Mortal:
     Dies at a point of saving, and writes down what it goes on from.
 
     `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies; `request` the
-    `moment`, the `step` before it, the `rank` of the process that is asked to end, and by which `signals`.
+    `moment`, the `step` before it, the `rank` of the process that is asked to end, and by which `signals`. At the
+    point "disk full" it doesn't die, but one of its files is on a device that is full.
     """
 
     death: dict | None = None
@@ -105,6 +110,14 @@ class Mortal:
     def log(self, *args, **kwargs):
         self._ask("after the update")
         return super().log(*args, **kwargs)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if self._due("disk full"):
+            rank = self.accelerator.process_index
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            file = Path(output_dir, f"rollout_state_{rank}.pt" if rank else "optimizer.pt")
+            file.symlink_to("/dev/full")
+        super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if self._due("weights written"):
@@ -163,6 +176,8 @@ def train(job: dict) -> None:
         switch = "ACCELERATE_USE_DEEPSPEED" if job["engine"] == "zero2" else "ACCELERATE_USE_CPU"
         os.environ[switch] = "true"
         PartialState(**({"backend": "gloo"} if job["engine"] == "zero2" else {"cpu": True}))
+        if job["engine"] == "fsdp2":
+            enable_fsdp2_on_cpu()
         # As many prompts in a generation batch as with one process
         options |= {"steps_per_generation": 2, **ENGINES[job["engine"]]}
     objects = {"ptx_dataset": answered_audio()} if job["algorithm"] == "ppo" else None
@@ -183,6 +198,8 @@ def train(job: dict) -> None:
         "history": trainer.state.log_history,
         "step": trainer.state.global_step,
     }
+    assert any(isinstance(each, DTensor) for each in state["weights"].values()) == (job["engine"] == "fsdp2")
+    state = tree_map_only(DTensor, DTensor.to_local, state)
     torch.save(state, Path(job["folder"], f"final-{rank}.pt"))
     if job["processes"] > 1:
         PartialState().destroy_process_group()
@@ -193,6 +210,7 @@ def train(job: dict) -> None:
 
 def differences(a, b, where: str = "") -> Iterator[str]:
     """Where two nested states differ, but for durations."""
+    a, b = (list(each) if type(each) is tuple else each for each in (a, b))  # FSDP restores lists for tuples
     if type(a) is not type(b):
         yield f"{where}: {type(a)} and {type(b)}"
     elif isinstance(a, (torch.Tensor, np.ndarray)):
@@ -204,7 +222,7 @@ def differences(a, b, where: str = "") -> Iterator[str]:
             yield f"{where}: {keys[0] ^ keys[1]} in one of them"
         for key in keys[0] & keys[1]:
             yield from differences(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (list, tuple)):
+    elif isinstance(a, list):
         if len(a) != len(b):
             yield f"{where}: {len(a)} and {len(b)} entries"
         for i, (x, y) in enumerate(zip(a, b, strict=False)):

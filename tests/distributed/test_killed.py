@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -31,6 +32,7 @@ CASES = {
     "ppo": {"algorithm": "ppo", "engine": None, "processes": 1},
     "ddp": {"algorithm": "grpo", "engine": "ddp", "processes": 2},
     "zero2": {"algorithm": "grpo", "engine": "zero2", "processes": 2},
+    "fsdp2": {"algorithm": "grpo", "engine": "fsdp2", "processes": 2},
 }
 
 
@@ -243,7 +245,11 @@ def worker(tmp_path_factory):
         worker.stop()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "grpo")) for name in CASES])
+def several(*names: str) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name != "grpo")) for name in names]
+
+
+@pytest.fixture(params=several("grpo", "ppo", "ddp", "zero2"))
 def case(request):
     if request.param == "zero2":
         pytest.importorskip("deepspeed")
@@ -342,6 +348,7 @@ class Asked:
         return json.loads((inspection.folder / "found.json").read_text())["final"]
 
 
+@pytest.mark.parametrize("case", several(*CASES), indirect=True)
 def test_asked_to_end(worker, case, tmp_path):
     run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
     expected = []
@@ -389,6 +396,21 @@ def test_second_interrupt_ends_at_once(worker, tmp_path):
     processes = run.start("SIGINT", "SIGINT", moment="gradient added", step=2, rank=0)
     assert processes.wait() == [1]
     assert "KeyboardInterrupt" in processes.logs() and run.checkpoints() == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has such a device")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_full_disk_of_one_ends_all(rank, worker, tmp_path):
+    run = Restarted(worker, "ddp", tmp_path, 0)
+    run.story.append(f"the disk of process {rank} is full")
+    processes = run.start({"point": "disk full", "step": 2, "rank": rank})
+    assert processes.wait() == [1, 1], processes.logs()
+    log = (processes.folder / f"log-{rank}.txt").read_text()
+    assert re.search(rf"OSError: checkpoint-2 can't be written to '{run.output}', where [\d,]+ MB are free", log), log
+    run.check(processes, None, is_over=False)
+    assert run.last == "checkpoint-1"
+    run.ends()
 
 
 @pytest.mark.slow
