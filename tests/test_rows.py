@@ -277,6 +277,9 @@ def test_stream_goes_on_with_the_row_before(tmp_path):
     run = trained(stream, tmp_path, **options)
     assert [entry["row"] for entry in skipped_rows(tmp_path)] == [1, 4, 9]
     assert [sorted(set(batch)) for batch in numbers_of(run)] == [[0], [2, 3], [5], [6, 7], [8]]
+    last = run._last_read
+    run.evaluate(audio_rows(2))
+    assert run._last_read is last  # none of the rows to evaluate
     run.num_generations = 3  # of 8 completions of a process: a group straddles
     with pytest.raises(ValueError, match="whole groups"):
         run.get_train_dataloader()

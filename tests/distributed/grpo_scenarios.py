@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import shutil
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -53,7 +54,7 @@ def straddling_groups(folder):
 def skipped_rows(folder):
     """
     Both groups that straddle two processes have other rows: one can't be read, the other not on the second. Neither is
-    evaluated.
+    evaluated, and from the second evaluation on neither is a third.
     """
     state, rows = start(), image_rows()
     own = folder / f"images-{state.process_index}"
@@ -64,7 +65,7 @@ def skipped_rows(folder):
     (own / "1.png").unlink()
     if state.process_index == state.num_processes - 1:
         (own / "4.png").unlink()
-    options = {"on_media_error": "skip", "max_skipped_rows": 2}
+    options = {"on_media_error": "skip", "max_skipped_rows": 3}
     options["per_device_eval_batch_size"] = 3 * GROUP // state.num_processes
     trainer, result = train(folder, "qwen2_5_vl", rows, 3 * GROUP, **options)
     evaluated = []
@@ -74,10 +75,15 @@ def skipped_rows(folder):
         return [float(each) for each in number]
 
     trainer.reward_funcs = [number]
-    trainer.model.train()  # as between steps
-    metrics = trainer.evaluate(Dataset.from_list([{**row, "number": i} for i, row in enumerate(rows)]))
-    evaluation = {name: metrics[name] for name in ("eval_reward", "eval_media/skipped")}
-    return {**result, "skipped": sorted(trainer._skipped), "evaluated": evaluated, "evaluation": evaluation}
+    data, evaluations = Dataset.from_list([{**row, "number": i} for i, row in enumerate(rows)]), []
+    for _ in range(3):
+        evaluated.clear()
+        trainer.model.train()  # as between steps
+        metrics = trainer.evaluate(data)
+        evaluations.append([evaluated.copy(), metrics["eval_reward"], metrics["eval_media/skipped"]])
+        if state.process_index == state.num_processes - 1:
+            Path(rows[3]["image"]).unlink(missing_ok=True)  # it can be read no longer, on one of them
+    return {**result, "skipped": sorted(trainer._skipped), "evaluations": evaluations}
 
 
 # Two micro-batches of whole groups per generation, balanced, used twice, with a reference model

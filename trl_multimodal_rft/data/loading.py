@@ -212,9 +212,10 @@ def load_with_qwen_vl_utils(
     )
     ```
 
-    A video file gives exactly what `qwen_vl_utils.fetch_video` gives, which however reads no bytes, needs torchcodec,
-    and resizes lists of frames twice, first to multiples of twice the patch. Frames are resized as they are decoded, a
-    few at a time, so that no more of them are in memory at their full size.
+    An MP4, MOV, Matroska or WebM gives exactly what `qwen_vl_utils.fetch_video` gives, which however reads no bytes,
+    needs torchcodec, takes other frames of other files than it chose, and resizes lists of frames twice, first to
+    multiples of twice the patch. Frames are resized as they are decoded, a few at a time, so that no more of them are
+    in memory at their full size.
 
     Args:
         ref ([`MediaRef`]):

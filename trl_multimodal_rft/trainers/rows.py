@@ -49,7 +49,7 @@ class RowsMixin(TrainerMixin):
         self._train_rows: Any = None  # what the loader of training rows reads
         self._coming: list[int] = []  # training rows of the next generation batches
         self._skipped: dict[int, str] = {}  # training rows that can't be read, and why
-        self._last_read: Row | None = None  # that could be read
+        self._last_read: Row | None = None  # training row that could be read
         # Of datasets that were evaluated and of their loaders: rows that can't be read, and how many there are in all
         self._unreadable: WeakKeyDictionary[Any, tuple[dict[int, str], int]] = WeakKeyDictionary()
         self._left_out: tuple[dict[int, str], int] = {}, 0  # the same of the evaluation that runs
@@ -178,7 +178,8 @@ class RowsMixin(TrainerMixin):
                 continue
             try:
                 read[i] = self._read(row)
-                self._last_read = row
+                if self.model.training:
+                    self._last_read = row
             except MediaError as error:
                 if self.args.on_media_error == "raise":
                     raise
