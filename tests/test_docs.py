@@ -5,17 +5,21 @@ The documentation: its Python runs as it stands, its links lead somewhere, the e
 Code runs in an empty folder where the models and datasets that it names are folders, with tiny models and few rows.
 """
 
+import json
+import os
 import pkgutil
 import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import av
 import pytest
 import soundfile
-import transformers.training_args
 from datasets import Dataset
 from helpers.families import RATE, audio, image, video
 from helpers.trainer_utils import Injected, make_trainer, saved
@@ -56,7 +60,7 @@ def save_medium(kind, path, seed):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where code runs, as if it had downloaded what it names; on the CPU, which bf16 is not refused for here."""
+    """Where code runs, as if it had downloaded what it names."""
     for name, family in MODELS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(saved(family))
@@ -66,7 +70,6 @@ def folder(tmp_path, monkeypatch):
         columns = {"prompt": ["What is it?"] * 2, kind: media, "solution": ["a bird", "a cat"]}
         Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
     return tmp_path
 
 
@@ -131,7 +134,10 @@ def test_rows_of_every_form_train(folder):
 # Links, errors and the site
 
 
-@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/reference/*.md"))]
+
+
+@pytest.mark.parametrize("page", [*NAMED, ROOT / "benchmarks" / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     for link in links:
@@ -151,9 +157,6 @@ def test_links_to_lines_hold_what_they_name(page):
     text = page.read_text()
     assert text == refreshed(page), "run `python docs/refresh_links.py`"
     assert text.count(".py#L") == len(re.findall(r"\[`[\w.]+`\]\([\w./]+\.py#L\d+\)", text))
-
-
-NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/reference/*.md"))]
 
 
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -190,11 +193,39 @@ def test_public_names_are_in_the_reference():
                 assert value.__module__ in listed or value in objects, f"{package.__name__}.{name}"
 
 
+class Page(HTMLParser):
+    """What a page of the site has and names."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.loaded, self.tags = set(), [], [], Counter()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags[tag] += 1
+        self.ids |= {attrs.get("id"), attrs.get("name")}
+        self.links += [attrs["href"]] if tag == "a" and "href" in attrs else []
+        self.loaded += [attrs.get("src") or attrs.get("href")] if tag in ("script", "link", "img") else []
+
+
 @pytest.mark.slow
 def test_site_is_built(tmp_path):
-    """The reference, from docstrings, too; a name that doesn't exist fails."""
+    """The reference, from docstrings, too; a name that doesn't exist fails. All is there without a network."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
+    pages = {path.parent: Page(path.read_text()) for path in tmp_path.rglob("index.html")}
+    for folder, page in pages.items():
+        for link in page.links:
+            path, _, section = unquote(link).partition("#")
+            if not path.startswith(("http", "mailto")):
+                target = pages[Path(os.path.normpath(folder / path))]
+                assert not section or section in target.ids, f"{folder}: {link}"
+        assert not [each for each in page.loaded if each and "://" in each]
+    assert pages[tmp_path / "algorithms"].tags["math"] > 20 and pages[tmp_path / "reference" / "ppo"].tags["math"] > 3
     config = (tmp_path / "reference" / "configs" / "index.html").read_text()
     assert "kl_target" in config and "Divergence per token, in nats" in config
+    assert "<blockquote>" not in config and re.search(r"<b>packing</b>|<code>packing</code>", config)
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    assert {"datasets/", "reference/configs/"} <= {each["location"] for each in found}
