@@ -20,6 +20,7 @@ from trl.trainer.utils import (
     split_tensor_dict,
 )
 
+from ..algorithms.advantages import ESTIMATORS
 from ..data.columns import iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
@@ -38,6 +39,7 @@ from ..generation.vllm import sampling_parameters
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
+from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..rewards.checks import checked_reward, distinct_names
@@ -179,6 +181,10 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         keep_differentiable(self.model)
         self._set_packing()
         self._set_signals()
+        estimator = ESTIMATORS.get(
+            getattr(args, "advantage_estimator", None) or "rloo"
+        )  # which TRL's RLOO doesn't name
+        self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
