@@ -53,9 +53,8 @@ def on_page_markdown(markdown, page, **kwargs):
 
 def on_page_content(content, **kwargs):
     """Writes formulas as MathML."""
-    return _FORMULA.sub(
-        lambda found: convert(html.unescape(found[2]), found[1] == "div" and "block" or "inline"), content
-    )
+    display = {"span": "inline", "div": "block"}
+    return _FORMULA.sub(lambda found: convert(html.unescape(found[2]), display=display[found[1]]), content)
 
 
 def _target(uri: str, link: str) -> str | None:

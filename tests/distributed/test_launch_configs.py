@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The configs of `trl_multimodal_rft/accelerate_configs`: what accelerate makes of their fields, and an example script launched
-with each of them, by the command that users type, on the CPU.
+The configs of `trl_multimodal_rft/accelerate_configs`: what accelerate makes of their fields, and an example
+script launched with each of them, by the command that users type, on the CPU.
 """
 
 import json

@@ -181,9 +181,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         keep_differentiable(self.model)
         self._set_packing()
         self._set_signals()
-        estimator = ESTIMATORS.get(
-            getattr(args, "advantage_estimator", None) or "rloo"
-        )  # which TRL's RLOO doesn't name
+        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
     def _set_packing(self) -> None:
