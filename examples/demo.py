@@ -195,8 +195,8 @@ class HeldOutAccuracy(GenerationEvalCallback):
         if trainer.accelerator.is_main_process:
             Path(trainer.args.output_dir, "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         trainer.accelerator.print(
-            f"{trainer.args.output_dir} has the model, its curves (training_curves.png), its card (README.md) and these "
-            "numbers (demo_metrics.json)."
+            f"{trainer.args.output_dir} has the model, its curves (training_curves.png), its card (README.md) and "
+            "these numbers (demo_metrics.json)."
         )
 
 

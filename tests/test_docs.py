@@ -5,6 +5,7 @@ The documentation: its Python runs as it stands, its links lead somewhere, the e
 Code runs in an empty folder where the models and datasets that it names are folders, with tiny models and few rows.
 """
 
+import inspect
 import json
 import os
 import pkgutil
@@ -23,11 +24,13 @@ import soundfile
 from datasets import Dataset
 from helpers.families import RATE, audio, image, video
 from helpers.trainer_utils import Injected, make_trainer, saved
+from trl import GRPOTrainer, RLOOTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOTrainer, data, evaluation, lightrft, models, rewards, trainers
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lazy import lazy_names
+from trl_multimodal_rft.reporting.model_card import PAPERS
 
 
 ROOT = Path(__file__).parents[1]
@@ -89,8 +92,13 @@ WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and pa
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, folder, capsys):
-    """What a line prints is what stands behind it, where that is a value."""
-    execute(page)
+    """What a line prints is what stands behind it, where that is a value, and what a trainer logs is explained."""
+
+    def look(namespace):
+        history = namespace["trainer"].state.log_history if "trainer" in namespace else []
+        assert not [name for logs in history for name in logs if not is_explained(re.escape(name))]
+
+    execute(page, look)
     printed = capsys.readouterr().out
     for code in blocks(page.read_text()):
         for expected in re.findall(r"^print\(.*\)  # ([\[{('\"\d].*)$", code, re.MULTILINE):
@@ -168,6 +176,50 @@ def test_names_of_the_package_exist(page):
         named += [f"{module}.{name.split()[0]}" for name in names.split(",")]
     for name in named:
         assert pkgutil.resolve_name(name) is not None
+
+
+METRICS = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.M)))
+
+
+def is_explained(pattern):
+    """Whether a metric of that name is in a table of the page."""
+    own = re.sub(r"^rewards/[^/]+/", "rewards/<function>/", pattern.removeprefix("eval_"))
+    return any(re.fullmatch(own, name) for name in METRICS)
+
+
+def test_metrics_are_explained():
+    """Those that stand in the code of ours and of TRL's trainers; and what the page names is there."""
+    own = "".join(path.read_text() for path in (ROOT / "trl_multimodal_rft" / "trainers").glob("*.py"))
+    theirs = "".join(Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer))
+    found = {*re.findall(r"""metrics(?:\[[^"][^]]*\]|\["train"[^]]*\])?\[f?"([^"]+)"\]""", own + theirs)} - {
+        "train",
+        "eval",
+    }
+    assert len(found) > 50
+    patterns = {re.sub(r"\\\{.*?\\\}", "[^/]+", re.escape(name)): name for name in found}
+    assert not [name for pattern, name in patterns.items() if not is_explained(pattern)]
+    # Of the others, the names are transformers'
+    unknown = {name for name in METRICS if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+    assert unknown <= {"loss", "grad_norm", "learning_rate", "epoch", "step", "train_runtime", "train_loss", *TIMES}
+
+
+TIMES = ("train_samples_per_second", "train_steps_per_second")
+
+
+def test_papers_have_configs():
+    text = (ROOT / "docs" / "papers.md").read_text()
+    papers = [each for own in PAPERS.values() for each in (own.values() if isinstance(own, dict) else [own]) if each]
+    assert not [paper for paper in papers if paper.number not in text]
+    cells = [line.rsplit(" | ", 1)[1] for line in text.splitlines() if line.startswith("| [")]
+    options = {"output_dir": "out", "use_cpu": True, "bf16": False}
+    for cell in cells:
+        codes = re.findall(r"`([^`]+)`", cell)
+        assert codes
+        for code in codes:
+            name, arguments = re.fullmatch(r"(?:(\w+)\()?(.*?)\)?", code).groups()
+            config_class = getattr(trl_multimodal_rft, name or "MultimodalGRPOConfig")
+            config = eval(f"config_class(**options, {arguments})", {"config_class": config_class, "options": options})
+            assert isinstance(config, config_class)
 
 
 def test_errors_that_are_explained_exist():
