@@ -42,6 +42,7 @@ from ..policy import PolicyForward, Remedies
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
+from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.model import RewardModel
 from .batch import Batch
@@ -126,6 +127,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         self._self_check: SelfCheck | None = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
+        self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
         # Datasets whose rows are looked at when the first ones come
         datasets = ("train_dataset", "eval_dataset")
         self._unseen = {name for name in datasets if has_unknown_columns(kwargs.get(name))}
@@ -311,6 +313,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         if refs:
             self._refuse_media_where_unsupported(refs[0])
         self._columns_seen.update(originals[0])
+        if len(self._asked) < 2:
+            self._asked.update(conversation_of(row["prompt"]) for row in rows if "prompt" in row)
         return rows, originals, encoded
 
     def _refuse_media_where_unsupported(self, ref) -> None:
