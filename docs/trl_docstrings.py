@@ -9,7 +9,7 @@ import griffe
 # `    beta (`float`, *optional*, defaults to `0.0`):`, of which the signature has the default
 _TYPE = re.compile(r"^( *\w+ )\(([^\n]*?)(?:, \*optional\*[^\n]*)?\):$", re.MULTILINE)
 _REFERENCE = re.compile(r"\[(`)~?(?:[\w.]+\.)?(\w+`)\](?!\()")
-_GROUP = re.compile(r"^ *> Parameters.*\n", re.MULTILINE)
+_GROUP = re.compile(r"^ *> Parameters.*\n\n?", re.MULTILINE)
 
 
 class TRLDocstrings(griffe.Extension):

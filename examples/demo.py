@@ -173,7 +173,7 @@ class HeldOutAccuracy(GenerationEvalCallback):
 
     def write(self) -> None:
         """
-        Prints the latest accuracy, and writes `demo_metrics.json` into the output folder.
+        Prints the latest accuracy and where everything is, and writes `demo_metrics.json` into the output folder.
 
         Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that
         name, values at sampling time against returns, over the last quarter of the logged steps; `None` where all
@@ -194,6 +194,10 @@ class HeldOutAccuracy(GenerationEvalCallback):
             metrics["explained_variance"] = fmean(known) if known else None
         if trainer.accelerator.is_main_process:
             Path(trainer.args.output_dir, "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        trainer.accelerator.print(
+            f"{trainer.args.output_dir} has the model, its curves (training_curves.png), its card (README.md) and "
+            "these numbers (demo_metrics.json)."
+        )
 
 
 # Noise

@@ -28,6 +28,9 @@ accelerate launch examples/grpo_audio.py \
 ```
 """
 
+import shutil
+from pathlib import Path
+
 from datasets import load_dataset
 from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, model_init_kwargs, saved
 from small_models import spoken_digit_model
@@ -79,6 +82,8 @@ def main(script_args, training_args, model_args):
     trainer.save_model(training_args.output_dir)
     trainer.create_model_card(dataset_name=script_args.dataset_name)
     if demo:
+        if trainer.accelerator.is_main_process:
+            shutil.copy(dataset["test"][7]["audio"]["path"], Path(training_args.output_dir, "seven.wav"))
         held_out.write()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

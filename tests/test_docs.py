@@ -5,25 +5,32 @@ The documentation: its Python runs as it stands, its links lead somewhere, the e
 Code runs in an empty folder where the models and datasets that it names are folders, with tiny models and few rows.
 """
 
+import inspect
+import json
+import os
 import pkgutil
 import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import av
 import pytest
 import soundfile
-import transformers.training_args
 from datasets import Dataset
 from helpers.families import RATE, audio, image, video
 from helpers.trainer_utils import Injected, make_trainer, saved
+from trl import GRPOTrainer, RLOOTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOTrainer, data, evaluation, lightrft, models, rewards, trainers
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lazy import lazy_names
+from trl_multimodal_rft.reporting.model_card import PAPERS
 
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +63,7 @@ def save_medium(kind, path, seed):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where code runs, as if it had downloaded what it names; on the CPU, which bf16 is not refused for here."""
+    """Where code runs, as if it had downloaded what it names."""
     for name, family in MODELS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(saved(family))
@@ -66,7 +73,6 @@ def folder(tmp_path, monkeypatch):
         columns = {"prompt": ["What is it?"] * 2, kind: media, "solution": ["a bird", "a cat"]}
         Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
     return tmp_path
 
 
@@ -80,14 +86,20 @@ def execute(page, each=lambda namespace: None):
     return namespace
 
 
-README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+README, CONTRIBUTING, BENCHMARKS = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))
 WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md")]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, folder, capsys):
-    """What a line prints is what stands behind it, where that is a value."""
-    execute(page)
+    """What a line prints is what stands behind it, where that is a value, and what a trainer logs is explained."""
+
+    def look(namespace):
+        history = namespace["trainer"].state.log_history if "trainer" in namespace else []
+        logged = {name for logs in history for name in logs if not name.startswith("eval_")}
+        assert not [name for name in logged if not is_explained(re.escape(name))]
+
+    execute(page, look)
     printed = capsys.readouterr().out
     for code in blocks(page.read_text()):
         for expected in re.findall(r"^print\(.*\)  # ([\[{('\"\d].*)$", code, re.MULTILINE):
@@ -131,7 +143,10 @@ def test_rows_of_every_form_train(folder):
 # Links, errors and the site
 
 
-@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/reference/*.md"))]
+
+
+@pytest.mark.parametrize("page", [*NAMED, BENCHMARKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     for link in links:
@@ -153,9 +168,6 @@ def test_links_to_lines_hold_what_they_name(page):
     assert text.count(".py#L") == len(re.findall(r"\[`[\w.]+`\]\([\w./]+\.py#L\d+\)", text))
 
 
-NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/reference/*.md"))]
-
-
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_of_the_package_exist(page):
     """Dotted names, and what code imports, also where it isn't run."""
@@ -165,6 +177,46 @@ def test_names_of_the_package_exist(page):
         named += [f"{module}.{name.split()[0]}" for name in names.split(",")]
     for name in named:
         assert pkgutil.resolve_name(name) is not None
+
+
+METRICS = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.M)))
+
+
+def is_explained(pattern):
+    """Whether a metric of that name is in a table of the page."""
+    own = re.sub(r"^rewards/.+/", "rewards/<function>/", pattern)
+    return any(re.fullmatch(own, name) for name in METRICS)
+
+
+def test_metrics_are_explained():
+    """Those that stand in the code of ours and of TRL's trainers; and what the page names is there."""
+    own = "".join(path.read_text() for path in (ROOT / "trl_multimodal_rft" / "trainers").glob("*.py"))
+    theirs = "".join(Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer))
+    by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
+    found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}
+    assert len(found) > 50
+    patterns = {re.sub(r"\\\{.*?\\\}", "[^/]+", re.escape(name)): name for name in found}
+    assert not [name for pattern, name in patterns.items() if not is_explained(pattern)]
+    # Of the others, the names are transformers'
+    unknown = {name for name in METRICS if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+    unknown -= {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
+    assert not [name for name in unknown if not name.startswith("train_")]
+
+
+def test_papers_have_configs():
+    text = (ROOT / "docs" / "papers.md").read_text()
+    papers = [each for own in PAPERS.values() for each in (own.values() if isinstance(own, dict) else [own]) if each]
+    assert not [paper for paper in papers if paper.number not in text]
+    cells = [line.rsplit(" | ", 1)[1] for line in text.splitlines() if line.startswith("| [")]
+    options = {"output_dir": "out", "use_cpu": True, "bf16": False}
+    for cell in cells:
+        codes = re.findall(r"`([^`]+)`", cell)
+        assert codes
+        for code in codes:
+            name, arguments = re.fullmatch(r"(?:(\w+)\()?(.*?)\)?", code).groups()
+            config_class = getattr(trl_multimodal_rft, name or "MultimodalGRPOConfig")
+            config = eval(f"config_class(**options, {arguments})", {"config_class": config_class, "options": options})
+            assert isinstance(config, config_class)
 
 
 def test_errors_that_are_explained_exist():
@@ -190,11 +242,41 @@ def test_public_names_are_in_the_reference():
                 assert value.__module__ in listed or value in objects, f"{package.__name__}.{name}"
 
 
+class Page(HTMLParser):
+    """What a page of the site has and names."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.loaded, self.tags = set(), [], [], Counter()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags[tag] += 1
+        self.ids |= {attrs.get("id"), attrs.get("name")}
+        self.links += [attrs["href"]] if tag == "a" and "href" in attrs else []
+        self.loaded += [attrs.get("src") or attrs.get("href")] if tag in ("script", "link", "img") else []
+
+
 @pytest.mark.slow
 def test_site_is_built(tmp_path):
-    """The reference, from docstrings, too; a name that doesn't exist fails."""
+    """The reference, from docstrings, too; a name that doesn't exist fails. All is there without a network."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
+    pages = {path.parent: Page(path.read_text()) for path in tmp_path.rglob("index.html")}
+    for folder, page in pages.items():
+        for link in page.links:
+            path, _, section = unquote(link).partition("#")
+            if not path.startswith(("http", "mailto")):
+                target = pages[Path(os.path.normpath(folder / path))]
+                assert not section or section in target.ids, f"{folder}: {link}"
+        assert not [each for each in page.loaded if each and "://" in each]
+    for name, least in (("algorithms", 20), ("reference/algorithms", 20), ("reference/configs", 1)):
+        assert pages[tmp_path / name].tags["math"] >= least
     config = (tmp_path / "reference" / "configs" / "index.html").read_text()
     assert "kl_target" in config and "Divergence per token, in nats" in config
+    # A list, not a block of what could not be read
+    assert "<b><code>packing</code></b>" in config
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    assert {"datasets/", "reference/configs/"} <= {each["location"] for each in found}

@@ -24,7 +24,7 @@ from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, descri
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, log_ratios, policy_loss
 from trl_multimodal_rft.data.rules import RULE_NAMES
-from trl_multimodal_rft.trainers import setup
+from trl_multimodal_rft.trainers import multimodal_config, setup
 
 
 def config(**options):
@@ -246,6 +246,23 @@ def test_config_of_rloo_refuses_estimators():
 def test_config_accepts(options, expected):
     args = config(**options)
     assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig])
+def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
+    """Unless told otherwise; TRL's default is refused without a GPU."""
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: False)
+    assert not config_class("out").bf16
+    assert "`bf16` is `False` and the run in float32" in caplog.text
+    caplog.clear()
+    with pytest.raises(ValueError, match="bf16"):
+        config_class("out", bf16=True)
+    assert config_class("out", use_cpu=True).bf16 and not config_class("out", bf16=False).bf16
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: True)
+    assert config_class("out").bf16 and not config_class("out", fp16=True).bf16
+    assert not caplog.text
 
 
 def test_single_completions_train_with_reinforce():

@@ -19,6 +19,7 @@ from peft import LoraConfig
 from trl import GRPOConfig
 
 from trl_multimodal_rft import (
+    GenerationEvalCallback,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOTrainer,
@@ -28,7 +29,8 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
 from trl_multimodal_rft.algorithms.kl import KL_ESTIMATORS
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.reporting.model_card import PAPERS, in_text, quick_start, training_lines
+from trl_multimodal_rft.reporting.model_card import PAPERS, held_out_lines, in_text, quick_start, training_lines
+from trl_multimodal_rft.rewards import accuracy_reward
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,26 @@ def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path):
     for package in ("TRL", "Transformers", "PyTorch", "trl-multimodal-rft"):
         assert re.search(rf"- {package}: \d+\.\d+", card.text)
     assert run_code(card.text, tmp_path)
+
+
+def test_card_asks_what_was_asked(tmp_path):
+    """Where all prompts say the same, system prompt included; what differs is the dataset's, and not shown."""
+    asked = [{"role": "system", "content": 'Say "yes".'}, {"role": "user", "content": "Do you see ``` it?"}]
+    for name, rows in (("same", image_rows(8).map(lambda row: {"prompt": asked})), ("other", image_rows(8))):
+        trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / name, max_steps=1)
+        trainer.add_callback(GenerationEvalCallback(trainer, rows.add_column("solution", ["a"] * 8), accuracy_reward))
+        trainer.train()
+        trainer.save_model()
+        trainer.create_model_card()
+        text = (tmp_path / name / "README.md").read_text()
+        assert re.search(r"- Held-out accuracy: 0.0% \(.*% to .*%, of 8 rows\)\n", text)
+        (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        ast.parse(code)
+        (line,) = re.findall(r"^messages = (.*)$", code, re.MULTILINE)
+        messages = eval(line, {"image": "image"})
+        texts = [block["text"] for message in messages for block in message["content"] if block["type"] == "text"]
+        assert texts == ([each["content"] for each in asked] if name == "same" else ["What is this?"])
+        assert [block["type"] for block in messages[-1]["content"]] == ["image", "text"]
 
 
 def test_card_of_an_adapter(tmp_path):
@@ -161,6 +183,15 @@ def test_papers_are_those_of_the_documentation():
         described = re.search(rf'- `"{loss}"`(?:.(?!- `"))*', trl, re.DOTALL)[0]
         assert LOSSES[loss].paper.number in described
     assert PAPERS["importance_sampling_level"]["sequence"].number in trl
+
+
+def test_held_out_lines():
+    before = {"step": 0, "eval_accuracy": 0.0}
+    after = {"step": 9, "eval_accuracy": 0.5, "eval_accuracy_low": 0.25, "eval_accuracy_high": 0.75, "eval_rows": 12}
+    assert held_out_lines([{"step": 1, "reward": 1.0}]) == []
+    expected = "50.0% (25.0% to 75.0%, of 12 rows), 0.0% before training"
+    assert held_out_lines([before, {"step": 1}, after]) == [("Held-out accuracy", expected)]
+    assert held_out_lines([after]) == [("Held-out accuracy", expected.split("),")[0] + ")")]
 
 
 def test_quick_start_hands_over_the_template_arguments():

@@ -77,7 +77,7 @@ def test_stripped(path):
 def test_grpo_audio(tmp_path):
     notebook, result = execute(
         "grpo_audio",
-        "{'history': trainer.state.log_history, 'answer': answer, 'wav': wav, 'after': after.metrics, 'accuracy': "
+        "{'history': trainer.state.log_history, 'answer': answer, 'wav': wav, 'after': metrics, 'accuracy': "
         "before.metrics['accuracy']}",
         output_dir=str(tmp_path),
         max_steps=2,

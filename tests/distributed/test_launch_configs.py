@@ -1,13 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The configs of `examples/accelerate_configs`: what accelerate makes of their fields, and an example script launched
-with each of them, by the command that users type, on the CPU.
+The configs of `trl_multimodal_rft/accelerate_configs`: what accelerate makes of their fields, and an example
+script launched with each of them, by the command that users type, on the CPU.
 """
 
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,11 @@ from tasks import spoken_digits
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers.setup import refuse_several_runs
 
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "accelerate_configs"
+FOLDER = ROOT / "trl_multimodal_rft" / "accelerate_configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ZERO = {"deepspeed_zero1": 1, "deepspeed_zero2": 2, "deepspeed_zero3": 3}
 TIMEOUT = 900  # seconds; a launch takes half a minute on an idle machine
@@ -285,7 +287,7 @@ def launch(name, folder, script_options, launcher_options=(), environment=CPU, m
     try:
         for log, machine_options in zip(logs, machines, strict=True):
             command = [
-                *("accelerate", "launch", "--config_file", f"examples/accelerate_configs/{name}.yaml"),
+                *("accelerate", "launch", "--config_file", f"trl_multimodal_rft/accelerate_configs/{name}.yaml"),
                 *(*launcher_options, *machine_options, "examples/grpo_audio.py"),
                 *("--output_dir", str(folder / "output"), *script_options),
             ]
@@ -426,6 +428,17 @@ def test_processes_that_know_nothing_of_each_other(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="`WORLD_SIZE` is 2, but Accelerate runs this process alone"):
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, use_cpu=False)
+
+
+@pytest.mark.parametrize("name", ["cpu", "single_gpu"])
+def test_one_process_in_the_place_of_several(name, monkeypatch):
+    """Accelerate launches one with these configs, whatever `--num_processes` says."""
+    args = MultimodalGRPOConfig("out", use_cpu=True)
+    for processes, refused in (("1", False), ("2", True)):
+        for variable, value in launch_environment(name, "--num_processes", processes)[1].items():
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(RuntimeError, match="asked for several.*`multi_gpu.yaml`") if refused else nullcontext():
+            refuse_several_runs(args)
 
 
 def test_one_process_with_several_gpus(tmp_path):

@@ -231,7 +231,7 @@ def load_with_qwen_vl_utils(
         MediaError: As [`load_image`] and [`load_video`], and if the options contradict each other or the medium.
         ImportError: If qwen-vl-utils is not installed.
     """
-    vision = require_module("qwen_vl_utils.vision_process", "video")
+    vision = require_module("qwen_vl_utils.vision_process", ref.kind)
     options = ref.options
 
     def sample_indices(metadata: VideoMetadata) -> list[int]:

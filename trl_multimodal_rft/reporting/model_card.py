@@ -133,6 +133,50 @@ def task_of(kinds: set[str]) -> str | None:
     return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
 
 
+def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """
+    What a prompt says, without its media.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            Text, or messages.
+
+    Returns:
+        `tuple[tuple[str, str]]`: Role and text of each message.
+    """
+    if isinstance(prompt, str):
+        return (("user", prompt),)
+    contents = [(message["role"], message.get("content") or "") for message in prompt]
+    return tuple(
+        (role, content if isinstance(content, str) else "".join(block.get("text") or "" for block in content))
+        for role, content in contents
+    )
+
+
+def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """
+    Accuracy on rows that weren't trained on, where [`GenerationEvalCallback`] measured it.
+
+    Args:
+        history (`list[dict[str, Any]]`):
+            Logs of a trainer.
+
+    Returns:
+        `list[tuple[str, str]]`: A name and what was measured last, or nothing.
+    """
+    measured = [logs for logs in history if "eval_accuracy" in logs]
+    if not measured:
+        return []
+    first, last = measured[0], measured[-1]
+    line = f"{last['eval_accuracy']:.1%}"
+    if "eval_accuracy_low" in last:
+        line += (
+            f" ({last['eval_accuracy_low']:.1%} to {last['eval_accuracy_high']:.1%}, of {last['eval_rows']:.0f} rows)"
+        )
+    before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
+    return [("Held-out accuracy", line + before)]
+
+
 def quick_start(
     model_class: str,
     folder: str,
@@ -141,6 +185,7 @@ def quick_start(
     base_model: str | None = None,
     rate: int | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
     """
     Code that asks a model about files, complete but for the files.
@@ -160,6 +205,8 @@ def quick_start(
             Samples per second of audio.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments of the chat template.
+        conversation (`list[tuple[str, str]]`, *optional*):
+            Role and text of each message, the last of which has the media.
 
     Returns:
         `str`: The code.
@@ -179,10 +226,16 @@ def quick_start(
     if base_model is not None:
         lines.append(f"model = PeftModel.from_pretrained(model, {adapter})")
     lines += [f"processor = {processor}.from_pretrained({adapter})", *(line.format(rate=rate) for line in reads)]
-    question = '{"type": "text", "text": "What is this?"}' if kinds else '"What is this?"'
-    content = f"[{', '.join([*blocks, question])}]" if kinds else question
+    messages = []
+    for i, (role, text) in enumerate(conversation, 1):
+        content = json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)  # would end the block of code
+        if kinds:
+            own = blocks if i == len(conversation) else []
+            content = ", ".join([*own, f'{{"type": "text", "text": {content}}}'])
+            content = f"[{content}]"
+        messages.append(f'{{"role": {json.dumps(role)}, "content": {content}}}')
     lines += [
-        f'messages = [{{"role": "user", "content": {content}}}]',
+        f"messages = [{', '.join(messages)}]",
         "inputs = processor.apply_chat_template(",
         "    [messages],",
         "    add_generation_prompt=True,",
@@ -248,11 +301,13 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
             base_model,
             _rate(trainer.processing_class) if "audio" in kinds else None,
             trainer.chat_template_kwargs,
+            **_asked(trainer._asked),
         ),
         training=[
             *training_lines(args.to_dict()),
             ("Rewards", ", ".join(map(in_code, trainer.reward_func_names))),
             ("Updates", trainer.state.global_step),
+            *held_out_lines(trainer.state.log_history),
         ],
         beside=trainer._published_beside_model(model_class, folder),
         versions=[(name, version(package)) for name, package in packages.items()],
@@ -262,6 +317,12 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         self_check=trainer._self_check,
     )
     card.save(path)
+
+
+def _asked(conversations: set[tuple[tuple[str, str], ...]]) -> dict[str, Any]:
+    """The question of all prompts, if there is one: what differs is of the dataset, and not for the card to show."""
+    alike = [each for each in conversations if len(conversations) == 1 and each and each[-1][0] == "user"]
+    return {"conversation": alike[0]} if alike else {}
 
 
 def _reports() -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from trl.trainer.utils import (
     split_tensor_dict,
 )
 
+from ..algorithms.advantages import ESTIMATORS
 from ..data.columns import iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
@@ -38,8 +39,10 @@ from ..generation.vllm import sampling_parameters
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
+from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
+from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.model import RewardModel
 from .batch import Batch
@@ -124,6 +127,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         self._self_check: SelfCheck | None = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
+        self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
         # Datasets whose rows are looked at when the first ones come
         datasets = ("train_dataset", "eval_dataset")
         self._unseen = {name for name in datasets if has_unknown_columns(kwargs.get(name))}
@@ -179,6 +183,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         keep_differentiable(self.model)
         self._set_packing()
         self._set_signals()
+        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
+        self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
@@ -307,6 +313,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         if refs:
             self._refuse_media_where_unsupported(refs[0])
         self._columns_seen.update(originals[0])
+        if len(self._asked) < 2:
+            self._asked.update(conversation_of(row["prompt"]) for row in rows if "prompt" in row)
         numbers = [getattr(row, "number", place) for place, row in enumerate(inputs)]
         return rows, originals, numbers, encoded
 

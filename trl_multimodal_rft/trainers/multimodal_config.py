@@ -2,10 +2,16 @@
 """The arguments that every trainer of this package adds to TRL's."""
 
 import copy
+import logging
 from dataclasses import dataclass, field
+
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -244,6 +250,10 @@ class MultimodalArguments:
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
+        if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
+            # TRL's default is `True`, which transformers refuses here
+            self.bf16 = False
+            logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
         super().__post_init__()
         for name in ("packing", "audio_overlong", "on_media_error"):
             check_choice(self, name)
@@ -286,6 +296,10 @@ class MultimodalArguments:
         copied = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+
+def _has_bf16() -> bool:
+    return is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
 def check_least(config, **least: float) -> None:

@@ -2,6 +2,7 @@
 """What a trainer checks and loads before TRL's constructor."""
 
 import logging
+import os
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -207,15 +208,15 @@ def media_limits(args, *datasets) -> dict[str, int]:
 
 def refuse_several_runs(args) -> None:
     """
-    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor
-    `Trainer` when it takes several GPUs for one process.
+    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor when
+    it launches one in the place of several, nor `Trainer` when it takes several GPUs for one process.
 
     Args:
         args ([`MultimodalArguments`]):
             The config.
 
     Raises:
-        `RuntimeError`: In either case.
+        `RuntimeError`: In each case.
     """
     refuse_runs_apart(
         args.world_size,
@@ -223,6 +224,15 @@ def refuse_several_runs(args) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
+    # What `accelerate launch` tells a process that it starts by itself; to several it gives an address as well
+    alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
+    if alone and "MASTER_ADDR" in os.environ:
+        raise RuntimeError(
+            "`accelerate launch` was asked for several processes, of which a config with `distributed_type: 'NO'`, "
+            "such as `cpu.yaml` and `single_gpu.yaml`, starts one. Launch several with `multi_gpu.yaml`, on the CPU "
+            "with `ACCELERATE_USE_CPU=true` in the environment, or one with `--num_processes 1` and without "
+            "`MASTER_ADDR`."
+        )
     if args.n_gpu > 1:
         raise RuntimeError(
             f"One process sees {args.n_gpu} GPUs, over which `torch.nn.DataParallel` would split packed rows. Start "

@@ -1,0 +1,53 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A run in which all rewards are equal says so, once."""
+
+import pytest
+from datasets import Dataset
+from helpers.trainer_utils import make_trainer
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.reporting import hints
+from trl_multimodal_rft.reporting.hints import steps_without_signal
+
+
+def test_steps_without_signal():
+    def log(step, share, mean=0.5, std=0.3):
+        return {"step": step, "frac_reward_zero_std": share, "reward": mean, "reward_std": std}
+
+    assert steps_without_signal([], True) == 0
+    assert steps_without_signal([log(10, 0.9), log(20, 1.0), {"step": 25}, log(30, 1.0)], True) == 20
+    assert steps_without_signal([log(10, 1.0), log(20, 0.99)], True) == 0
+    assert steps_without_signal([log(1, 0.5), {"step": 3}, log(4, 1.0), {"step": 6}], True) == 3
+    # Groups of one are always equal; then all are compared
+    assert steps_without_signal([log(10, 1.0), log(20, 1.0)], False) == 0
+    assert steps_without_signal([log(10, 1.0), log(20, 1.0, std=1e-9), log(30, 1.0, 0.0, 0.0)], False) == 20
+    assert steps_without_signal([log(10, 1.0, std=None)], False) == 0
+
+
+def equal_in_a_group(prompts, **kwargs):
+    return [float(len(str(prompt))) for prompt in prompts]
+
+
+def always_one(prompts, **kwargs):
+    return [1.0] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "reward", "said"),
+    [
+        (MultimodalGRPOTrainer, equal_in_a_group, 1),
+        (MultimodalRLOOTrainer, always_one, 1),
+        (MultimodalPPOTrainer, always_one, 1),
+        (MultimodalPPOTrainer, equal_in_a_group, 0),
+    ],
+)
+def test_a_run_says_so_once(trainer_class, reward, said, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(hints.logger, "warning", told.append)
+    monkeypatch.setattr(hints.EqualRewardsHint.__init__, "__defaults__", (2,))
+    rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
+    options = {"max_steps": 3, "logging_steps": 1, "self_check": False}
+    trainer = make_trainer(trainer_class, "qwen2_5_vl", rows, tmp_path, reward=reward, **options)
+    trainer.train()
+    assert len(told) == said
+    assert all("same reward for 2 steps" in each for each in told)
