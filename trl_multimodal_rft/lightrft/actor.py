@@ -81,7 +81,8 @@ class Actor(nn.Module):
 
     Raises:
         `ValueError`: If an argument of loading is given for an instance, if there is no encoder to freeze, if no layer
-            is left for LoRA, or if samples are to be packed for a model that can't.
+            is left for LoRA, if samples are to be packed for a model that can't, or if the model's media tensors hold
+            places in each other.
     """
 
     modality = "text"
@@ -137,6 +138,11 @@ class Actor(nn.Module):
             if bf16 and not getattr(self._base(model), "is_quantized", False):
                 cast_parameters(model, self._base(model), torch.bfloat16)
         base = self._base(model)
+        if family_of(base).indexed_media:
+            raise ValueError(
+                f"{base.config.model_type} has media tensors that hold places in others, which experiences, that are "
+                "split by rows, would break; train it with `MultimodalGRPOTrainer` or `MultimodalPPOTrainer`."
+            )
         keep_differentiable(base)
         base.config.use_cache = False
         frozen = [
