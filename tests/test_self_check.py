@@ -241,6 +241,25 @@ def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypa
     assert run._self_check.rows < 1e-5
 
 
+def test_rows_that_padding_changes_go_apart(tmp_path, monkeypatch):
+    """Seen beside the shortest prompt, where others are as long as the longest."""
+
+    def from_the_edge(prompts, pad_token_id):
+        batch = left_pad(prompts, pad_token_id)
+        gaps = (batch["attention_mask"] == 0).sum(1, keepdim=True)
+        return {**batch, "position_ids": batch["position_ids"] + gaps * batch["position_ids"]}
+
+    left_pad = forward.left_pad
+    monkeypatch.setattr(forward, "left_pad", from_the_edge)
+    prompts = ["What is in the image? Describe it.", "What is in the image?", "What is in the image? Describe it."]
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt}], "image": image_rows(1)[0]["image"]} for prompt in prompts
+    ]
+    run = trainer("llava", Dataset.from_list(rows), tmp_path, per_device_train_batch_size=12)
+    run.train()
+    assert run._policy.remedies == Remedies(apart="prompt") and run._self_check.rows < 1e-5
+
+
 def test_rows_that_no_remedy_separates_stop_training(tmp_path, monkeypatch):
     def one_after_the_other(model, prompts, *args, **kwargs):
         scores = completion_scores(model, prompts, *args, **kwargs)

@@ -49,8 +49,13 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         [`HeadRule`] or `None`: The rule; `None` if it is another, such as logits that are left out, or not known.
     """
     head, backbone = model.get_output_embeddings(), model.base_model
-    # Of an adapter's layer TRL would read the weight beneath; a module that is trained beside one stands for its own
-    if not (isinstance(head, nn.Linear) or hasattr(head, "modules_to_save")) or backbone is model:
+    # TRL projects with the weight, whatever the head's forward does, such as that of an adapter's layer. The wrapper of
+    # a module that is trained beside an adapter has the weight that it runs.
+    if hasattr(head, "modules_to_save"):
+        plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
+    else:
+        plain = _is_plain(head)
+    if not plain or backbone is model:
         return None
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
@@ -145,6 +150,10 @@ class _Outputs:
 
     def __getitem__(self, index: int | str) -> torch.Tensor | None:
         return self.last_hidden_state if index in (0, "last_hidden_state") else None
+
+
+def _is_plain(head: nn.Module | None) -> bool:
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 
 def _apply(rule: HeadRule, logits: torch.Tensor) -> torch.Tensor:
