@@ -103,7 +103,8 @@ def test_places_in_another_tensor_go_on():
     first, second = (encoded(model, own) for own in inputs)
     joined = join_media([first, second, first])
     places = [each.media["image_token_pooling"] for each in (first, second)]
-    shifted = [places[0], torch.where(places[1] < 0, -1, places[1] + 2 * 16), torch.where(places[0] < 0, -1, places[0] + 7 * 16)]
+    patches = [0, 2 * 16, 7 * 16]  # of the images before
+    shifted = [torch.where(own < 0, -1, own + n) for own, n in zip([*places, places[0]], patches, strict=True)]
     assert joined["image_token_pooling"].equal(torch.cat(shifted)) and (joined["image_token_pooling"] == -1).sum() == 3
     with pytest.raises(ValueError, match="molmo2 .* hold places in others"):
         ActorVL(model, bf16=False)

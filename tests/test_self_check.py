@@ -10,8 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
-from helpers.encoding import encode_chats
-from helpers.families import SPECIAL, encode
 from helpers.trainer_utils import (
     audio_rows,
     forget_apart,
@@ -23,7 +21,6 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
@@ -33,7 +30,6 @@ from trl_multimodal_rft import (
     policy,
 )
 from trl_multimodal_rft.forward import scoring as forward
-from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.policy import Remedies

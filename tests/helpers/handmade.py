@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tiny random models whose prompts join by a rule of their own, with inputs made by hand in the place of a processor's."""
+"""Tiny random models whose prompts join by a rule of their own, with inputs made by hand for want of a processor."""
 
 import torch
 import transformers as hf

@@ -49,8 +49,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         [`HeadRule`] or `None`: The rule; `None` if it is another, such as logits that are left out, or not known.
     """
     head, backbone = model.get_output_embeddings(), model.base_model
-    # TRL projects with the weight, whatever the head's forward does, such as that of an adapter's layer. The wrapper of
-    # a module that is trained beside an adapter has the weight that it runs.
+    # TRL projects with the weight, whatever the head's forward does, such as that of an adapter's layer. The wrapper
+    # of a module that is trained beside an adapter has the weight that it runs.
     if hasattr(head, "modules_to_save"):
         plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
     else:
