@@ -107,7 +107,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("fun_asr_nano",),
-        apart="media",  # what pads a clip reaches its features
+        apart="media",  # its projector's attention sees what pads a clip
     ),
     Family(
         model_types=("gemma3n",),
