@@ -93,7 +93,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
             torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-4, msg=key)
 
 
-def test_trainers_score_policy_and_reference_by_the_rule(tmp_path):
+def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
     """TRL's constructor adds its head to a policy, and to a reference that it loads itself."""
     for name, own_logits in (("cohere2_vision", False), ("chameleon", True)):
         model, processor, _ = build(name)
@@ -113,9 +113,8 @@ def test_trainers_score_policy_and_reference_by_the_rule(tmp_path):
             report_to="none",
             save_strategy="no",
         )
-        run = MultimodalGRPOTrainer(
-            model, length_and_sum, args=args, train_dataset=image_rows(4), processing_class=processor
-        )
+        options = {"args": args, "train_dataset": image_rows(4), "processing_class": processor}
+        run = MultimodalGRPOTrainer(model, length_and_sum, **options)
         assert run._policy.remedies.own_logits == own_logits
         run.train()
         check = run._self_check
@@ -123,6 +122,9 @@ def test_trainers_score_policy_and_reference_by_the_rule(tmp_path):
         assert max(check.padded, check.packed, check.sampled) < 1e-4
         history = {key: value for entry in run.state.log_history for key, value in entry.items()}
         assert math.isfinite(history["entropy"]) and abs(history.get("kl", 0.0)) < 1e-6
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with pytest.raises(ValueError, match="`rollout_func` .* what chameleon does around its LM head"):
+        MultimodalGRPOTrainer(model, length_and_sum, rollout_func=print, **options)
 
 
 @pytest.mark.parametrize("name", ["chameleon", "cohere2_vision"])

@@ -186,6 +186,11 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         model = self._unwrapped(self.model)
         if head_rule(model) is not None:
             return False
+        if self.rollout_func is not None:
+            raise ValueError(
+                "What `rollout_func` samples is scored with TRL's fused head, which doesn't know what "
+                f"{model.config.model_type} does around its LM head; drop it."
+            )
         logger.warning(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are taken from its own logits, which needs more memory."
