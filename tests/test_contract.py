@@ -149,6 +149,10 @@ CALLED = {
     "trl.trainer.utils:get_callable_name": "func",
     "trl.trainer.utils:is_async_callable": "func",
     "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    # The constructors add the head by this name
+    "trl.trainer.grpo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    "trl.trainer.rloo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature",
     "trl.data_utils:prepare_multimodal_messages": "messages",
     "trl:is_conversational": "example",
     "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
@@ -161,6 +165,10 @@ CALLED = {
     "transformers.masking_utils:create_masks_for_generate": (
         "config inputs_embeds attention_mask past_key_values position_ids"
     ),
+    # By whose names a forward shows which masks it makes
+    "transformers.masking_utils:create_causal_mask": "config",
+    "transformers.masking_utils:create_sliding_window_causal_mask": "config",
+    "transformers.masking_utils:create_chunked_causal_mask": "config",
     "transformers:AttentionInterface.register": "key value",
     "transformers:AttentionMaskInterface.register": "key value",
     "transformers:DynamicCache": "config",

@@ -7,6 +7,7 @@ import pytest
 import transformers
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import SPECIAL
+from helpers.handmade import HANDMADE
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.families import (
@@ -38,7 +39,7 @@ def test_rows_name_what_transformers_has(row):
         assert issubclass(getattr(transformers, name), ProcessorMixin)
     for model_type, name in row.trained_part.items():
         assert {model_type, getattr(transformers, name).config_class.model_type} <= {*row.model_types}
-    for name in row.media_padding:
+    for name in (*row.media_padding, *row.indexed_media, *row.indexed_media.values()):
         assert any(has_argument(model_type, name) for model_type in row.model_types)
     assert row.token_field_fill.keys() <= {*TOKEN_FIELDS} and row.towers.keys() <= {*MODALITIES}
     assert {*row.not_in_vllm} <= {*MODALITIES}
@@ -47,7 +48,7 @@ def test_rows_name_what_transformers_has(row):
 @every_row
 def test_rows_say_something_that_is_tested(row):
     assert row != Family(model_types=row.model_types, processors=row.processors)
-    assert {*row.model_types} & {*MATRIX, *SPECIAL}
+    assert {*row.model_types} & {*MATRIX, *SPECIAL, *HANDMADE}
 
 
 def test_rows_are_found():

@@ -52,10 +52,13 @@ class Family:
         processors (`tuple[str, ...]`, *optional*):
             Names of the processors' classes, where something is to be said about them.
         apart (`str`, *optional*):
-            `"media"` if media must not be padded or mixed to join prompts, `None` if they may. The self-check finds
-            others.
+            `"media"` if media must not be padded or mixed to join prompts, `"prompt"` if prompts must not be padded
+            either, `None` if they may. The self-check finds others.
         media_padding (`Mapping[str, int]`, *optional*):
             What pads a media tensor when prompts join, where it is not 0.
+        indexed_media (`Mapping[str, str]`, *optional*):
+            By the name of a media tensor that holds places in another, counted over its dimensions but the last, that
+            other. Negative places are none.
         token_field_fill (`Mapping[str, int]`, *optional*):
             What a token field holds on text that follows the prompt, where it is not 0.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
@@ -81,8 +84,9 @@ class Family:
 
     model_types: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()
-    apart: Literal["media"] | None = None
+    apart: Literal["media", "prompt"] | None = None
     media_padding: Mapping[str, int] = field(default_factory=dict)
+    indexed_media: Mapping[str, str] = field(default_factory=dict)
     token_field_fill: Mapping[str, int] = field(default_factory=dict)
     token_fields_mark_media: bool = True
     audio_limit: Callable[[Any], float] | None = None
@@ -102,6 +106,10 @@ FAMILIES = (
         audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
+        model_types=("fun_asr_nano",),
+        apart="media",  # its projector's attention sees what pads a clip
+    ),
+    Family(
         model_types=("gemma3n",),
         processors=("Gemma3nProcessor",),
         apart="media",  # the audio encoder has no mask for padding, so that a clip's features depend on its neighbours
@@ -118,6 +126,10 @@ FAMILIES = (
         apart="media",  # writes images and videos with one token, and takes one of both a call
     ),
     Family(
+        model_types=("glmasr",),
+        apart="media",  # the encoder has no mask for padding
+    ),
+    Family(
         model_types=("granite_speech",),
         apart="media",  # the encoder has no mask for padding
         audio_tokens=lambda model, tokens: tokens,  # its mask is one of tokens
@@ -132,6 +144,16 @@ FAMILIES = (
     Family(
         model_types=("llava_onevision",),
         apart="media",  # frames that pad a video would become features
+    ),
+    Family(
+        model_types=("minimax_m3_vl",),
+        apart="prompt",  # its sparse layers count blocks of tokens from the left edge, padding included
+    ),
+    Family(
+        model_types=("molmo2",),
+        apart="media",  # writes images and videos with one token, and takes one of both a call
+        media_padding={"image_token_pooling": -1, "video_token_pooling": -1},  # marks no patch
+        indexed_media={"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"},
     ),
     Family(
         model_types=("paligemma",),
@@ -224,6 +246,20 @@ def media_padding(name: str) -> int:
         `int`: The value.
     """
     return next((family.media_padding[name] for family in FAMILIES if name in family.media_padding), 0)
+
+
+def indexed_media(name: str) -> str | None:
+    """
+    The media tensor in which another holds places. No two families call different things by one name.
+
+    Args:
+        name (`str`):
+            Name of the argument of the model's forward.
+
+    Returns:
+        `str` or `None`: The other's name; `None` if the tensor holds no places.
+    """
+    return next((family.indexed_media[name] for family in FAMILIES if name in family.indexed_media), None)
 
 
 def modality_of(name: str) -> str:

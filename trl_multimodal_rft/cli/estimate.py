@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from trl.trainer.utils import add_fused_lm_head
 
 from ..data.columns import MediaError
 from ..forward.attention import install_prefix_attention
+from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt, split_by_tokens
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
@@ -180,7 +180,7 @@ def measure(args: argparse.Namespace) -> Measured:
     for each in (base, None if critic is None else critic.model):
         if packed and each is not None:
             install_prefix_attention(each)
-    add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    own_logits = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
     linear = [each for each in base.modules() if isinstance(each, torch.nn.Linear) and each is not lm_head]
     in_4_bits = sum(each.weight.numel() for each in linear) if args.use_peft else 0
@@ -208,7 +208,7 @@ def measure(args: argparse.Namespace) -> Measured:
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
     largest = [prompts[i] for i in max(parts, key=len)]
     modules = [each for each in (model, critic, head) if each is not None]
-    held, peak, forward, update = _watch(args, mode, modules, base, largest, packed, encoders)
+    held, peak, forward, update = _watch(args, mode, modules, base, largest, packed, own_logits, encoders)
     scale = len(prompts) / len(largest)
     again = (len(parts) > 1) + (args.beta > 0)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -239,7 +239,9 @@ def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
     return sum(map(len, unique)) + len(prompts) * completion_tokens
 
 
-def _watch(args, mode, modules, base, prompts, packed, encoders: EncoderInputs) -> tuple[int, int, int, int]:
+def _watch(
+    args, mode, modules, base, prompts, packed, own_logits, encoders: EncoderInputs
+) -> tuple[int, int, int, int]:
     """Bytes held and at the peak, operations of the forward and of forward and backward."""
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
@@ -258,7 +260,16 @@ def _watch(args, mode, modules, base, prompts, packed, encoders: EncoderInputs) 
             known += [*module.parameters(), *module.buffers()]
         with Watch(known) as watch:
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                scores = completion_scores(model, base, prompts, ids, mask, packed=packed, value_head=head)
+                scores = completion_scores(
+                    model,
+                    base,
+                    prompts,
+                    ids,
+                    mask,
+                    packed=packed,
+                    value_head=head,
+                    logits_temperature=1.0 if own_logits else None,
+                )
                 loss = scores.logps.mean() + sum(out.float().mean() for out in encoders.run(base, len(prompts)))
                 if critic is not None:
                     loss = loss + completion_values(critic, critic.model, prompts, ids, mask, packed=packed).mean()

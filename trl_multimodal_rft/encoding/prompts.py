@@ -5,6 +5,7 @@ import base64
 import copy
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
 from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
-from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, media_padding
+from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, indexed_media, media_padding
 
 
 logger = logging.get_logger(__name__)
@@ -444,12 +445,17 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
 
     Returns:
         `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, trailing dimensions padded on the
-        right to the largest.
+        right to the largest. What holds places in another tensor goes on behind those of the prompts before.
     """
     collected: dict[str, list[torch.Tensor]] = {}
+    places: Counter[str] = Counter()  # in each tensor so far
     for prompt in prompts:
         for name, value in prompt.media.items():
+            indexed = indexed_media(name)
+            if indexed is not None:
+                value = torch.where(value < 0, value, value + places[indexed])
             collected.setdefault(name, []).append(value)
+        places.update({name: value.shape[:-1].numel() for name, value in prompt.media.items()})
     return {name: cat_padded(values, media_padding(name)) for name, values in collected.items()}
 
 

@@ -1,19 +1,27 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The attention masks of a model family, taken from the family's own rule."""
 
+import copy
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from .states import STATE_LAYERS, states_obstacle
+from .states import STATE_LAYERS, names_in_code, states_obstacle
 
 
 # Layer types whose tokens see others through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# Functions of transformers that a forward calls for masks of windows
+_MASKS_WITH_WINDOWS = {
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+    "create_masks_for_generate",
+}
 
 
 @contextmanager
@@ -71,7 +79,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     # Under sdpa the rule answers with a boolean mask, or None where attention is plainly causal
     with attention_implementation(model, "sdpa"):
         masks = rule(
-            config=model.config,
+            config=windows_as_forwarded(model),
             inputs_embeds=torch.empty(1, total, 0),
             attention_mask=torch.ones(1, total, dtype=torch.long),
             past_key_values=None,
@@ -90,6 +98,32 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     masks = {kind: None if mask is None else mask[0, 0] for kind, mask in masks.items()}
     prompt.mask_cache["linear"] = (n_new, masks)
     return masks
+
+
+def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
+    """
+    A model's config, without windows of attention that its forward knows nothing of.
+
+    The rule for masks that families share, and caches, go by the config alone. A forward that makes one causal mask
+    attends to everything all the same.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        [`~transformers.PreTrainedConfig`]: The model's config, or one of the decoder alone.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]
+    modules = (model, model.base_model, model.get_decoder())
+    names = set().union(*(names_in_code(type(module))[0] for module in modules))
+    if not windows or "create_causal_mask" not in names or names & _MASKS_WITH_WINDOWS:
+        return model.config
+    config = copy.copy(config)
+    for name in windows:
+        setattr(config, name, None)
+    return config
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:

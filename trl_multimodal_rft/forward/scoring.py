@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from trl.trainer.utils import FusedCausalLMOutput, selective_log_softmax_and_entropy
+from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.companions import CompanionPrompt
 from ..encoding.prompts import EncodedPrompt, join_media
 from ..families import family_of
+from .head import scores_of_logits
 from .layout import group_by_prompt, pack, split_samples
 from .masks import linear_masks
 from .scores import Scores
@@ -205,7 +206,7 @@ def _own_scores(
         added = logits.new_zeros(logits.size(-1))
         added[list(bias)] = logits.new_tensor(list(bias.values()))
         logits = logits + added
-    logps, entropies = selective_log_softmax_and_entropy(logits, kept_labels.clamp(min=0), temperature=temperature)
+    logps, entropies = scores_of_logits(logits, kept_labels.clamp(min=0), temperature)
 
     def spread(values):
         everywhere = values.new_zeros(labels.shape)

@@ -101,7 +101,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
     if len(mixers) != len(kinds):
         return f"{len(mixers)} modules keep a state for {len(kinds)} layers of type linear_attention or conv"
     for mixer in mixers:
-        attributes, keywords = _names(type(mixer))
+        attributes, keywords = names_in_code(type(mixer))
         if "get_recurrent_state" in attributes and not keywords & _INITIAL_STATES:
             return f"{type(mixer).__name__} starts from no given state"
         if _cache_name(mixer) is None or "attention_mask" not in inspect.signature(type(mixer).forward).parameters:
@@ -134,15 +134,24 @@ def _prefix_forward(mixer, hidden_states, *args, prefix_layout: PrefixLayout | N
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.get_decoder().modules() if _STATES & _names(type(module))[0]]
+    return [module for module in model.get_decoder().modules() if _STATES & names_in_code(type(module))[0]]
 
 
 def _cache_name(mixer: nn.Module) -> str | None:
     return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHES), None)
 
 
-def _names(module_class: type) -> tuple[set[str], set[str]]:
-    """Attributes and keyword arguments in the code of a class of modules."""
+def names_in_code(module_class: type) -> tuple[set[str], set[str]]:
+    """
+    Names in the code of a class of modules.
+
+    Args:
+        module_class (`type`):
+            The class.
+
+    Returns:
+        `tuple[set[str], set[str]]`: Functions and attributes, and keyword arguments.
+    """
     classes = [each for each in module_class.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
     functions = [f for each in classes for f in vars(each).values() if inspect.isfunction(f)]
     code = [inspect.unwrap(f).__code__ for f in functions]

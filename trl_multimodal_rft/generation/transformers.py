@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt, join_media
 from ..forward.layout import group_by_prompt
-from ..forward.masks import ATTENTION_LAYERS, linear_masks
+from ..forward.masks import ATTENTION_LAYERS, linear_masks, windows_as_forwarded
 from ..forward.scoring import left_pad, to_model
 
 
@@ -59,7 +59,8 @@ def generate_completions(
         output of `generate`, which may have rows of companions at the end.
     """
     unique = [*group_by_prompt(prompts), *companions]
-    share_prefill = share_prefill and _takes_a_cache(generation_config, unwrapped_model.generation_config)
+    takes_a_cache = _takes_a_cache(generation_config, unwrapped_model.generation_config)
+    share_prefill = share_prefill and takes_a_cache
     cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
     rows = unique if cached else [*prompts, *companions]
     batch = left_pad(rows, pad_token_id)
@@ -69,7 +70,7 @@ def generate_completions(
     fields = {name: value.to(device) for name, value in batch["fields"].items()}
     media = to_model(join_media(rows), unwrapped_model, device)
     if cached:
-        cache: Any = DynamicCache(config=unwrapped_model.config.get_text_config(decoder=True))
+        cache: Any = DynamicCache(config=windows_as_forwarded(unwrapped_model))
         if cached > 0:
             cache.activate_past_recording()  # a sliding window would forget what cropping brings back
         stop = input_ids.size(1) + min(cached, 0)
@@ -101,6 +102,9 @@ def generate_completions(
         }
     else:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **fields, **media}
+        config = windows_as_forwarded(unwrapped_model)
+        if takes_a_cache and config is not unwrapped_model.config:
+            inputs["past_key_values"] = DynamicCache(config=config)  # that of `generate` would forget
     output = model.generate(**inputs, generation_config=generation_config)
     return output if isinstance(output, ModelOutput) else output[: len(prompts), input_ids.size(1) :]
 

@@ -12,17 +12,17 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import ModelOutput
-from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entropy
 
 from ..algorithms.completions import mask_completions
 from ..encoding.prompts import all_placeholder_ids
-from ..families import modality_of
+from ..families import family_of, modality_of
 from ..forward.attention import install_prefix_attention
+from ..forward.head import add_fused_head, scores_of_logits
 from ..forward.masks import sharing_obstacle
 from ..models.modes import evaluation_mode
 from ..models.quantization import keep_differentiable
 from ..models.towers import find_tower
-from ..policy import PolicyForward
+from ..policy import PolicyForward, Remedies
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 
@@ -81,7 +81,8 @@ class Actor(nn.Module):
 
     Raises:
         `ValueError`: If an argument of loading is given for an instance, if there is no encoder to freeze, if no layer
-            is left for LoRA, or if samples are to be packed for a model that can't.
+            is left for LoRA, if samples are to be packed for a model that can't, or if the model's media tensors hold
+            places in each other.
     """
 
     modality = "text"
@@ -137,6 +138,11 @@ class Actor(nn.Module):
             if bf16 and not getattr(self._base(model), "is_quantized", False):
                 cast_parameters(model, self._base(model), torch.bfloat16)
         base = self._base(model)
+        if family_of(base).indexed_media:
+            raise ValueError(
+                f"{base.config.model_type} has media tensors that hold places in others, which experiences, that are "
+                "split by rows, would break; train it with `MultimodalGRPOTrainer` or `MultimodalPPOTrainer`."
+            )
         keep_differentiable(base)
         base.config.use_cache = False
         frozen = [
@@ -151,7 +157,8 @@ class Actor(nn.Module):
             if obstacle:
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
-        add_fused_lm_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
+        has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
+        self._remedies = Remedies(apart=family_of(base).apart, own_logits=not has_fused_head)
         if lora_rank > 0:
             model = add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
@@ -240,18 +247,18 @@ class Actor(nn.Module):
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         if num_actions is None:
             return self.model(input_ids=sequences, **inputs)
-        if return_output:
+        if return_output or self._remedies.own_logits:
             output = self.model(input_ids=sequences, **inputs)
             if output.logits.shape[:2] != sequences.shape:
                 raise ValueError(
                     f"The logits have the shape {tuple(output.logits.shape[:2])} for sequences of "
                     f"{tuple(sequences.shape)}: the model expands placeholders itself. Use a processor that does."
                 )
-            logps, entropy = selective_log_softmax_and_entropy(
-                output.logits[:, length - 1 - num_actions : length - 1].float(),
+            logps, entropy = scores_of_logits(
+                output.logits[:, length - 1 - num_actions : length - 1],
                 sequences[:, length - num_actions :],
+                self.temperature,
                 entropy_requires_grad=False,
-                temperature=self.temperature,
             )
         else:
             labels = torch.full_like(sequences, -100)
@@ -260,6 +267,8 @@ class Actor(nn.Module):
             scored = self.model(input_ids=sequences, **inputs, labels=labels, fused_lm_head=True)
             # `log_probs` has no column for the first token
             return scored.log_probs[:, length - 1 - num_actions :].float()
+        if not return_output:
+            return logps
         if self.high_entropy_token_ratio > 0:
             output["action_entropy"] = entropy
         return logps, output
@@ -269,7 +278,7 @@ class Actor(nn.Module):
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
         model = self.base_model
         prompts, completion_ids, mask = packed_prompts(model, sequences, num_actions, lengths, media)
-        scores = PolicyForward().score(
+        scores = PolicyForward(remedies=self._remedies, temperature=self.temperature).score(
             self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
         )
         logps = scores.logps[mask][None].float()

@@ -14,7 +14,6 @@ from trl.extras.profiling import profiling_context
 from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import (
-    add_fused_lm_head,
     disable_dropout_in_model,
     get_config_model_id,
     split_tensor_dict,
@@ -29,6 +28,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention, original_attention
+from ..forward.head import add_fused_head, head_rule
 from ..forward.layout import group_by_prompt, micro_batch_order
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import kinds_of
@@ -59,6 +59,7 @@ from .setup import (
     image_token_id,
     load_policy,
     load_reference,
+    measured_head,
     no_warning_about_init_kwargs,
     refuse_several_runs,
     refuse_unchecked_steps,
@@ -137,6 +138,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             image_token_id(model.config, placeholders),
             no_warning_about_init_kwargs(loaded_here),
             without_reference(args, active=ref_model is not None),
+            measured_head(type(self)),
             without_engine_and_signals(args),
         ):
             super().__init__(
@@ -154,7 +156,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         self._policy = PolicyForward(
             self.accelerator,
             self.processing_class,
-            remedies=Remedies(can_pack=False, apart=family_of(model).apart),
+            remedies=Remedies(can_pack=False, apart=family_of(model).apart, own_logits=self._needs_own_logits()),
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
@@ -186,6 +188,21 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
+    def _needs_own_logits(self) -> bool:
+        model = self._unwrapped(self.model)
+        if head_rule(model) is not None:
+            return False
+        if self.rollout_func is not None:
+            raise ValueError(
+                "What `rollout_func` samples is scored with TRL's fused head, which doesn't know what "
+                f"{model.config.model_type} does around its LM head; drop it."
+            )
+        logger.warning(
+            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+            "log-probabilities are taken from its own logits, which needs more memory."
+        )
+        return True
+
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""
         args, model = self.args, self._unwrapped(self.model)
@@ -210,7 +227,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         self.beta = self.args.beta
         if self.args.disable_dropout:
             disable_dropout_in_model(ref_model)
-        add_fused_lm_head(ref_model, temperature=self.temperature)
+        add_fused_head(ref_model, temperature=self.temperature)
         if self.is_deepspeed_enabled:
             self.ref_model = prepare_deepspeed(ref_model, self.accelerator)
         elif self.is_fsdp_enabled:

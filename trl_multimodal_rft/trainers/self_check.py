@@ -390,7 +390,8 @@ class _Check:
     def _choose(self, messages, prompts) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
         """
         The longest prompt of all and of each modality, whose masks are the hardest case; other media to swap in; and
-        partners for a common forward: media of other shapes, and text alone.
+        partners for a common forward: media of other shapes, and text alone, the shortest of each, as what pads them
+        may change them, too.
         """
         own = {prompt: messages[rows[0]] for prompt, rows in group_by_prompt(prompts).items()}
         process = self.trainer.accelerator.process_index
@@ -405,13 +406,16 @@ class _Check:
             if donor is not None:
                 donors[kind] = donor
         others = [each for each in longest if each is not targets[0]]
-        by_shape = {each.shapes: each for each in reversed(others) if each.fingerprints}
+        by_shape: dict[str, _Traits] = {}
+        for each in reversed(others):
+            if each.fingerprints:
+                by_shape.setdefault(each.shapes, each)
         different = [each for shapes, each in by_shape.items() if shapes != targets[0].shapes]
         # One of each modality, those first that are beside their own kind
         own_kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
         of_kinds = [next((each for each in different if kind in each.fingerprints), None) for kind in own_kinds]
         different = _unique([each for each in [*of_kinds, *different] if each is not None])[:_PARTNERS]
-        text = [each for each in others if not each.fingerprints][:1]
+        text = [each for each in others if not each.fingerprints][-1:]
         partners = (different or list(by_shape.values())[:1]) + text
 
         cases = {}
@@ -673,11 +677,11 @@ class _Check:
         for packed in [True, False][not self.remedies.can_pack :]:
             splits = [None, "media", "prompt"]
             for apart in splits[splits.index(self.remedies.apart) :]:
-                scores = self._attempt(
-                    "scoring several prompts at once",
-                    lambda p=packed, a=apart: self._score(prompts, ids, mask, packed=p, apart=a),
+                # Batches that gain nothing from packing are padded, and so are prompts to sample from
+                difference = max(
+                    self._rows_together(prompts, ids, mask, rows_packed, apart, separate)
+                    for rows_packed in {packed, False}
                 )
-                difference = self._difference(scores, separate, mask.repeat(len(prompts), 1))
                 if difference <= self.tolerance:
                     if apart != self.remedies.apart:
                         self._warn("prompts in one forward disturb each other", f"each {apart} gets its own")
@@ -686,6 +690,15 @@ class _Check:
                     self.remedies.apart, self.remedies.can_pack = apart, packed
                     return difference
         raise self._cannot(f"prompts disturb each other by {difference:.0e} even in forwards of their own")
+
+    def _rows_together(self, prompts, ids, mask, packed: bool, apart: str | None, separate) -> float:
+        n = len(ids) if packed else 1  # each padded row holds its prompt
+        own = [rows[:n] for rows in (ids, mask)]
+        scores = self._attempt(
+            "scoring several prompts at once", lambda: self._score(prompts, *own, packed=packed, apart=apart)
+        )
+        expected = separate.view(len(prompts), len(ids), -1)[:, :n].flatten(0, 1)
+        return self._difference(scores, expected, own[1].repeat(len(prompts), 1))
 
     # Agreement
 

@@ -1,0 +1,149 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scores are those of the model's own logits, whatever it does to them around its LM head."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers.encoding import encode_chats
+from helpers.families import FAMILIES, SPECIAL, encode, save
+from helpers.trainer_utils import image_rows, length_and_sum
+from peft import LoraConfig, get_peft_model
+
+from trl_multimodal_rft import ActorVL, MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import HeadRule, add_fused_head, head_rule
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.policy import PolicyForward, Remedies
+
+
+TEMPERATURE = 0.7
+
+# What each model does, however it calls that in its config
+RULES = {
+    "aya_vision": HeadRule(),
+    "chameleon": None,  # leaves out tokens of images
+    "cohere2_vision": HeadRule(),
+    "gemma3": HeadRule(),  # whose config has a soft cap all the same
+    "gemma4": HeadRule(softcap=8.0),
+    "granite_speech_scaled": HeadRule(),
+    "inkling": HeadRule(scale=0.25),
+    "llava_next_granite": HeadRule(),
+}
+
+
+def build(name):
+    family = FAMILIES.get(name) or SPECIAL[name]
+    model, processor = family.build()
+    if name.startswith("gemma"):
+        model.config.text_config.final_logit_softcapping = 8.0
+    return model, processor, family.prompts()[:2]
+
+
+def own_log_probs(model, inputs, ids, mask):
+    """Log-probabilities of each completion by the model's own forward, alone, `(B, C)`."""
+    rows = []
+    for plain, row, length in zip(inputs, ids, mask.sum(1).tolist(), strict=True):
+        ones = torch.ones(1, length, dtype=torch.long)
+        own = {
+            **plain,
+            "input_ids": torch.cat([plain["input_ids"], row[None, :length]], dim=1),
+            "attention_mask": torch.cat([plain["attention_mask"], ones], dim=1),
+        }
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in plain:
+                own[name] = torch.cat([plain[name], 0 * ones], dim=1)
+        logits = model(**own).logits[:, -length - 1 : -1] / TEMPERATURE
+        logps = logits.log_softmax(-1).gather(-1, row[None, :length, None])[0, :, 0]
+        rows.append(torch.nn.functional.pad(logps, (0, len(row) - length)))
+    return torch.stack(rows)
+
+
+def gradients(model, logps, weights):
+    model.zero_grad()
+    (logps * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_scores_are_those_of_the_models_own_logits(name):
+    model, processor, chats = build(name)
+    ids = torch.randint(60, 200, (4, 5), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] * 5])
+    weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)) * mask
+    prompts = encode_chats(model, processor, copy.deepcopy(chats))
+    expected = own_log_probs(model, [encode(processor, chats[i // 2]) for i in range(4)], ids, mask)
+    expected_gradients = gradients(model, expected, weights)
+
+    assert head_rule(model) == RULES[name]
+    before = copy.deepcopy(model.config)
+    has_head = add_fused_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    assert has_head == (RULES[name] is not None) and model.config.to_dict() == before.to_dict()
+    can_pack = sharing_obstacle(model) is None
+    if can_pack:
+        install_prefix_attention(model)
+    apart = "media" if name == "granite_speech_scaled" else None
+    policy = PolicyForward(remedies=Remedies(apart=apart, own_logits=not has_head), temperature=TEMPERATURE)
+    for packed in {False, can_pack}:
+        scores = policy.score(model, [prompts[i // 2] for i in range(4)], ids, mask, packed=packed)
+        torch.testing.assert_close(scores.logps, expected.detach(), rtol=0, atol=2e-5)
+        assert scores.entropies.isfinite().all()
+        for key, gradient in gradients(model, scores.logps, weights).items():
+            torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-4, msg=key)
+
+
+def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
+    """TRL's constructor adds its head to a policy, and to a reference that it loads itself."""
+    for name, own_logits in (("cohere2_vision", False), ("chameleon", True)):
+        model, processor, _ = build(name)
+        if not own_logits:
+            model = str(save(name, tmp_path / name))
+        args = MultimodalGRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=6,
+            max_steps=1,
+            beta=0.1 if not own_logits else 0.0,
+            temperature=TEMPERATURE,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+        )
+        options = {"args": args, "train_dataset": image_rows(4), "processing_class": processor}
+        run = MultimodalGRPOTrainer(model, length_and_sum, **options)
+        assert run._policy.remedies.own_logits == own_logits
+        run.train()
+        check = run._self_check
+        assert check.remedies == run._policy.remedies and check.remedies.own_logits == own_logits
+        assert max(check.padded, check.packed, check.sampled) < 1e-4
+        history = {key: value for entry in run.state.log_history for key, value in entry.items()}
+        assert math.isfinite(history["entropy"]) and abs(history.get("kl", 0.0)) < 1e-6
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with pytest.raises(ValueError, match="`rollout_func` .* what chameleon does around its LM head"):
+        MultimodalGRPOTrainer(model, length_and_sum, rollout_func=print, **options)
+
+
+@pytest.mark.parametrize("name", ["chameleon", "cohere2_vision"])
+def test_actors_score_by_the_rule(name):
+    model, processor, chats = build(name)
+    inputs = encode(processor, chats[0])
+    ids = torch.randint(60, 200, (1, 5), generator=torch.Generator().manual_seed(0))
+    expected = own_log_probs(model, [inputs], ids, torch.ones_like(ids)).detach()
+    actor = ActorVL(model, bf16=False, temperature=TEMPERATURE, packing_samples=True)
+    media = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+    sequences = torch.cat([inputs["input_ids"], ids], dim=1)
+    for packed in ({}, {"packed_seq_lens": [sequences.size(1)]}):
+        logps = actor(sequences, 5 if not packed else [5], **packed, **media)
+        torch.testing.assert_close(logps.detach(), expected, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_of_the_head_is_not_left_out():
+    model, _, _ = build("llava_next_granite")
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["lm_head"]))
+    assert head_rule(adapted.get_base_model()) is None
+    whole = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert head_rule(whole.get_base_model()) == HeadRule()
