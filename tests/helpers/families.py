@@ -58,6 +58,13 @@ class Family:
     modalities: tuple[str, ...]
     note: str = ""
 
+    def save(self, folder: str | Path) -> Path:
+        """Saves model and processor, so that both can be loaded from `folder`."""
+        model, processor = self.build()
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return Path(folder)
+
 
 def encode(processor: hf.ProcessorMixin, messages: list[dict]) -> hf.BatchFeature:
     """Turns one chat into model inputs of batch size 1, ending where the assistant is to answer."""
@@ -68,10 +75,7 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict]) -> hf.BatchFeatur
 
 def save(name: str, folder: str | Path) -> Path:
     """Saves model and processor of the family `name`, so that both can be loaded from `folder`."""
-    model, processor = (FAMILIES.get(name) or SPECIAL[name]).build()
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return Path(folder)
+    return (FAMILIES.get(name) or SPECIAL[name]).save(folder)
 
 
 # Content blocks
@@ -730,8 +734,8 @@ def gemma4():
     return instantiate(hf.Gemma4ForConditionalGeneration, config, processor)
 
 
-def glm4v():
-    words = tokenizer(
+def glm_words() -> hf.PreTrainedTokenizerFast:
+    return tokenizer(
         image_token="<|image|>",
         video_token="<|video|>",
         boi_token="<|begin_of_image|>",
@@ -739,31 +743,50 @@ def glm4v():
         bov_token="<|begin_of_video|>",
         eov_token="<|end_of_video|>",
     )
-    size = {"shortest_edge": 2 * 28 * 28, "longest_edge": 24 * 28 * 28}
-    processor = hf.Glm4vProcessor(
-        hf.Glm4vImageProcessor(size=size),
-        words,
-        hf.Glm4vVideoProcessor(size=size, do_sample_frames=False),
-        chat_template=template(
-            image="<|begin_of_image|><|image|><|end_of_image|>", video="<|begin_of_video|><|video|><|end_of_video|>"
-        ),
+
+
+GLM_PIXELS = {"shortest_edge": 2 * 28 * 28, "longest_edge": 24 * 28 * 28}
+GLM_TEMPLATE = {
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "image_size": 56,
+    "out_hidden_size": 64,
+}
+
+
+def glm_vision_ids(words: hf.PreTrainedTokenizerFast) -> dict[str, int]:
+    return {
+        "image_token_id": words.image_token_id,
+        "video_token_id": words.video_token_id,
+        "image_start_token_id": words.boi_token_id,
+        "image_end_token_id": words.eoi_token_id,
+        "video_start_token_id": words.bov_token_id,
+        "video_end_token_id": words.eov_token_id,
+    }
+
+
+def glm4v_processor() -> hf.Glm4vProcessor:
+    return hf.Glm4vProcessor(
+        hf.Glm4vImageProcessor(size=GLM_PIXELS),
+        glm_words(),
+        hf.Glm4vVideoProcessor(size=GLM_PIXELS, do_sample_frames=False),
+        chat_template=template(**GLM_TEMPLATE),
     )
+
+
+def glm4v():
+    processor = glm4v_processor()
+    words = processor.tokenizer
     config = hf.Glm4vConfig(
         text_config=decoder(words, rope_parameters={**QWEN2_ROPE, "partial_rotary_factor": 1.0}),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 4,
-            "image_size": 56,
-            "out_hidden_size": 64,
-        },
-        image_token_id=words.image_token_id,
-        video_token_id=words.video_token_id,
-        image_start_token_id=words.boi_token_id,
-        image_end_token_id=words.eoi_token_id,
-        video_start_token_id=words.bov_token_id,
-        video_end_token_id=words.eov_token_id,
+        vision_config=GLM_VISION,
+        **glm_vision_ids(words),
     )
     return instantiate(hf.Glm4vForConditionalGeneration, config, processor)
 
