@@ -100,8 +100,8 @@ class Family:
 
 FAMILIES = (
     Family(
-        model_types=("audioflamingo3",),
-        processors=("AudioFlamingo3Processor",),
+        model_types=("audioflamingo3", "musicflamingo"),
+        processors=("AudioFlamingo3Processor", "MusicFlamingoProcessor"),
         audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
@@ -119,6 +119,12 @@ FAMILIES = (
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         apart="media",  # writes images and videos with one token, and takes one of both a call
+    ),
+    Family(
+        model_types=("glmasr",),
+        processors=("GlmAsrProcessor",),
+        apart="media",  # the encoder has no mask for padding
+        audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
         model_types=("granite_speech",),

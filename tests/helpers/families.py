@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import soundfile
 import torch
 import transformers as hf
@@ -66,16 +67,11 @@ class Family:
         return Path(folder)
 
 
-def encode(processor: hf.ProcessorMixin, messages: list[dict]) -> hf.BatchFeature:
+def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.BatchFeature:
     """Turns one chat into model inputs of batch size 1, ending where the assistant is to answer."""
     return processor.apply_chat_template(
-        [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True, **options
     )
-
-
-def save(name: str, folder: str | Path) -> Path:
-    """Saves model and processor of the family `name`, so that both can be loaded from `folder`."""
-    return (FAMILIES.get(name) or SPECIAL[name]).save(folder)
 
 
 # Content blocks
@@ -887,6 +883,20 @@ def voxtral():
     return instantiate(hf.VoxtralForConditionalGeneration, config, processor)
 
 
+@pytest.fixture
+def mel_extractor(monkeypatch):
+    """Lets transformers load the substitute extractor of Granite Speech."""
+
+    class Loadable(MelExtractor):
+        def __init__(self, feature_size, **settings):
+            super().__init__(feature_size)
+            self.padding_side = settings.get("padding_side", self.padding_side)
+
+    Loadable.__name__ = "MelExtractor"
+    mapping = hf.models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING
+    monkeypatch.setattr(mapping, "_extra_content", {hf.GraniteSpeechConfig: Loadable})
+
+
 class MelExtractor(hf.GraniteSpeechFeatureExtractor):
     """Log-mel features of Granite Speech without torchaudio, whose wheels need CUDA."""
 
@@ -1176,11 +1186,11 @@ def always_image_prompts() -> list[list[dict]]:
     return [*image_prompts()[:2], chat(image(28, 28, seed=4), text("Is there a bird?"))]
 
 
-def single_audio_prompts() -> list[list[dict]]:
-    """For processors that take one audio per prompt; the second one is longer than the window of a second."""
+def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
+    """For processors that take one audio per prompt; the second one is longer than the window."""
     return [
         chat(audio(0.7, seed=1), text("What do you hear?")),
-        chat(audio(1.4, seed=2), text("Is there a cat, a dog or a bird?")),
+        chat(audio(longest, seed=2), text("Is there a cat, a dog or a bird?")),
         chat(text("Is there a bird?")),
     ]
 

@@ -1,13 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Further tiny models with their real processors, made as those of `helpers.families`."""
 
+import functools
+
 import transformers as hf
 
 from .families import (
+    FAMILIES,
     GLM_PIXELS,
     GLM_TEMPLATE,
     GLM_VISION,
     QWEN2_ROPE,
+    SPECIAL,
     Family,
     clip_vision,
     decoder,
@@ -45,7 +49,7 @@ def mistral3():
 
 
 def llama4():
-    """With a layer that sees chunks of 16 tokens."""
+    """One layer sees chunks of 16 tokens, the other scales its queries by their place, of which 8 count as one."""
     words = tokenizer(
         image_token="<|image|>",
         start_of_image_token="<|image_start|>",
@@ -70,6 +74,7 @@ def llama4():
             interleave_moe_layer_step=2,
             no_rope_layers=[1, 0],
             attention_chunk_size=16,
+            floor_scale=8,
         ),
         vision_config=clip_vision(
             intermediate_size=128,
@@ -359,9 +364,7 @@ def deepseek_vl():
 def deepseek_vl_hybrid():
     words = tokenizer(image_token="<image_placeholder>")
     processor = hf.DeepseekVLHybridProcessor(
-        hf.DeepseekVLHybridImageProcessor(
-            size={"height": 28, "width": 28}, high_res_size={"height": 56, "width": 56}
-        ),
+        hf.DeepseekVLHybridImageProcessor(size={"height": 28, "width": 28}, high_res_size={"height": 56, "width": 56}),
         words,
         num_image_tokens=16,
         chat_template=template(image="<image_placeholder>"),
@@ -458,10 +461,12 @@ MORE_FAMILIES = {
             "No video: the model's forward fails on any that it pools over time.",
         ),
         Family("musicflamingo", musicflamingo, single_audio_prompts, ("audio",)),
-        Family("glmasr", glmasr, single_audio_prompts, ("audio",)),
+        Family("glmasr", glmasr, functools.partial(single_audio_prompts, 2.6), ("audio",)),
         Family("minicpmv4_6", minicpmv4_6, image_video_prompts, ("image", "video")),
         Family("deepseek_vl", deepseek_vl, image_prompts, ("image",)),
         Family("deepseek_vl_hybrid", deepseek_vl_hybrid, image_prompts, ("image",)),
         Family("ernie4_5_vl_moe", ernie4_5_vl_moe, image_video_prompts, ("image", "video")),
     ]
 }
+
+ALL_FAMILIES = {**FAMILIES, **SPECIAL, **MORE_FAMILIES}
