@@ -6,6 +6,7 @@ are worth their tests: they must see their media and attend to the prompt.
 
 import base64
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -80,7 +81,9 @@ def gradients(model):
 
 
 @pytest.mark.usefixtures("mel_extractor")
-@pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES, "lfm2_vl", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *MORE_FAMILIES, "lfm2_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+)
 def test_by_name(name, tmp_path):
     """
     In one batch, prompts with media of different sizes and numbers and one without: features, scores, gradients and
@@ -103,6 +106,18 @@ def test_by_name(name, tmp_path):
     prompts = [trainer._encode(message, row) for row, message in enumerate(messages)]
     for prompt, expected in zip(prompts, inputs, strict=True):
         assert_same_features(prompt, expected)
+
+    # What stands for a medium is the special token that a prompt repeats. It must not be sampled, also later
+    runs = [each["input_ids"][0].unfold(0, 3, 1) for each in inputs]
+    repeated = {int(run[0]) for run in torch.cat(runs) if run.eq(run[0]).all()} & {
+        *processor.tokenizer.all_special_ids
+    }
+    assert repeated and repeated <= {*trainer.generation_config.suppress_tokens}
+    assert repeated <= {*trainer.generation_kwargs["suppress_tokens"]}
+    assert repeated <= {*model.generation_config.suppress_tokens}
+    trainer.save_model(tmp_path)
+    saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
+    assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
 
     trainer._run_self_check(messages, prompts)
     assert policy.remedies == Remedies(apart=family_of(model).apart, own_logits=name in OWN_LOGITS)

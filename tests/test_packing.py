@@ -68,9 +68,10 @@ def enable_checkpointing(model):
             module.eval()
 
 
-@pytest.mark.parametrize("mode", ["sdpa", "eager", "checkpointing"])
+@pytest.mark.parametrize("mode", ["eager", "checkpointing"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_equals_padded(name, mode):
+    """With sdpa and without checkpointing, `test_families.test_by_name` has packed rows equal the model's own."""
     if (name, mode) == ("phi4_multimodal", "eager"):
         pytest.skip("its vision tower has no working eager attention in transformers 5.23")
     model, prompts = build(name, "eager" if mode == "eager" else "sdpa")

@@ -83,8 +83,8 @@ class _Exchange(GroupWeightRename):
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights as the checkpoint holds them, by themselves."""
     own: Any = model
-    loaded = getattr(own, "_weight_conversions", None)
-    if not any(isinstance(each, GroupWeightRename) for each in loaded or ()):
+    loaded = getattr(own, "_weight_conversions", None) or []
+    if not any(isinstance(each, GroupWeightRename) for each in loaded):
         return revert_weight_conversion(model, weights)
     conversions = [copy.copy(each) for each in loaded]
     for each in conversions:
