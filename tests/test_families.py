@@ -28,9 +28,6 @@ every_family = pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
 
 G = 2  # completions of each prompt
 
-# Whose logits aren't those of TRL's fused head
-OWN_LOGITS = ("llama4",)
-
 
 @functools.cache
 def built(name):
@@ -120,7 +117,7 @@ def test_by_name(name, tmp_path):
     assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
 
     trainer._run_self_check(messages, prompts)
-    assert policy.remedies == Remedies(apart=family_of(model).apart, own_logits=name in OWN_LOGITS)
+    assert policy.remedies == Remedies(apart=family_of(model).apart)
     assert trainer._self_check.media.keys() == set(family.modalities)
     assert min(trainer._self_check.media.values()) > 5e-3
 
