@@ -5,7 +5,9 @@ import inspect
 
 import pytest
 import transformers
-from helpers.more_families import ALL_FAMILIES as MATRIX
+from helpers.families import FAMILIES as MATRIX
+from helpers.families import SPECIAL
+from helpers.more_families import MORE_FAMILIES
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.families import (
@@ -46,7 +48,7 @@ def test_rows_name_what_transformers_has(row):
 @every_row
 def test_rows_say_something_that_is_tested(row):
     assert row != Family(model_types=row.model_types, processors=row.processors)
-    assert {*row.model_types} & {*MATRIX}
+    assert {*row.model_types} & {*MATRIX, *SPECIAL, *MORE_FAMILIES}
 
 
 def test_rows_are_found():
