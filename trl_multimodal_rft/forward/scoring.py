@@ -21,6 +21,10 @@ from .masks import linear_masks
 from .scores import Scores
 
 
+# What configs call the number of experts, where it isn't `num_experts`
+_EXPERTS = ("num_local_experts", "n_routed_experts")
+
+
 @contextmanager
 def inject(decoder: nn.Module, **kwargs):
     """
@@ -106,7 +110,12 @@ def completion_scores(
         if output_router_logits:
             router["output_router_logits"] = True
             batch.leave_out_companions()
-        with inject(unwrapped_model.get_decoder(), **batch.injected), _last_hidden_states(unwrapped_model) as hidden:
+        decoder = unwrapped_model.get_decoder()
+        with (
+            inject(decoder, **batch.injected),
+            _last_hidden_states(unwrapped_model) as hidden,
+            _counted_experts(decoder),
+        ):
             if logits_temperature is None:
                 outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
             else:
@@ -239,6 +248,21 @@ def _last_hidden_states(model: PreTrainedModel):
         yield hidden
     finally:
         handle.remove()
+
+
+@contextmanager
+def _counted_experts(decoder: PreTrainedModel):
+    """Has the number of experts in the config by the one name that TRL's fused head knows, within the context."""
+    config = decoder.config
+    number = next((getattr(config, name) for name in _EXPERTS if hasattr(config, name)), None)
+    if number is None or hasattr(config, "num_experts"):
+        yield
+        return
+    config.num_experts = number
+    try:
+        yield
+    finally:
+        del config.num_experts
 
 
 @dataclass
