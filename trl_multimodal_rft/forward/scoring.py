@@ -253,7 +253,7 @@ def _last_hidden_states(model: PreTrainedModel):
 @contextmanager
 def _counted_experts(decoder: PreTrainedModel):
     """Has the number of experts in the config by the one name that TRL's fused head knows, within the context."""
-    config = decoder.config
+    config: Any = decoder.config
     number = next((getattr(config, name) for name in _EXPERTS if hasattr(config, name)), None)
     if number is None or hasattr(config, "num_experts"):
         yield
