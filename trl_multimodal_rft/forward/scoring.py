@@ -49,6 +49,21 @@ def inject(decoder: nn.Module, **kwargs):
         handle.remove()
 
 
+@contextmanager
+def _counted_experts(decoder: PreTrainedModel):
+    """Has the number of experts in the config by the one name that TRL's fused head knows, within the context."""
+    config: Any = decoder.config
+    number = next((getattr(config, name) for name in _EXPERTS if hasattr(config, name)), None)
+    if number is None or hasattr(config, "num_experts"):
+        yield
+        return
+    config.num_experts = number
+    try:
+        yield
+    finally:
+        del config.num_experts
+
+
 def completion_scores(
     model: nn.Module,
     unwrapped_model: PreTrainedModel,
@@ -110,12 +125,7 @@ def completion_scores(
         if output_router_logits:
             router["output_router_logits"] = True
             batch.leave_out_companions()
-        decoder = unwrapped_model.get_decoder()
-        with (
-            inject(decoder, **batch.injected),
-            _last_hidden_states(unwrapped_model) as hidden,
-            _counted_experts(decoder),
-        ):
+        with inject(unwrapped_model.get_decoder(), **batch.injected), _last_hidden_states(unwrapped_model) as hidden:
             if logits_temperature is None:
                 outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
             else:
@@ -127,7 +137,8 @@ def completion_scores(
             aux_loss=outputs.aux_loss,
         )
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
+    with _counted_experts(unwrapped_model.get_decoder()):
+        return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
 
 
 def completion_values(
@@ -248,21 +259,6 @@ def _last_hidden_states(model: PreTrainedModel):
         yield hidden
     finally:
         handle.remove()
-
-
-@contextmanager
-def _counted_experts(decoder: PreTrainedModel):
-    """Has the number of experts in the config by the one name that TRL's fused head knows, within the context."""
-    config: Any = decoder.config
-    number = next((getattr(config, name) for name in _EXPERTS if hasattr(config, name)), None)
-    if number is None or hasattr(config, "num_experts"):
-        yield
-        return
-    config.num_experts = number
-    try:
-        yield
-    finally:
-        del config.num_experts
 
 
 @dataclass
