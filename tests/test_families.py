@@ -31,8 +31,6 @@ G = 2  # completions of each prompt
 
 @functools.cache
 def built(name):
-    if name == "smolvlm":
-        pytest.importorskip("num2words", reason="which its processor wants")
     return ALL_FAMILIES[name].build()
 
 
@@ -132,9 +130,8 @@ def test_by_name(name, tmp_path):
     scores = policy.score(model, repeated, ids, mask, packed=True)
     scores = torch.stack([scores.logps, scores.entropies])
     (scores * weights).sum().backward()
-    tolerance = 3e-5 if name.startswith("qwen3_5") else 1e-5  # rounding grows in recurrent layers
-    assert (scores - expected).abs().max() <= tolerance
-    assert relative_difference(gradients(plain), gradients(model)) <= tolerance
+    assert (scores - expected).abs().max() <= (2e-5 if name == "qwen3_5" else 1e-5)  # whose large weights round more
+    assert relative_difference(gradients(plain), gradients(model)) <= 1e-5
 
     model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
     config = trainer.generation_config

@@ -3,6 +3,7 @@
 
 import functools
 
+import pytest
 import transformers as hf
 
 from .families import (
@@ -120,6 +121,7 @@ def idefics2():
 
 
 def smolvlm():
+    pytest.importorskip("num2words", reason="which its processor wants")
     words = tokenizer(
         image_token="<image>",
         video_token="<video>",
