@@ -5,7 +5,6 @@ What users name instead of building it: folders of checkpoints, whose processors
 Tokenizers of checkpoints seldom say that they pad on the left, so none does here.
 """
 
-import base64
 import functools
 import json
 import shutil
@@ -20,19 +19,18 @@ import torch
 import transformers as hf
 from accelerate import Accelerator
 from datasets import Dataset
-from helpers.encoding import assert_same_features
-from helpers.families import FAMILIES, RATE, MelExtractor
+from helpers.families import FAMILIES, RATE, mel_extractor  # noqa: F401
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,
+    checkpoint,
     image_rows,
     length_and_sum,
     load,
     make_trainer,
     relative_difference,
     run,
-    saved,
     sound,
     text_rows,
     with_media,
@@ -42,9 +40,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
+from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.processors import check_processor, load_processor
-from trl_multimodal_rft.encoding.prompts import decode_media, encode_prompt
+from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
@@ -56,19 +54,6 @@ FOLDERS = tempfile.TemporaryDirectory()
 AUDIO, IMAGE = "qwen2_audio", "qwen2_5_vl"
 STEP = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "max_completion_length": 4}
 POLICIES = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
-
-
-@functools.cache
-def checkpoint(family: str, side: str | None = None) -> str:
-    """Folder of a family whose tokenizer pads on a side, or says nothing of it."""
-    folder = Path(FOLDERS.name, f"{family}-{side}")
-    shutil.copytree(saved(family), folder)
-    path = folder / "tokenizer_config.json"
-    if path.exists():  # Voxtral's tokenizer is Mistral's own
-        settings = json.loads(path.read_text())
-        assert settings.pop("padding_side") == "left"
-        path.write_text(json.dumps(settings if side is None else {**settings, "padding_side": side}))
-    return str(folder)
 
 
 def plain(folder) -> hf.ProcessorMixin:
@@ -115,52 +100,6 @@ def assert_heard(prompts, samples, folder, model) -> None:
         assert sample.media.keys() == expected.media.keys() and sample.media
         for name, value in sample.media.items():
             assert torch.equal(value, expected.media[name]), name
-
-
-# The processor alone
-
-
-@pytest.fixture
-def mel_extractor(monkeypatch):
-    """Lets transformers load the substitute extractor of Granite Speech."""
-
-    class Loadable(MelExtractor):
-        def __init__(self, feature_size, **settings):
-            super().__init__(feature_size)
-            self.padding_side = settings.get("padding_side", self.padding_side)
-
-    Loadable.__name__ = "MelExtractor"
-    mapping = hf.models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING
-    monkeypatch.setattr(mapping, "_extra_content", {hf.GraniteSpeechConfig: Loadable})
-
-
-def as_users_write(block: dict) -> dict:
-    if block["type"] != "audio":
-        return block
-    if "base64" in block:
-        return {"type": "audio", "audio": {"bytes": base64.b64decode(block["base64"])}}
-    return {**block, "sampling_rate": RATE}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_features_are_those_of_the_checkpoint(family, mel_extractor):
-    folder = checkpoint(family)
-    model, built = FAMILIES[family].build()
-    theirs, ours = plain(folder), load_processor(folder)
-    template = (
-        {} if theirs.chat_template else {"chat_template": built.chat_template}
-    )  # which Phi-4's processor forgets
-    for chat in FAMILIES[family].prompts():
-        prompt = rows_to_messages(
-            [{"prompt": [{**chat[0], "content": list(map(as_users_write, chat[0]["content"]))}]}]
-        )
-        prompt, options = prompt[0]["prompt"], dict(template)
-        if any(block["type"] == "video" for block in chat[0]["content"]):  # frames don't say when they were
-            options["processor_kwargs"] = decode_media(list(iter_refs(prompt)), theirs, "raise")[1]
-        expected = theirs.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **options
-        )
-        assert_same_features(encode_prompt(prompt, ours, model, template_kwargs=template), expected)
 
 
 # Doors
@@ -344,7 +283,8 @@ def test_sounds_move_log_probs_by_name_as_by_instance(tmp_path):
 
 
 @pytest.mark.parametrize("family", [AUDIO, OMNI, "gemma3n", "gemma4", "phi4_multimodal", "granite_speech", "voxtral"])
-def test_saved_with_the_wrong_side(family, tmp_path, mel_extractor):
+@pytest.mark.usefixtures("mel_extractor")
+def test_saved_with_the_wrong_side(family, tmp_path):
     folder = checkpoint(family)
     hf.AutoProcessor.from_pretrained(folder, padding_side="left").save_pretrained(tmp_path)
     part = "audio_processor" if family in ("phi4_multimodal", "granite_speech") else "feature_extractor"
@@ -384,7 +324,7 @@ def test_doors_refuse_the_wrong_side(tmp_path):
             door()
 
 
-def test_an_extractor_may_have_a_side_of_its_own(mel_extractor):
+def test_an_extractor_may_have_a_side_of_its_own():
     class FromTheLeft(hf.WhisperFeatureExtractor):
         def __init__(self, **settings):
             super().__init__(**{"padding_side": "left", **settings})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import save
+from helpers.families import FAMILIES
 from helpers.trainer_utils import image_rows, load
 from transformers import TrainerCallback
 from trl.trainer import utils as trl_utils
@@ -34,7 +34,7 @@ def parse(*argv):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+    return FAMILIES["qwen2_5_vl"].save(tmp_path_factory.mktemp("qwen2_5_vl"))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_says_what_to_change(folder, capsys):
 @pytest.mark.parametrize("family", ["qwen2_audio", "gemma3", "qwen3_5", "internvl", "glm4v"])
 def test_other_families(family, tmp_path, capsys):
     seconds = ["--audio_seconds", "1"] if family == "qwen2_audio" else ["--image_size", "56"]
-    main(["estimate", "--model", str(save(family, tmp_path)), "--prompt_tokens", "60", *seconds])
+    main(["estimate", "--model", str(FAMILIES[family].save(tmp_path)), "--prompt_tokens", "60", *seconds])
     assert "What encoders" not in capsys.readouterr().out
 
 

@@ -1,27 +1,179 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The matrix of models is only worth its tests if the models see their media and attend to the prompt."""
+"""
+Every family by the name of its folder, against its own forward and `generate`; and whether the models of the matrix
+are worth their tests: they must see their media and attend to the prompt.
+"""
 
+import base64
 import functools
+import json
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from helpers.families import FAMILIES, base64_audio, encode, save, tokenizer
+from helpers.completions import random_completions
+from helpers.encoding import assert_same_features
+from helpers.families import FAMILIES, RATE, base64_audio, encode, mel_extractor, tokenizer  # noqa: F401
+from helpers.more_families import ALL_FAMILIES, MORE_FAMILIES
+from helpers.trainer_utils import checkpoint, make_trainer, relative_difference, text_rows
 from PIL import ImageOps
 
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.families import TOKEN_FIELDS, family_of
+from trl_multimodal_rft.policy import Remedies
 
-every_family = pytest.mark.parametrize("name", FAMILIES)
+
+every_family = pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
+
+G = 2  # completions of each prompt
 
 
 @functools.cache
 def built(name):
-    return FAMILIES[name].build()
+    return ALL_FAMILIES[name].build()
 
 
 def kinds(messages):
     """Types of the media of a chat, in order."""
     return [block["type"] for block in messages[0]["content"] if block["type"] != "text"]
+
+
+# By name
+
+
+def as_users_write(block):
+    if block["type"] != "audio":
+        return block
+    if "base64" in block:
+        return {"type": "audio", "audio": {"bytes": base64.b64decode(block["base64"])}}
+    return {**block, "sampling_rate": RATE}
+
+
+def plain_inputs(model, processor, messages):
+    """What the processor makes of a chat whose frames are to be seen as they are."""
+    options = (
+        {"processor_kwargs": {"videos_kwargs": {"do_sample_frames": False}}} if "video" in kinds(messages) else {}
+    )
+    inputs = encode(processor, messages, **options)
+    inputs.pop("labels", None)  # PaliGemma's processor adds them
+    return inputs.to(model.dtype)  # Llama 4's images are in bfloat16
+
+
+def plain_scores(model, inputs, ids):
+    """Log-probabilities and entropies of a completion by the model's own forward."""
+    fill = {name: family_of(model).token_field_fill.get(name, 0) for name in TOKEN_FIELDS}
+    inputs = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}
+    for name, value in {"attention_mask": 1, **fill}.items():
+        if name in inputs:
+            inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(ids)), value=value)
+    logps = model(**inputs, use_cache=False).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
+    return torch.stack([logps.gather(-1, ids[:, None])[:, 0], -(logps.exp() * logps).sum(-1)])
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.usefixtures("mel_extractor")
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *MORE_FAMILIES, "lfm2_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+)
+def test_by_name(name, tmp_path):
+    """
+    In one batch, prompts with media of different sizes and numbers and one without: features, scores, gradients and
+    greedy samples are what the model as it was built has for each completion alone.
+    """
+    family, (plain, processor) = ALL_FAMILIES[name], built(name)
+    plain.zero_grad()
+    chats = family.prompts()
+    inputs = [plain_inputs(plain, processor, chat) for chat in chats]
+    template = {"chat_template": processor.chat_template} if name == "phi4_multimodal" else None  # which is not saved
+    objects = {"model": checkpoint(name)}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, name, text_rows(), tmp_path, objects=objects, chat_template_kwargs=template
+    )
+    model, policy = trainer.model.eval(), trainer._policy
+    assert type(model) is type(plain) and type(trainer.processing_class) is type(processor)
+    assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id
+    chats = [[{**chat[0], "content": [as_users_write(block) for block in chat[0]["content"]]}] for chat in chats]
+    messages = [row["prompt"] for row in rows_to_messages([{"prompt": chat} for chat in chats])]
+    prompts = [trainer._encode(message, row) for row, message in enumerate(messages)]
+    for prompt, expected in zip(prompts, inputs, strict=True):
+        assert_same_features(prompt, expected)
+
+    # What stands for a medium is the special token that a prompt repeats. It must not be sampled, also later
+    runs = [each["input_ids"][0].unfold(0, 3, 1) for each in inputs]
+    repeated = {int(run[0]) for run in torch.cat(runs) if run.eq(run[0]).all()} & {
+        *processor.tokenizer.all_special_ids
+    }
+    assert repeated and repeated <= {*trainer.generation_config.suppress_tokens}
+    assert repeated <= {*trainer.generation_kwargs["suppress_tokens"]}
+    assert repeated <= {*model.generation_config.suppress_tokens}
+    trainer.save_model(tmp_path)
+    saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
+    assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
+
+    trainer._run_self_check(messages, prompts)
+    assert policy.remedies == Remedies(apart=family_of(model).apart)
+    assert trainer._self_check.media.keys() == set(family.modalities)
+    assert min(trainer._self_check.media.values()) > 5e-3
+
+    repeated = [prompt for prompt in prompts for _ in range(G)]
+    ids, mask = random_completions(len(repeated))
+    weights = torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(1)) * mask
+    expected = torch.zeros(weights.shape)
+    for i, length in enumerate(mask.sum(1).tolist()):
+        scores = plain_scores(plain, inputs[i // G], ids[i, :length])
+        (scores * weights[:, i, :length]).sum().backward()
+        expected[:, i, :length] = scores.detach()
+    scores = policy.score(model, repeated, ids, mask, packed=True)
+    scores = torch.stack([scores.logps, scores.entropies])
+    (scores * weights).sum().backward()
+    assert (scores - expected).abs().max() <= (2e-5 if name == "qwen3_5" else 1e-5)  # whose large weights round more
+    assert relative_difference(gradients(plain), gradients(model)) <= 1e-5
+
+    model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
+    config = trainer.generation_config
+    config.update(do_sample=False, max_new_tokens=5, top_k=None, top_p=None, temperature=None)
+    sampled = policy.sample(model, repeated, config, trainer._tokenizer.pad_token_id)
+    for i, each in enumerate(inputs):
+        ids = plain.generate(**each, generation_config=config)[:, each["input_ids"].size(1) :]
+        assert torch.equal(sampled[G * i : G * (i + 1), : ids.size(1)], ids.expand(G, -1))
+
+
+# What the models are
+
+
+@every_family
+def test_models_are_tiny_and_special_tokens_agree(name):
+    model, processor = built(name)
+    assert model.num_parameters() < 1_000_000 and not model.training
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    words = processor.tokenizer
+    assert words.padding_side == "left"
+    assert words.eos_token_id is not None and words.pad_token_id is not None
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == (words.eos_token_id, words.pad_token_id)
+    assert len(words) == model.config.get_text_config().vocab_size
+
+
+@every_family
+def test_prompts_cover_modalities_and_lengths(name):
+    _, processor = built(name)
+    chats = ALL_FAMILIES[name].prompts()
+    assert {kind for messages in chats for kind in kinds(messages)} == set(ALL_FAMILIES[name].modalities)
+    if name != "paligemma":
+        assert any(not kinds(messages) for messages in chats)
+    if name not in ("audioflamingo3", "musicflamingo", "glmasr"):  # whose processors take one audio per prompt
+        assert any(len(kinds(messages)) > 1 for messages in chats)
+    lengths = {encode(processor, messages)["input_ids"].shape[1] for messages in chats}
+    assert len(lengths) > 1 and max(lengths) < 400
+
+
+def test_omni_prompt_mixes_all_modalities():
+    for name in ("qwen2_5_omni", "qwen3_omni_moe"):
+        assert any(set(kinds(messages)) == {"image", "audio", "video"} for messages in FAMILIES[name].prompts())
 
 
 def with_other_media(messages):
@@ -48,55 +200,15 @@ def last_logprobs(model, inputs):
 
 
 @every_family
-def test_build_is_tiny_and_reproducible(name):
-    model, _ = FAMILIES[name].build()
-    again, _ = FAMILIES[name].build()
-    assert model.num_parameters() < 1_000_000
-    assert not model.training
-    for (key, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert parameter.dtype == torch.float32, key
-        assert torch.equal(parameter, other), key
-
-
-@every_family
-def test_special_tokens_agree(name):
-    model, processor = built(name)
-    words = processor.tokenizer
-    assert words.padding_side == "left"
-    assert words.eos_token_id is not None and words.pad_token_id is not None
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        assert (config.eos_token_id, config.pad_token_id) == (words.eos_token_id, words.pad_token_id)
-    assert len(words) == model.config.get_text_config().vocab_size
-
-
-@every_family
-def test_prompts_cover_modalities_and_lengths(name):
-    _, processor = built(name)
-    chats = FAMILIES[name].prompts()
-    assert {kind for messages in chats for kind in kinds(messages)} == set(FAMILIES[name].modalities)
-    if name != "paligemma":
-        assert any(not kinds(messages) for messages in chats)
-    if name != "audioflamingo3":
-        assert any(len(kinds(messages)) > 1 for messages in chats)
-    lengths = {encode(processor, messages)["input_ids"].shape[1] for messages in chats}
-    assert len(lengths) > 1 and max(lengths) < 400
-
-
-def test_omni_prompt_mixes_all_modalities():
-    for name in ("qwen2_5_omni", "qwen3_omni_moe"):
-        assert any(set(kinds(messages)) == {"image", "audio", "video"} for messages in FAMILIES[name].prompts())
-
-
-@every_family
 def test_media_and_early_tokens_change_logits(name):
     model, processor = built(name)
-    for messages in FAMILIES[name].prompts():
-        inputs = encode(processor, messages)
+    for messages in ALL_FAMILIES[name].prompts():
+        inputs = encode(processor, messages).to(model.dtype)
         ids = inputs["input_ids"]
         logprobs = last_logprobs(model, inputs)
         assert logprobs.isfinite().all()
 
-        other = encode(processor, with_other_media(messages))
+        other = encode(processor, with_other_media(messages)).to(model.dtype)
         # silence may make other windows, and so other tokens, only where the audio came as a file
         assert name == "voxtral" or torch.equal(ids, other["input_ids"])
         change = (last_logprobs(model, other) - logprobs).abs().max()
@@ -106,32 +218,6 @@ def test_media_and_early_tokens_change_logits(name):
         early[0, 1] = ids[0, -2]
         change = (last_logprobs(model, {**inputs, "input_ids": early}) - logprobs).abs().max()
         assert change > 0.005
-
-
-@every_family
-def test_generates(name):
-    model, processor = built(name)
-    inputs = encode(processor, FAMILIES[name].prompts()[0])
-    inputs.pop("labels", None)  # PaliGemma's processor adds them
-    ids = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    assert ids.shape[1] == inputs["input_ids"].shape[1] + 3
-
-
-# Granite Speech's substitute extractor is unknown to transformers, Phi-4's processor forgets its template
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("granite_speech", "phi4_multimodal")])
-def test_saved_family_loads(name, tmp_path):
-    model, processor = built(name)
-    save(name, tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    loaded = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path).eval()
-    loaded_processor = transformers.AutoProcessor.from_pretrained(tmp_path)
-    assert type(loaded_processor) is type(processor)
-    assert loaded_processor.tokenizer.padding_side == "left"
-    assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
-    for messages in FAMILIES[name].prompts():
-        inputs, reloaded = encode(processor, messages), encode(loaded_processor, messages)
-        assert torch.equal(inputs["input_ids"], reloaded["input_ids"])
-        torch.testing.assert_close(last_logprobs(loaded, reloaded), last_logprobs(model, inputs), rtol=0, atol=1e-5)
 
 
 def test_router_loss_is_returned():

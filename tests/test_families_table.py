@@ -8,6 +8,7 @@ import transformers
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import SPECIAL
 from helpers.handmade import HANDMADE
+from helpers.more_families import MORE_FAMILIES
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.families import (
@@ -48,7 +49,7 @@ def test_rows_name_what_transformers_has(row):
 @every_row
 def test_rows_say_something_that_is_tested(row):
     assert row != Family(model_types=row.model_types, processors=row.processors)
-    assert {*row.model_types} & {*MATRIX, *SPECIAL, *HANDMADE}
+    assert {*row.model_types} & {*MATRIX, *SPECIAL, *HANDMADE, *MORE_FAMILIES}
 
 
 def test_rows_are_found():

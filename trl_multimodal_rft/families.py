@@ -15,7 +15,10 @@ MODALITIES = ("image", "video", "audio")
 
 # Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
 # prompts on the first dimension, whatever it counts (images, tiles, patches, windows).
-TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids")
+TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+
+# Those of them in which the tokens before and behind a medium are a part of it
+TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
 # What processors say about images beside their pixels
 IMAGE_SIZES = ("image_sizes", "image_attention_mask")
@@ -101,8 +104,8 @@ class Family:
 
 FAMILIES = (
     Family(
-        model_types=("audioflamingo3",),
-        processors=("AudioFlamingo3Processor",),
+        model_types=("audioflamingo3", "musicflamingo"),
+        processors=("AudioFlamingo3Processor", "MusicFlamingoProcessor"),
         audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
@@ -122,12 +125,14 @@ FAMILIES = (
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
     Family(
-        model_types=("glm4v",),
+        model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         apart="media",  # writes images and videos with one token, and takes one of both a call
     ),
     Family(
         model_types=("glmasr",),
+        processors=("GlmAsrProcessor",),
         apart="media",  # the encoder has no mask for padding
+        audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
         model_types=("granite_speech",),

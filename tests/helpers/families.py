@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import soundfile
 import torch
 import transformers as hf
@@ -58,20 +59,19 @@ class Family:
     modalities: tuple[str, ...]
     note: str = ""
 
+    def save(self, folder: str | Path) -> Path:
+        """Saves model and processor, so that both can be loaded from `folder`."""
+        model, processor = self.build()
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return Path(folder)
 
-def encode(processor: hf.ProcessorMixin, messages: list[dict]) -> hf.BatchFeature:
+
+def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.BatchFeature:
     """Turns one chat into model inputs of batch size 1, ending where the assistant is to answer."""
     return processor.apply_chat_template(
-        [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True, **options
     )
-
-
-def save(name: str, folder: str | Path) -> Path:
-    """Saves model and processor of the family `name`, so that both can be loaded from `folder`."""
-    model, processor = (FAMILIES.get(name) or SPECIAL[name]).build()
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return Path(folder)
 
 
 # Content blocks
@@ -730,8 +730,8 @@ def gemma4():
     return instantiate(hf.Gemma4ForConditionalGeneration, config, processor)
 
 
-def glm4v():
-    words = tokenizer(
+def glm_words() -> hf.PreTrainedTokenizerFast:
+    return tokenizer(
         image_token="<|image|>",
         video_token="<|video|>",
         boi_token="<|begin_of_image|>",
@@ -739,31 +739,50 @@ def glm4v():
         bov_token="<|begin_of_video|>",
         eov_token="<|end_of_video|>",
     )
-    size = {"shortest_edge": 2 * 28 * 28, "longest_edge": 24 * 28 * 28}
-    processor = hf.Glm4vProcessor(
-        hf.Glm4vImageProcessor(size=size),
-        words,
-        hf.Glm4vVideoProcessor(size=size, do_sample_frames=False),
-        chat_template=template(
-            image="<|begin_of_image|><|image|><|end_of_image|>", video="<|begin_of_video|><|video|><|end_of_video|>"
-        ),
+
+
+GLM_PIXELS = {"shortest_edge": 2 * 28 * 28, "longest_edge": 24 * 28 * 28}
+GLM_TEMPLATE = {
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "image_size": 56,
+    "out_hidden_size": 64,
+}
+
+
+def glm_vision_ids(words: hf.PreTrainedTokenizerFast) -> dict[str, int]:
+    return {
+        "image_token_id": words.image_token_id,
+        "video_token_id": words.video_token_id,
+        "image_start_token_id": words.boi_token_id,
+        "image_end_token_id": words.eoi_token_id,
+        "video_start_token_id": words.bov_token_id,
+        "video_end_token_id": words.eov_token_id,
+    }
+
+
+def glm4v_processor() -> hf.Glm4vProcessor:
+    return hf.Glm4vProcessor(
+        hf.Glm4vImageProcessor(size=GLM_PIXELS),
+        glm_words(),
+        hf.Glm4vVideoProcessor(size=GLM_PIXELS, do_sample_frames=False),
+        chat_template=template(**GLM_TEMPLATE),
     )
+
+
+def glm4v():
+    processor = glm4v_processor()
+    words = processor.tokenizer
     config = hf.Glm4vConfig(
         text_config=decoder(words, rope_parameters={**QWEN2_ROPE, "partial_rotary_factor": 1.0}),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 4,
-            "image_size": 56,
-            "out_hidden_size": 64,
-        },
-        image_token_id=words.image_token_id,
-        video_token_id=words.video_token_id,
-        image_start_token_id=words.boi_token_id,
-        image_end_token_id=words.eoi_token_id,
-        video_start_token_id=words.bov_token_id,
-        video_end_token_id=words.eov_token_id,
+        vision_config=GLM_VISION,
+        **glm_vision_ids(words),
     )
     return instantiate(hf.Glm4vForConditionalGeneration, config, processor)
 
@@ -862,6 +881,20 @@ def voxtral():
         audio_token_id=processor.audio_token_id,
     )
     return instantiate(hf.VoxtralForConditionalGeneration, config, processor)
+
+
+@pytest.fixture
+def mel_extractor(monkeypatch):
+    """Lets transformers load the substitute extractor of Granite Speech."""
+
+    class Loadable(MelExtractor):
+        def __init__(self, feature_size, **settings):
+            super().__init__(feature_size)
+            self.padding_side = settings.get("padding_side", self.padding_side)
+
+    Loadable.__name__ = "MelExtractor"
+    mapping = hf.models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING
+    monkeypatch.setattr(mapping, "_extra_content", {hf.GraniteSpeechConfig: Loadable})
 
 
 class MelExtractor(hf.GraniteSpeechFeatureExtractor):
@@ -1153,11 +1186,11 @@ def always_image_prompts() -> list[list[dict]]:
     return [*image_prompts()[:2], chat(image(28, 28, seed=4), text("Is there a bird?"))]
 
 
-def single_audio_prompts() -> list[list[dict]]:
-    """For processors that take one audio per prompt; the second one is longer than the window of a second."""
+def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
+    """For processors that take one audio per prompt; the second one is longer than the window."""
     return [
         chat(audio(0.7, seed=1), text("What do you hear?")),
-        chat(audio(1.4, seed=2), text("Is there a cat, a dog or a bird?")),
+        chat(audio(longest, seed=2), text("Is there a cat, a dog or a bird?")),
         chat(text("Is there a bird?")),
     ]
 

@@ -3,6 +3,8 @@
 
 import functools
 import gc
+import json
+import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from datasets import Dataset
 from transformers import AutoProcessor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from helpers.families import FAMILIES, RATE, SPECIAL, audio, image, save, video
+from helpers.families import RATE, audio, image, video
+from helpers.more_families import ALL_FAMILIES
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
@@ -36,12 +39,25 @@ _MODELS = tempfile.TemporaryDirectory()  # TRL loads a reference model from the 
 @functools.cache
 def saved(family: str) -> Path:
     """Folder with model and processor of a family, written once."""
-    return save(family, Path(_MODELS.name, family))
+    return ALL_FAMILIES[family].save(Path(_MODELS.name, family))
+
+
+@functools.cache
+def checkpoint(family: str, side: str | None = None) -> str:
+    """Folder of a family whose tokenizer pads on a side, or, as those of most checkpoints, says nothing of it."""
+    folder = Path(_MODELS.name, f"{family}-{side}")
+    shutil.copytree(saved(family), folder)
+    path = folder / "tokenizer_config.json"
+    if path.exists():  # Voxtral's tokenizer is Mistral's own
+        settings = json.loads(path.read_text())
+        assert settings.pop("padding_side") == "left"
+        path.write_text(json.dumps(settings if side is None else {**settings, "padding_side": side}))
+    return str(folder)
 
 
 def load(family: str):
     """Fresh `(model, processor)` whose config names a folder that TRL can load again."""
-    model_class = type({**FAMILIES, **SPECIAL}[family].build()[0])
+    model_class = type(ALL_FAMILIES[family].build()[0])
     return model_class.from_pretrained(saved(family)), AutoProcessor.from_pretrained(saved(family))
 
 

@@ -22,6 +22,10 @@ from .masks import linear_masks
 from .scores import Scores
 
 
+# What configs call the number of experts, where it isn't `num_experts`
+_EXPERTS = ("num_local_experts", "n_routed_experts")
+
+
 @contextmanager
 def inject(decoder: nn.Module, **kwargs):
     """
@@ -44,6 +48,21 @@ def inject(decoder: nn.Module, **kwargs):
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _counted_experts(decoder: PreTrainedModel):
+    """Has the number of experts in the config by the one name that TRL's fused head knows, within the context."""
+    config: Any = decoder.config
+    number = next((getattr(config, name) for name in _EXPERTS if hasattr(config, name)), None)
+    if number is None or hasattr(config, "num_experts"):
+        yield
+        return
+    config.num_experts = number
+    try:
+        yield
+    finally:
+        del config.num_experts
 
 
 def completion_scores(
@@ -119,7 +138,8 @@ def completion_scores(
             aux_loss=outputs.aux_loss,
         )
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
+    with _counted_experts(unwrapped_model.get_decoder()):
+        return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
 
 
 def completion_values(

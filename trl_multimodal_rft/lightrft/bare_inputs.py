@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..data.columns import MediaError
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
-from ..families import MODALITIES, TOKEN_FIELDS, family_of, modality_of
+from ..families import MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
 from ..forward.scoring import to_model
 
 
@@ -133,7 +133,11 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     if family_of(model).token_fields_mark_media:
         for modality, ids in _placeholders(model).items():
             types[torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))] = _TOKEN_TYPES[modality]
-    return dict.fromkeys(names, types)
+    with_ends = types.clone()
+    for modality in MODALITIES:
+        for end in ("start", "end"):
+            with_ends[input_ids == getattr(model.config, f"{modality}_{end}_token_id", -1)] = _TOKEN_TYPES[modality]
+    return {name: with_ends if name in TOKEN_FIELDS_WITH_ENDS else types for name in names}
 
 
 def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
