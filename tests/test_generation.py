@@ -14,6 +14,7 @@ from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import generate_completions, trim_after_eos
+from trl_multimodal_rft.policy import PolicyForward, Remedies
 
 
 G = 3
@@ -107,6 +108,18 @@ def test_options_that_conflict_with_a_cache(option):
     expected = generate_completions(*args, config(tokenizer, do_sample=False), tokenizer.pad_token_id, model.device)
     greedy = config(tokenizer, do_sample=False, **option)
     assert torch.equal(generate_completions(*args, greedy, tokenizer.pad_token_id, model.device), expected)
+
+
+def test_prompts_apart_keep_their_completions():
+    """Text goes with the media of one part, in whatever order they come."""
+    model, plain, processor, prompts = build("glm4v")
+    media, text = (next(p for p in prompts if bool(p.media) == has) for has in (True, False))
+    rows, greedy = [text, media, text], config(processor.tokenizer, do_sample=False)
+    args = (greedy, processor.tokenizer.pad_token_id)
+    expected = [generate_completions(plain, plain, [row], *args, model.device)[0] for row in rows]
+    assert not torch.equal(expected[0], expected[1])
+    sampled = PolicyForward(remedies=Remedies(apart="media")).sample(model, rows, *args)
+    assert torch.equal(sampled, torch.stack(expected))
 
 
 def test_trim_after_eos():

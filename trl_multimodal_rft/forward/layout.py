@@ -340,7 +340,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
             part, `None` makes one part of all.
 
     Returns:
-        `list[list[int]]`: Indices of completions of each part. Those of a group stay together.
+        `list[list[int]]`: Indices of completions of each part, ascending. Those of a group are in one part.
     """
     if apart is None:
         return [list(range(len(prompts)))]
@@ -359,7 +359,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
     split = list(parts.values())
     if text_only:
         split = [split[0] + text_only, *split[1:]] if split else [text_only]
-    return split
+    return [sorted(part) for part in split]
 
 
 def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
