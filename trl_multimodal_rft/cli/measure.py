@@ -1,0 +1,257 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Measures how exactly a family is scored and sampled, on a tiny model, against the model's own plain forward."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig, PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from ..encoding.prompts import EncodedPrompt
+from ..families import family_of
+from ..forward.attention import install_prefix_attention
+from ..forward.layout import group_by_prompt
+from ..forward.masks import sharing_obstacle
+from ..policy import PolicyForward, Remedies
+from .tiny_media import NotBuilt, chats_of, encode, kinds_of, ordinary_ids
+from .tiny_models import tiny_model
+
+
+_COMPLETIONS, _NEW_TOKENS = 2, 5
+
+# What is equal but for rounding, in nats and relative to the gradient
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Measurement:
+    """
+    What was measured of a family.
+
+    Args:
+        family (`str`):
+            Its `model_type`.
+        kinds (`str`):
+            Kinds of media that were measured.
+        real (`bool`):
+            Whether prompts came from a real processor.
+        mode (`str`):
+            `"packed"`, `"apart"`, `"padded"` or `"refused"`; `"not built"` if nothing was measured.
+        logps (`float`, *optional*):
+            Largest difference of log-probabilities, in nats.
+        gradient (`float`, *optional*):
+            Difference of the gradient, relative to its norm.
+        sharing (`str`, *optional*):
+            Whether samples share a prefill: `"yes"`, `"no"`, or what is wrong.
+        note (`str`, *optional*):
+            What is to be said beside.
+    """
+
+    family: str
+    kinds: str = ""
+    real: bool = False
+    mode: str = "not built"
+    logps: float | None = None
+    gradient: float | None = None
+    sharing: str = ""
+    note: str = ""
+
+
+def measure_class(family: str, model_class: type[PreTrainedModel]) -> Measurement:
+    """
+    Measures a tiny model with made-up media.
+
+    Args:
+        family (`str`):
+            Its `model_type`.
+        model_class (`type`):
+            Its class.
+
+    Returns:
+        [`Measurement`]: What was found. Nothing is raised.
+    """
+    found = Measurement(family)
+    try:
+        model = tiny_model(model_class)
+    except Exception as error:
+        return replace(found, note=f"the model: {_sentence(error)}")
+    prompts, failed = [], {}
+    for seed, media in enumerate(chats_of(kinds_of(model))):
+        what, reason = " and ".join(kind for kind, _ in media) or "text", ""
+        for frames_apart in (False, True)[: 1 + any(kind == "video" for kind, _ in media)]:
+            try:
+                prompt = encode(model, media, seed, frames_apart)
+                with torch.no_grad():
+                    _plain_logits(model, prompt, _completions(model, 1)[0][0])
+                prompts.append(prompt)
+                break
+            except Exception as error:
+                reason = reason or _sentence(error)
+        else:
+            failed.setdefault(reason, what)
+    seen = [kind for kind in kinds_of(model) if any(kind in prompt.modalities for prompt in prompts)]
+    found = replace(found, kinds=", ".join(seen), note="; ".join(f"{what}: {reason}" for reason, what in failed.items()))
+    if not seen:
+        return found
+    return measure(model, prompts, found)
+
+
+def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Measurement) -> Measurement:
+    """
+    Measures a model on prompts.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model, in float32, as it was built.
+        prompts (`Sequence[EncodedPrompt]`):
+            Prompts, each another.
+        found ([`Measurement`]):
+            What is known before.
+
+    Returns:
+        [`Measurement`]: What was found. What fails is a note.
+    """
+    plain = copy.deepcopy(model)
+    repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]
+    ids, mask = _completions(model, len(repeated))
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) * mask
+    truth = []
+    for prompt, row, own, weight in zip(repeated, ids, mask.bool(), weights, strict=True):
+        logits = _plain_logits(plain, prompt, row[own])
+        logps = logits.log_softmax(-1).gather(-1, row[own][:, None])[:, 0]
+        (logps * weight[own]).sum().backward()
+        truth.append(F.pad(logps.detach(), (0, len(row) - len(logps))))
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    try:
+        obstacle = sharing_obstacle(model)
+        if obstacle is None:
+            install_prefix_attention(model)
+        add_fused_lm_head(model, temperature=1.0)
+        policy = PolicyForward(remedies=Remedies(can_pack=obstacle is None, apart=family_of(model).apart))
+    except Exception as error:
+        return replace(found, mode=f"error: {_sentence(error)}")
+    notes = [found.note, obstacle]
+
+    def score(remedies: Remedies) -> tuple[float, float]:
+        model.zero_grad(set_to_none=True)
+        scores = policy.score(model, repeated, ids, mask, packed=remedies.can_pack, remedies=remedies).logps
+        (scores * weights).sum().backward()
+        difference = (scores.detach() - torch.stack(truth)) * mask
+        own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return difference.abs().max().item(), _relative(own, gradients)
+
+    found = replace(found, mode=_mode(policy.remedies))
+    try:
+        logps, gradient = score(policy.remedies)
+        found = replace(found, logps=logps, gradient=gradient)
+        exact = max(logps, gradient) <= TOLERANCE
+    except Exception as error:
+        found = replace(found, mode=f"error: {_sentence(error)}")
+        exact = False
+    if not exact:
+        notes.append(_remedy(score, policy.remedies))
+    found = replace(found, sharing=_sharing(plain, model, policy, prompts))
+    return replace(found, note="; ".join(filter(None, notes)))
+
+
+def _mode(remedies: Remedies) -> str:
+    return ("packed" if remedies.can_pack else "padded") + (", apart" if remedies.apart else "")
+
+
+def _remedy(score, remedies: Remedies) -> str:
+    """What would be exact."""
+    for can_pack in [True, False][not remedies.can_pack :]:
+        for apart in (None, "media", "prompt"):
+            for own_logits in (False, True):
+                other = Remedies(can_pack=can_pack, apart=apart, own_logits=own_logits)
+                try:
+                    if max(score(other)) <= TOLERANCE:
+                        own = ", own logits" if own_logits else ""
+                        return f"wrong; exact if {_mode(other)}{f' ({apart})' if apart else ''}{own}"
+                except Exception:
+                    continue
+    return "wrong; nothing is exact"
+
+
+def _relative(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    zero = torch.zeros(())
+    names = own.keys() | other.keys()
+    difference = torch.stack([(own.get(name, zero) - other.get(name, zero)).norm() for name in names]).norm()
+    return (difference / torch.stack([value.norm() for value in other.values()]).norm()).item()
+
+
+def _completions(model, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, _NEW_TOKENS + 1, (n,), generator=generator)
+    mask = (torch.arange(_NEW_TOKENS) < lengths[:, None]).long()
+    ids = ordinary_ids(model)
+    return ids[torch.randint(len(ids), (n, _NEW_TOKENS), generator=generator)] * mask, mask
+
+
+def _plain_inputs(prompt: EncodedPrompt) -> dict[str, Any]:
+    fields = {name: value[None] for name, value in prompt.token_fields.items()}
+    ids = prompt.input_ids[None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **fields, **prompt.media}
+
+
+def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torch.Tensor:
+    """Logits of a completion's tokens by the model's own forward, of one row."""
+    inputs, n_new = _plain_inputs(prompt), len(completion)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
+    fill = {"attention_mask": 1, **family_of(model).token_field_fill}
+    for name in ("attention_mask", *prompt.token_fields):
+        inputs[name] = F.pad(inputs[name], (0, n_new), value=fill.get(name, 0))
+    return model(**inputs, use_cache=False).logits[0, -n_new - 1 : -1]
+
+
+def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPrompt]) -> str:
+    """Whether greedy samples from a shared prefill are those of `generate`."""
+    size = model.get_output_embeddings().weight.size(0)
+    greedy = GenerationConfig(
+        max_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        suppress_tokens=sorted({*range(size)} - {*ordinary_ids(model).tolist()}),
+        disable_compile=True,
+    )
+    for each in (plain, model):
+        each.generation_config = copy.deepcopy(greedy)
+    with torch.no_grad():
+        try:
+            expected = [
+                plain.generate(**_plain_inputs(prompt), generation_config=greedy)[0, -_NEW_TOKENS:]
+                for prompt in prompts
+            ]
+        except Exception as error:
+            return f"`generate` fails: {_sentence(error)}"
+        repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]
+        rows = []
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: rows.append(_n_rows(kwargs)), with_kwargs=True
+        )
+        try:
+            sampled = policy.sample(model, repeated, greedy, 0)
+        except Exception as error:
+            return f"error: {_sentence(error)}"
+        finally:
+            hook.remove()
+    shared = "yes" if rows and rows[0] < len(repeated) // (1 if policy.remedies.apart is None else 2) else "no"
+    same = torch.equal(sampled, torch.stack(expected).repeat_interleave(_COMPLETIONS, 0))
+    return shared if same else f"wrong (shared: {shared})"
+
+
+def _n_rows(kwargs: dict[str, Any]) -> int:
+    ids = kwargs.get("input_ids")
+    return len(kwargs["inputs_embeds"] if ids is None else ids)
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, NotBuilt):
+        return text[:160]
+    return f"{type(error).__name__}: {text[:160]}"

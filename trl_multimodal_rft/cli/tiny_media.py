@@ -1,0 +1,334 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts with media for tiny models: random tensors of the shapes that processors give."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..encoding.prompts import EncodedPrompt, placeholder_token_ids, prompt_position_ids
+from ..families import MODALITIES, family_of
+from .tiny_models import VOCABULARY, meant_ids
+
+
+Tensors = dict[str, torch.Tensor]
+
+# A medium by its kind and its size, from 0
+Medium = tuple[str, int]
+
+# Of a video, after those that a patch spans
+_FRAMES = 2
+
+_FIELD_VALUES = {"image": 1, "video": 2, "audio": 3}
+
+
+class NotBuilt(Exception):
+    """A model's media can't be made."""
+
+
+def arguments(model: PreTrainedModel) -> set[str]:
+    """
+    What a model's forward takes.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+
+    Returns:
+        `set[str]`: Names.
+    """
+    return {*inspect.signature(type(model).forward).parameters}
+
+
+def kinds_of(model: PreTrainedModel) -> list[str]:
+    """
+    Which media a model takes.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+
+    Returns:
+        `list[str]`: Some of `"image"`, `"video"` and `"audio"`.
+    """
+    return [kind for kind in MODALITIES if kind in model.input_modalities]
+
+
+def chats_of(kinds: Sequence[str]) -> list[list[Medium]]:
+    """
+    Media of prompts to measure: one, several of other sizes, all kinds, none.
+
+    Args:
+        kinds (`Sequence[str]`):
+            Kinds of media.
+
+    Returns:
+        `list`: The media of each prompt.
+    """
+    chats: list[list[Medium]] = [[]]
+    for kind in kinds:
+        chats += [[(kind, 0)], [(kind, 1), (kind, 0)]]
+    if len(kinds) > 1:
+        chats.append([(kind, 1) for kind in kinds])
+    return chats
+
+
+def encode(
+    model: PreTrainedModel, media: Sequence[Medium], seed: int = 0, frames_apart: bool = False
+) -> EncodedPrompt:
+    """
+    Makes a prompt.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+        media (`Sequence`):
+            Its media, in order.
+        seed (`int`, *optional*, defaults to `0`):
+            Which text and which media.
+        frames_apart (`bool`, *optional*, defaults to `False`):
+            Whether text stands between the frames of a video.
+
+    Returns:
+        [`~encoding.prompts.EncodedPrompt`]: The prompt.
+
+    Raises:
+        [`NotBuilt`]: If it is not known how.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kinds = list(dict.fromkeys(kind for kind, _ in media))
+    tensors: Tensors = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for kind in kinds:
+            sizes = [size for own, size in media if own == kind]
+            tensors |= recipe(model, kind)(model, sizes)
+        counts = {each: n_tokens(model, *each) for each in dict.fromkeys(media)}
+    ids, kinds_of_tokens = _text(model, 6, generator), [0] * 6
+    for kind, size in media:
+        placeholder = placeholder_of(model, kind)
+        before, after = _around(model, kind)
+        n = counts[kind, size]
+        frames = _FRAMES if kind == "video" and frames_apart else 1
+        for _ in range(frames):
+            ids += [*before, *[placeholder] * (n // frames), *after, *_text(model, 2, generator)]
+            kinds_of_tokens += [0] * len(before) + [_FIELD_VALUES[kind]] * (n // frames) + [0] * (len(after) + 2)
+    more = 3 + seed % 4
+    ids += _text(model, more, generator)
+    kinds_of_tokens += [0] * more
+    input_ids, marks = torch.tensor(ids), torch.tensor(kinds_of_tokens)
+    fields: Tensors = {}
+    if "mm_token_type_ids" in arguments(model):
+        fields["mm_token_type_ids"] = marks
+    if "token_type_ids" in arguments(model):
+        fields["token_type_ids"] = marks if family_of(model).token_fields_mark_media else torch.zeros_like(marks)
+    return EncodedPrompt(
+        input_ids,
+        fields,
+        tensors,
+        prompt_position_ids(model, input_ids, tensors, fields),
+        modalities=frozenset(kinds),
+    )
+
+
+def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
+    """
+    Ids that no config gives a meaning.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+
+    Returns:
+        `torch.Tensor`: The ids.
+    """
+    named = meant_ids(model.config.to_dict())
+    return torch.tensor([i for i in range(50, VOCABULARY - 100) if i not in named])
+
+
+def placeholder_of(model: PreTrainedModel, kind: str) -> int:
+    """
+    Id of the token that stands for a kind of media.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+        kind (`str`):
+            Kind of media.
+
+    Returns:
+        `int`: The id.
+
+    Raises:
+        [`NotBuilt`]: If the config names none.
+    """
+    ids = placeholder_token_ids(model, None)
+    found = ids[kind] or (ids["image"] if kind == "video" else set())
+    if not found:
+        raise NotBuilt(f"the config names no token for {kind}")
+    return min(found)
+
+
+def _text(model, n: int, generator) -> list[int]:
+    ids = ordinary_ids(model)
+    return ids[torch.randint(len(ids), (n,), generator=generator)].tolist()
+
+
+def _around(model, kind: str) -> tuple[list[int], list[int]]:
+    """Tokens that say where a medium starts and ends."""
+
+    def named(end: str) -> list[int]:
+        names = (f"{each}_{end}_token_id" for each in (kind, *(["vision"] if kind != "audio" else [])))
+        found = [getattr(model.config, name, None) for name in names]
+        return [each for each in found if isinstance(each, int)][:1]
+
+    return named("start"), named("end")
+
+
+def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
+    """
+    Tokens of a medium: the features that the model makes of it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+        kind (`str`):
+            Kind of media.
+        size (`int`):
+            Its size.
+
+    Returns:
+        `int`: How many.
+
+    Raises:
+        [`NotBuilt`]: If the model doesn't tell.
+    """
+    tensors = recipe(model, kind)(model, [size])
+    counted = _COUNTS.get(model.config.model_type, {}).get(kind)
+    if counted is not None:
+        return counted(model, tensors)
+    name = f"get_{kind}_features"
+    function = getattr(model, name, None) or getattr(model.base_model, name, None)
+    if function is None:
+        raise NotBuilt(f"it has no {name}")
+    accepted = inspect.signature(inspect.unwrap(function)).parameters
+    with torch.no_grad():
+        features = function(**{key: value for key, value in tensors.items() if key in accepted or "args" in accepted})
+    features = getattr(features, "pooler_output", features)
+    parts = [*features] if isinstance(features, (list, tuple)) else [features]
+    return sum(part.numel() // part.size(-1) for part in parts)
+
+
+# Recipes: from a model and sizes to the tensors of media of these sizes
+
+
+def recipe(model: PreTrainedModel, kind: str) -> Callable[[PreTrainedModel, Sequence[int]], Tensors]:
+    """
+    What makes tensors of a kind of media.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+        kind (`str`):
+            Kind of media.
+
+    Returns:
+        `Callable`: From the model and the sizes of media to their tensors.
+
+    Raises:
+        [`NotBuilt`]: If it is not known how.
+    """
+    own = _OWN.get(model.config.model_type, {}).get(kind)
+    if own is not None:
+        return own
+    names = arguments(model) | {*inspect.signature(type(model.base_model).forward).parameters}
+    for kind_of_recipe, marker, function in _RECIPES:
+        if kind_of_recipe == kind and marker in names:
+            return function
+    raise NotBuilt(f"no recipe for {kind}")
+
+
+def _tower(model: PreTrainedModel, kind: str = "image") -> Any:
+    config = model.config
+    names = ("audio_config", "encoder_config") if kind == "audio" else ("vision_config", "vq_config")
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), config)
+
+
+def _first(config: Any, *names: str, default: Any = None) -> Any:
+    found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), default)
+    return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def _grids(model, sizes, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flattened patches and grids."""
+    config = _tower(model)
+    patch = _first(config, "patch_size", default=14)
+    temporal = _first(config, "temporal_patch_size", default=1)
+    channels = _first(config, "in_channels", "in_chans", "num_channels", default=3)
+    merge = _first(config, "spatial_merge_size", "merge_size", "merge_kernel_size", "downsample_factor", default=2)
+    grids = torch.tensor([[frames, merge * 2, merge * (2 + size)] for size in sizes])
+    return torch.randn(int(grids.prod(1).sum()), channels * temporal * patch * patch), grids
+
+
+def _image_grids(model, sizes) -> Tensors:
+    patches, grids = _grids(model, sizes, 1)
+    return {"pixel_values": patches, "image_grid_thw": grids}
+
+
+def _video_grids(model, sizes) -> Tensors:
+    patches, grids = _grids(model, sizes, _FRAMES)
+    tensors = {"pixel_values_videos": patches, "video_grid_thw": grids}
+    if "second_per_grid_ts" in arguments(model):
+        tensors["second_per_grid_ts"] = torch.ones(len(sizes))
+    if "video_second_per_grid" in arguments(model):
+        tensors["video_second_per_grid"] = torch.ones(len(sizes))
+    return tensors
+
+
+def _pictures(model, sizes) -> Tensors:
+    """Images of the one size that the tower has."""
+    side = _first(_tower(model), "image_size", default=56)
+    channels = _first(_tower(model), "num_channels", "in_channels", default=3)
+    return {"pixel_values": torch.randn(len(sizes), channels, side, side)}
+
+
+def _tiles(model, sizes) -> Tensors:
+    """Images in one row per prompt, with a mask of their pixels."""
+    pixels = _pictures(model, sizes)["pixel_values"][None]
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones_like(pixels[:, :, 0], dtype=torch.long)}
+
+
+def _frames(model, sizes) -> Tensors:
+    """Videos of two frames."""
+    side = _first(_tower(model), "image_size", default=56)
+    return {"pixel_values_videos": torch.randn(len(sizes), 2, 3, side, side)}
+
+
+def _mels(model, sizes, mask: str) -> Tensors:
+    """Features of sound, those of shorter clips padded."""
+    config = _tower(model, "audio")
+    mels = _first(config, "num_mel_bins", "input_feat_size", "input_dim", "feature_size", default=80)
+    lengths = torch.tensor([40 + 16 * size for size in sizes])
+    features = torch.randn(len(sizes), mels, int(lengths.max()))
+    own = torch.arange(features.size(-1)) < lengths[:, None]
+    return {"input_features": features * own[:, None], mask: own.long()}
+
+
+_RECIPES: tuple[tuple[str, str, Callable], ...] = (
+    ("image", "image_grid_thw", _image_grids),
+    ("image", "pixel_attention_mask", _tiles),
+    ("image", "pixel_values", _pictures),
+    ("video", "video_grid_thw", _video_grids),
+    ("video", "pixel_values_videos", _frames),
+    ("video", "pixel_values", _pictures),
+    ("audio", "feature_attention_mask", lambda model, sizes: _mels(model, sizes, "feature_attention_mask")),
+    ("audio", "input_features_mask", lambda model, sizes: _mels(model, sizes, "input_features_mask")),
+)
+
+# Of single models, by `model_type` and kind
+_OWN: dict[str, dict[str, Callable]] = {}
+
+# From a model and the tensors of a medium to its tokens, where a model doesn't tell
+_COUNTS: dict[str, dict[str, Callable]] = {}

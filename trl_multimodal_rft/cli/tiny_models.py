@@ -1,0 +1,183 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tiny models of the architectures of transformers, from the configs that their classes have by default."""
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+VOCABULARY = 400
+
+_HEADS, _HEAD_DIM = 4, 32
+_HIDDEN = _HEADS * _HEAD_DIM
+_POSITIONS = 2048
+_PATCHES = 4  # along each side of an image
+
+# Settings by patterns of their names, the first that matches. Sizes are all the same, so that what must agree does.
+_SMALL: tuple[tuple[str, int], ...] = (
+    (r"(linear|mamba|ssm).*num.*heads|linear_num_(key|value)_heads|mamba_num_heads", _HEADS),
+    (r"(\w+_)?(num_key_value_heads|num_kv_heads)", 2),
+    (r"(\w+_)?(num_attention_heads|num_heads|n_heads|attention_heads)", _HEADS),
+    (r"(\w*head_dim|dim_head)", _HEAD_DIM),
+    (r"(kv|q)_lora_rank|laurel_rank|hc_lowrank", _HEAD_DIM),
+    (r"(\w+_)?(num_hidden_layers|num_layers|n_layers|encoder_layers|depth|layers|num_blocks)", 2),
+    (r"n_routed_experts|num_local_experts|moe_num_experts|num_experts", 4),
+    (r"num_experts_per_tok|moe_topk|moe_k", 2),
+    (r"n_group|topk_group|first_k_dense_replace|num_nextn_predict_layers", 1),
+    (r"sliding_window|sliding_window_size|attention_chunk_size|index_topk", 8),
+    (r"max_position_embeddings", _POSITIONS),
+    (r"vocab_size|unpadded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
+    (r"\w*(hidden_size|intermediate_size)\w*|\w*(hidden_dim|ffn_dim|mlp_dim|expert_dim)", _HIDDEN),
+    (r"(d_model|embed_dim|\w*projection_dim|output_dim|decoder_dim)", _HIDDEN),
+)
+
+_IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
+
+
+def tiny_config(config: PreTrainedConfig, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """
+    A config of the same kind with small sizes.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            What a class has by default.
+        changes (`Mapping`, *optional*):
+            What is to be said beside, by name, those of a sub-config in a mapping of their own.
+
+    Returns:
+        [`~transformers.PreTrainedConfig`]: A new config.
+    """
+    ids: dict[int, int] = {}
+    values = config.to_dict()
+    for name, part in config.sub_configs.items():
+        if values.get(name) is None and re.fullmatch(r"(vision|audio|text)_config", name) and getattr(part, "model_type", None):
+            values[name] = part().to_dict()
+    values = _shrunk(values, ids)
+    return type(config).from_dict(_merged(values, changes or {}))
+
+
+def _merged(values: dict, changes: Mapping) -> dict:
+    values = dict(values)
+    for name, value in changes.items():
+        own = values.get(name)
+        values[name] = _merged(own, value) if isinstance(own, dict) and isinstance(value, Mapping) else value
+    return values
+
+
+def _shrunk(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
+    small = {name: _small(name, value, ids) for name, value in values.items()}
+    layers = next((n for n in ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers") if n in small), None)
+    if layers is not None and isinstance(values[layers], int):
+        _cut_layers(small, values, layers)
+    patch, size = small.get("patch_size"), small.get("image_size")
+    if isinstance(patch, int) and isinstance(size, int):
+        small["image_size"] = _PATCHES * patch
+    elif isinstance(patch, int) and isinstance(size, list):
+        small["image_size"] = [_PATCHES * patch] * len(size)
+    rope = small.get("rope_parameters")
+    if isinstance(rope, dict):
+        for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+            _cut_rope(each, small)
+    return small
+
+
+def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
+    if not isinstance(name, str):
+        return value  # of labels
+    if isinstance(value, dict):
+        return _shrunk(value, ids) if name != "rope_parameters" else copy.deepcopy(value)
+    if _IDS.fullmatch(name):
+        if isinstance(value, list):
+            return [_inside(each, ids) for each in value]
+        return _inside(value, ids)
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return [_small(name, each, ids) for each in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        limit = next((limit for pattern, limit in _SMALL if re.fullmatch(pattern, name)), value)
+        return min(value, limit)
+    return value
+
+
+def _inside(value: Any, ids: dict[int, int]) -> Any:
+    """Ids of special tokens go to the end of the vocabulary."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < VOCABULARY:
+        return value
+    return ids.setdefault(value, VOCABULARY - 1 - len(ids))
+
+
+def meant_ids(values: Any, name: str = "") -> set[int]:
+    """
+    Ids that a config gives a meaning.
+
+    Args:
+        values (`Any`):
+            The config as a dictionary.
+        name (`str`, *optional*):
+            What it is called, where it is a part of another.
+
+    Returns:
+        `set[int]`: The ids.
+    """
+    if isinstance(values, dict):
+        parts = [meant_ids(value, key) for key, value in values.items() if isinstance(key, str)]
+        return set().union(*parts)
+    if isinstance(values, list):
+        return set().union(*(meant_ids(each, name) for each in values)) if _IDS.fullmatch(name) else set()
+    return {values} if type(values) is int and _IDS.fullmatch(name) else set()
+
+
+def _cut_layers(small: dict[str, Any], values: dict[str, Any], name: str) -> None:
+    """One layer of each kind, in the order in which they come first, and what lists say of these layers."""
+    n_layers = values[name]
+    lists = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == n_layers}
+    kinds = list(zip(*(value for value in lists.values() if isinstance(value[0], str)), strict=True))
+    chosen = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
+    if len(chosen) < 2:
+        chosen = sorted({0, n_layers - 1} if not kinds else {*chosen, *range(n_layers)})[:2]
+    small[name] = len(chosen)
+    for key, value in lists.items():
+        small[key] = [small[key][i] for i in chosen]
+    own = {int(i): value for i, value in (small.get("per_layer_config") or {}).items()}
+    if own:
+        small["per_layer_config"] = {place: own[i] for place, i in enumerate(chosen) if i in own}
+    last = len(chosen) - 1
+    for key, value in values.items():
+        if re.fullmatch(r"\w*(indexes|indices|layers|idxs)", key) and isinstance(value, list) and key not in lists:
+            small[key] = sorted({min(each, last) for each in value if isinstance(each, int)})
+
+
+def _cut_rope(rope: dict[str, Any], small: dict[str, Any]) -> None:
+    """Parts of a head for positions in time, height and width, which modelling code has for large heads alone."""
+    if "rope_type" not in rope or "vocab_size" not in small:
+        return
+    factor = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1
+    total, n = int(int(small.get("head_dim") or _HEAD_DIM) * factor) // 2, len(rope.get("mrope_section") or "thw")
+    rope["mrope_section"] = [total - (n - 1) * (total // n), *[total // n] * (n - 1)]
+
+
+def tiny_model(model_class: type[PreTrainedModel], changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """
+    A model with random weights, the same at each call, and scaled so that what it sees and hears shows.
+
+    Args:
+        model_class (`type`):
+            Class of the model.
+        changes (`Mapping`, *optional*):
+            See [`tiny_config`].
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model, in float32, in evaluation mode.
+    """
+    torch.manual_seed(0)
+    model = model_class._from_config(tiny_config(model_class.config_class(), changes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2 and not parameter.any():
+                parameter.normal_(std=0.1)
+            elif parameter.ndim >= 2 and parameter.abs().max() < 0.5:
+                parameter.mul_(3.0)
+    return model
