@@ -265,7 +265,7 @@ def _grids(model, sizes, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Flattened patches and grids."""
     config = _tower(model)
     patch = _first(config, "patch_size", default=14)
-    temporal = _first(config, "temporal_patch_size", default=1)
+    temporal = _first(config, "temporal_patch_size", "patch_temporal", default=1)
     channels = _first(config, "in_channels", "in_chans", "num_channels", default=3)
     merge = _first(config, "spatial_merge_size", "merge_size", "merge_kernel_size", "downsample_factor", default=2)
     grids = torch.tensor([[frames, merge * 2, merge * (2 + size)] for size in sizes])
@@ -306,29 +306,203 @@ def _frames(model, sizes) -> Tensors:
     return {"pixel_values_videos": torch.randn(len(sizes), 2, 3, side, side)}
 
 
-def _mels(model, sizes, mask: str) -> Tensors:
+def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool = False) -> Tensors:
     """Features of sound, those of shorter clips padded."""
     config = _tower(model, "audio")
-    mels = _first(config, "num_mel_bins", "input_feat_size", "input_dim", "feature_size", default=80)
-    lengths = torch.tensor([40 + 16 * size for size in sizes])
-    features = torch.randn(len(sizes), mels, int(lengths.max()))
-    own = torch.arange(features.size(-1)) < lengths[:, None]
-    return {"input_features": features * own[:, None], mask: own.long()}
+    mels = _first(config, "num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", default=80)
+    window = getattr(config, "max_source_positions", None)
+    lengths = torch.tensor([unit * (1 + size) for size in sizes])
+    longest = int(lengths.max()) if window is None else 2 * window
+    own = torch.arange(longest) < lengths[:, None]
+    features = torch.randn(len(sizes), longest, mels) * own[..., None]
+    tensors = {"input_features": features if by_frame else features.transpose(1, 2).contiguous()}
+    return tensors if mask is None else {**tensors, mask: own.long()}
+
+
+def _sized(model, sizes) -> Tensors:
+    """Images of several sizes, the smaller ones padded."""
+    unit = _first(_tower(model), "patch_size") * getattr(model.config, "spatial_merge_size", 1)
+    shapes = torch.tensor([[2 * unit, (2 + size) * unit] for size in sizes])
+    pixels = torch.zeros(len(sizes), 3, *shapes.amax(0).tolist())
+    for image, (height, width) in zip(pixels, shapes.tolist(), strict=True):
+        image[:, :height, :width] = torch.randn(3, height, width)
+    return {"pixel_values": pixels, "image_sizes": shapes}
+
+
+def _crops(model, sizes) -> Tensors:
+    """Images in tiles after a picture of the whole, of two shapes."""
+    side = _first(_tower(model), "image_size")
+    shapes = torch.tensor([[side, 2 * side] if size % 2 else [2 * side, side - 6] for size in sizes])
+    return {"pixel_values": torch.randn(len(sizes), 3, 3, side, side), "image_sizes": shapes}
+
+
+def _square_patches(tensors: Tensors, model) -> Tensors:
+    """Patches that keep their two sides."""
+    patch = _first(_tower(model), "patch_size")
+    return {
+        name: value.view(len(value), -1, patch, patch) if name.startswith("pixel") else value
+        for name, value in tensors.items()
+    }
+
+
+def _merge_sizes(tensors: Tensors, name: str, size: int) -> Tensors:
+    grids = next(value for key, value in tensors.items() if key.endswith("grid_thw"))
+    return {**tensors, name: torch.full((len(grids),), size)}
+
+
+def _positioned(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches with their places, padded, `-1` where there are none."""
+    config = _tower(model)
+    pool = getattr(config, "pooling_kernel_size", 1)
+    patch = _first(config, "model_patch_size", "patch_size")
+    grids = [(2 * pool, (2 + size) * pool) for size in sizes for _ in range(frames)]
+    longest = max(height * width for height, width in grids)
+    patches = torch.rand(len(grids), longest, 3 * patch * patch)
+    places = torch.full((len(grids), longest, 2), -1)
+    for own, (height, width) in zip(places, grids, strict=True):
+        own[: height * width] = torch.cartesian_prod(torch.arange(width), torch.arange(height)).view(
+            width, height, 2
+        ).transpose(0, 1).reshape(-1, 2)
+    return patches * (places[..., :1] >= 0), places
+
+
+def _positioned_images(model, sizes) -> Tensors:
+    return dict(zip(("pixel_values", "image_position_ids"), _positioned(model, sizes), strict=True))
+
+
+def _positioned_videos(model, sizes) -> Tensors:
+    tensors = dict(zip(("pixel_values_videos", "video_position_ids"), _positioned(model, sizes, _FRAMES), strict=True))
+    return {**tensors, "num_frames_per_video": torch.full((len(sizes),), _FRAMES)}
+
+
+def _shaped(model, sizes) -> Tensors:
+    """Patches of images with their number along each side, padded."""
+    patch = _first(_tower(model), "patch_size")
+    shapes = torch.tensor([[4, 4 + 2 * size] for size in sizes])
+    counts = shapes.prod(1)
+    mask = (torch.arange(int(counts.max())) < counts[:, None]).long()
+    pixels = torch.randn(*mask.shape, 3 * patch * patch) * mask[..., None]
+    return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def _row_of_patches(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches side by side in one image."""
+    patch = _first(_tower(model), "patch_size")
+    shapes = torch.tensor([[4, 4 + 4 * size] for size in sizes], dtype=torch.int32)
+    return torch.randn(frames, 3, patch, patch * int(shapes.prod(1).sum())), shapes
+
+
+def _row_images(model, sizes) -> Tensors:
+    return dict(zip(("pixel_values", "target_sizes"), _row_of_patches(model, sizes), strict=True))
+
+
+def _row_videos(model, sizes) -> Tensors:
+    tensors = _row_of_patches(model, sizes, _FRAMES)
+    return dict(zip(("pixel_values_videos", "target_sizes_videos"), tensors, strict=True))
+
+
+def _with_high_resolution(model, sizes) -> Tensors:
+    side = model.config.high_res_vision_config.image_size
+    return {**_pictures(model, sizes), "high_res_pixel_values": torch.randn(len(sizes), 3, side, side)}
+
+
+def _codes(model, sizes) -> Tensors:
+    """Sound as codes."""
+    config = model.config.audio_config
+    tensors = _mels(model, sizes, "audio_input_ids_mask", unit=6, by_frame=True)
+    features = tensors.pop("input_features")
+    codes = torch.randint(config.mel_vocab_size, (*features.shape[:2], config.n_mel_bins))
+    return {"audio_input_ids": codes, **tensors}
+
+
+def _stacked_patches(model, sizes) -> Tensors:
+    config = _tower(model)
+    side = config.spatial_merge_size * config.patch_size
+    grids = torch.tensor([[1, 2, 2 + size] for size in sizes])
+    return {"pixel_values": torch.randn(int(grids.prod(1).sum()), side, side, 3), "image_grid_thw": grids}
+
+
+def _by_patches(model, sizes) -> Tensors:
+    config = model.config
+    return {"pixel_values": torch.randn(len(sizes), 4, 3 * config.patch_size**2)}
+
+
+def _whisper_tokens(model, tensors: Tensors) -> int:
+    frames = tensors["feature_attention_mask"].sum(-1)
+    return int((((frames - 1) // 2 + 1 - 2) // 2 + 1).sum())
+
+
+def _slots(model, tensors: Tensors) -> int:
+    """Tokens of a mask of tokens."""
+    return int(tensors["input_features_mask"].sum())
+
+
+def _projected(model, sizes) -> Tensors:
+    """Features of sound with a mask of the tokens that they become."""
+    features = _mels(model, sizes, by_frame=True)["input_features"]
+    model_config = model.config
+    blocks = [-(-40 * (1 + size) // model_config.window_size) for size in sizes]
+    tokens = torch.tensor(blocks) * (model_config.window_size // model_config.downsample_rate)
+    mask = torch.arange(int(tokens.max())) < tokens[:, None]
+    return {"input_features": features, "input_features_mask": mask}
 
 
 _RECIPES: tuple[tuple[str, str, Callable], ...] = (
     ("image", "image_grid_thw", _image_grids),
+    ("image", "image_position_ids", _positioned_images),
+    ("image", "spatial_shapes", _shaped),
+    ("image", "target_sizes", _row_images),
+    ("image", "high_res_pixel_values", _with_high_resolution),
     ("image", "pixel_attention_mask", _tiles),
     ("image", "pixel_values", _pictures),
     ("video", "video_grid_thw", _video_grids),
+    ("video", "video_position_ids", _positioned_videos),
+    ("video", "target_sizes_videos", _row_videos),
     ("video", "pixel_values_videos", _frames),
     ("video", "pixel_values", _pictures),
     ("audio", "feature_attention_mask", lambda model, sizes: _mels(model, sizes, "feature_attention_mask")),
     ("audio", "input_features_mask", lambda model, sizes: _mels(model, sizes, "input_features_mask")),
+    ("audio", "input_features", _mels),
+    ("audio", "audio_input_ids", _codes),
 )
 
 # Of single models, by `model_type` and kind
-_OWN: dict[str, dict[str, Callable]] = {}
+_OWN: dict[str, dict[str, Callable]] = {
+    "fuyu": {"image": _by_patches},
+    "gemma4": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
+    "gemma4_unified": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
+    "gemma3n": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
+    "granite4_vision": {"image": _crops},
+    "granite_speech": {"audio": _projected},
+    "granite_speech_plus": {"audio": _projected},
+    "inkling2": {"image": _stacked_patches},
+    "kimi_k25": {
+        "image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model),
+        "video": lambda model, sizes: _square_patches(_video_grids(model, sizes), model),
+    },
+    "lighton_ocr": {"image": _sized},
+    "llava_next": {"image": _crops},
+    "llava_next_video": {"image": _crops},
+    "llava_onevision": {"image": _crops},
+    "mistral3": {"image": _sized},
+    "mistral_large4": {"image": _sized},
+    "moss_transcribe_diarize": {
+        "audio": lambda model, sizes: {
+            **_mels(model, sizes, "input_features_mask"),
+            "padding_mask": _mels(model, sizes, "padding_mask")["padding_mask"],
+        }
+    },
+    "paddleocr_vl": {"image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model)},
+    "qwen3_asr": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=100)},
+    "video_llama_3": {
+        "image": lambda model, sizes: _merge_sizes(_image_grids(model, sizes), "image_merge_sizes", 1),
+        "video": lambda model, sizes: _merge_sizes(_video_grids(model, sizes), "video_merge_sizes", 2),
+    },
+}
 
 # From a model and the tensors of a medium to its tokens, where a model doesn't tell
-_COUNTS: dict[str, dict[str, Callable]] = {}
+_COUNTS: dict[str, dict[str, Callable]] = {
+    "granite_speech": {"audio": _slots},
+    "granite_speech_plus": {"audio": _slots},
+    "qwen2_audio": {"audio": _whisper_tokens},
+}

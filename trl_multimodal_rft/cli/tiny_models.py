@@ -28,6 +28,8 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"n_routed_experts|num_local_experts|moe_num_experts|num_experts", 4),
     (r"num_experts_per_tok|moe_topk|moe_k", 2),
     (r"n_group|topk_group|first_k_dense_replace|num_nextn_predict_layers", 1),
+    (r"num_kv_shared_layers", 0),
+    (r"max_source_positions", 50),
     (r"sliding_window|sliding_window_size|attention_chunk_size|index_topk", 8),
     (r"max_position_embeddings", _POSITIONS),
     (r"vocab_size|unpadded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
@@ -36,6 +38,40 @@ _SMALL: tuple[tuple[str, int], ...] = (
 )
 
 _IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SIDES = {"vision_start_token_id": 298, "vision_end_token_id": 297, "audio_start_token_id": 296}
+
+# What a class leaves to checkpoints, and what is tied to sizes by numbers, by `model_type`
+CHANGES: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {_PATCHES**2: 8}, "max_value_projector_patch_to_query_dict": 8},
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    },
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [_HIDDEN, _HIDDEN]}},
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "convnext_atto",
+            "model_args": {"depths": [1, 1, 1, 1], "dims": [_HIDDEN] * 4},
+        }
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": _HIDDEN // 4}},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 4 * _HIDDEN,
+            "projector_input_dim": _HIDDEN,
+            "projector_output_dim": _HIDDEN,
+            "vision_output_dim": _HIDDEN,
+        }
+    },
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "qwen2_5_omni_thinker": _SIDES,
+    "qwen3_omni_moe_thinker": _SIDES,
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+}
 
 
 def tiny_config(config: PreTrainedConfig, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
@@ -57,6 +93,9 @@ def tiny_config(config: PreTrainedConfig, changes: Mapping[str, Any] | None = No
         if values.get(name) is None and re.fullmatch(r"(vision|audio|text)_config", name) and getattr(part, "model_type", None):
             values[name] = part().to_dict()
     values = _shrunk(values, ids)
+    if "image_grid_pinpoints" in values:
+        side = values["vision_config"]["image_size"]
+        values["image_grid_pinpoints"] = [[side, 2 * side], [2 * side, side]]
     return type(config).from_dict(_merged(values, changes or {}))
 
 
@@ -73,6 +112,8 @@ def _shrunk(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
     layers = next((n for n in ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers") if n in small), None)
     if layers is not None and isinstance(values[layers], int):
         _cut_layers(small, values, layers)
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
     patch, size = small.get("patch_size"), small.get("image_size")
     if isinstance(patch, int) and isinstance(size, int):
         small["image_size"] = _PATCHES * patch
@@ -156,7 +197,7 @@ def _cut_rope(rope: dict[str, Any], small: dict[str, Any]) -> None:
         return
     factor = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1
     total, n = int(int(small.get("head_dim") or _HEAD_DIM) * factor) // 2, len(rope.get("mrope_section") or "thw")
-    rope["mrope_section"] = [total - (n - 1) * (total // n), *[total // n] * (n - 1)]
+    rope["mrope_section"] = [*[total // n] * (n - 1), total - (n - 1) * (total // n)]
 
 
 def tiny_model(model_class: type[PreTrainedModel], changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
@@ -173,7 +214,9 @@ def tiny_model(model_class: type[PreTrainedModel], changes: Mapping[str, Any] | 
         [`~transformers.PreTrainedModel`]: The model, in float32, in evaluation mode.
     """
     torch.manual_seed(0)
-    model = model_class._from_config(tiny_config(model_class.config_class(), changes), dtype=torch.float32).eval()
+    config = model_class.config_class()
+    config = tiny_config(config, {**CHANGES.get(config.model_type, {}), **(changes or {})})
+    model = model_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2 and not parameter.any():
