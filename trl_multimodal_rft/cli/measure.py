@@ -205,7 +205,10 @@ def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> tor
     inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
     fill = {"attention_mask": 1, **family_of(model).token_field_fill}
     for name in ("attention_mask", *prompt.token_fields):
-        inputs[name] = F.pad(inputs[name], (0, n_new), value=fill.get(name, 0))
+        behind = inputs[name][:, -1:]
+        if inputs[name].dim() == 2:
+            behind = torch.full_like(behind, fill.get(name, 0))
+        inputs[name] = torch.cat([inputs[name], behind.repeat_interleave(n_new, 1)], dim=1)
     return model(**inputs, use_cache=False).logits[0, -n_new - 1 : -1]
 
 

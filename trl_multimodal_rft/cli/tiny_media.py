@@ -97,6 +97,8 @@ def encode(
     Raises:
         [`NotBuilt`]: If it is not known how.
     """
+    if model.config.model_type in _PROMPTS:
+        return _PROMPTS[model.config.model_type](model, media, seed)
     generator = torch.Generator().manual_seed(seed)
     kinds = list(dict.fromkeys(kind for kind, _ in media))
     tensors: Tensors = {}
@@ -108,7 +110,8 @@ def encode(
         counts = {each: n_tokens(model, *each) for each in dict.fromkeys(media)}
     ids, kinds_of_tokens = _text(model, 6, generator), [0] * 6
     for kind, size in media:
-        placeholder = placeholder_of(model, kind)
+        shares_token = kind == "video" and model.config.model_type in _VIDEOS_AS_IMAGES
+        placeholder = placeholder_of(model, "image" if shares_token else kind)
         before, after = _around(model, kind)
         n = counts[kind, size]
         frames = _FRAMES if kind == "video" and frames_apart else 1
@@ -124,13 +127,14 @@ def encode(
         fields["mm_token_type_ids"] = marks
     if "token_type_ids" in arguments(model):
         fields["token_type_ids"] = marks if family_of(model).token_fields_mark_media else torch.zeros_like(marks)
-    return EncodedPrompt(
-        input_ids,
-        fields,
-        tensors,
-        prompt_position_ids(model, input_ids, tensors, fields),
-        modalities=frozenset(kinds),
-    )
+    if "moe_mm_token_type_ids" in arguments(model):
+        fields["moe_mm_token_type_ids"] = marks
+    return _prompt(model, input_ids, tensors, fields, kinds)
+
+
+def _prompt(model, input_ids, tensors: Tensors, fields: Tensors, kinds: Sequence[str]) -> EncodedPrompt:
+    positions = prompt_position_ids(model, input_ids, tensors, fields)
+    return EncodedPrompt(input_ids, fields, tensors, positions, modalities=frozenset(kinds))
 
 
 def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
@@ -165,6 +169,8 @@ def placeholder_of(model: PreTrainedModel, kind: str) -> int:
         [`NotBuilt`]: If the config names none.
     """
     ids = placeholder_token_ids(model, None)
+    if model.config.model_type == "molmo2":
+        return model.config.image_patch_id
     found = ids[kind] or (ids["image"] if kind == "video" else set())
     if not found:
         raise NotBuilt(f"the config names no token for {kind}")
@@ -210,13 +216,13 @@ def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
     if counted is not None:
         return counted(model, tensors)
     name = f"get_{kind}_features"
-    function = getattr(model, name, None) or getattr(model.base_model, name, None)
+    function = getattr(model.base_model, name, None) or getattr(model, name, None)
     if function is None:
         raise NotBuilt(f"it has no {name}")
     accepted = inspect.signature(inspect.unwrap(function)).parameters
     with torch.no_grad():
         features = function(**{key: value for key, value in tensors.items() if key in accepted or "args" in accepted})
-    features = getattr(features, "pooler_output", features)
+    features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     parts = [*features] if isinstance(features, (list, tuple)) else [features]
     return sum(part.numel() // part.size(-1) for part in parts)
 
@@ -310,6 +316,7 @@ def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool 
     """Features of sound, those of shorter clips padded."""
     config = _tower(model, "audio")
     mels = _first(config, "num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", default=80)
+    mels *= getattr(config, "num_stacked_frames", 1)
     window = getattr(config, "max_source_positions", None)
     lengths = torch.tensor([unit * (1 + size) for size in sizes])
     longest = int(lengths.max()) if window is None else 2 * window
@@ -345,6 +352,116 @@ def _square_patches(tensors: Tensors, model) -> Tensors:
     }
 
 
+def _crops_of_molmo(model, sizes, suffix: str = "") -> Tensors:
+    """Crops of 4 x 4 patches, and which 2 x 2 of them make a token."""
+    config = _tower(model)
+    n = [1 + size if suffix else 2 + size for size in sizes]
+    side = _first(config, "image_size") // config.patch_size
+    windows = torch.arange(side * side).view(side // 2, 2, side // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
+    pixels = torch.randn(sum(n), side * side, 3 * config.patch_size**2)
+    places = torch.cat([windows + side * side * i for i in range(sum(n))])
+    half = side // 2
+    if suffix:
+        grids = torch.tensor([[each, half, half] for each in n])
+        return {"pixel_values_videos": pixels, "video_token_pooling": places, "video_grids": grids}
+    grids = torch.tensor([[half, half, half * (each - 1), half] for each in n])
+    return {
+        "pixel_values": pixels,
+        "image_token_pooling": places,
+        "image_grids": grids,
+        "image_num_crops": torch.tensor(n),
+    }
+
+
+def _sam_pictures(model, sizes) -> Tensors:
+    side = model.config.vision_config.sam_config.image_size
+    return {"pixel_values": torch.randn(len(sizes), 3, side, side)}
+
+
+def _with_questions(model, sizes, frames: int | None = None) -> Tensors:
+    """Images, or frames, beside the text that a query transformer reads."""
+    pixels = _pictures(model, sizes)["pixel_values"]
+    if frames is not None:
+        pixels = torch.stack([pixels + 0.1 * i for i in range(frames)], dim=1)
+    if "qformer_input_ids" not in arguments(model):
+        return {"pixel_values": pixels}
+    ids = torch.randint(20, 100, (len(sizes), 5))
+    return {"pixel_values": pixels, "qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
+
+
+def _waves(model, sizes, mask: str, unit: int) -> Tensors:
+    """Sound as it is."""
+    lengths = torch.tensor([unit * (3 + 2 * size) for size in sizes])
+    own = torch.arange(int(lengths.max())) < lengths[:, None]
+    values = torch.randn(*own.shape) * own
+    return {"input_values": values[:, None] if mask == "padding_mask" else values, mask: own}
+
+
+def _tile_rows(model, sizes) -> Tensors:
+    """Images in tiles, in one row per prompt, with a mask of the tiles."""
+    pixels = _pictures(model, [0] * sum(1 + size for size in sizes))["pixel_values"][None]
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(pixels.shape[:2], dtype=torch.bool)}
+
+
+def _flat_grids(model, sizes) -> Tensors:
+    patch = _first(_tower(model), "patch_size")
+    grids = torch.tensor([[2, 2 + 2 * size] for size in sizes])
+    return {"pixel_values": torch.randn(int(grids.prod(1).sum()), 3 * patch * patch), "image_grid_hw": grids}
+
+
+def _clips(model, sizes) -> Tensors:
+    """Images as clips of one frame."""
+    side = _first(_tower(model), "image_size", default=64)
+    return {"pixel_values": torch.randn(len(sizes), 1, 3, side, side)}
+
+
+def _folded(model, sizes) -> Tensors:
+    config = _tower(model)
+    side = _first(config, "patch_size", default=40)
+    return {"pixel_values": torch.randn(sum(2 + size for size in sizes), config.temporal_patch_size, side, side, 3)}
+
+
+def _sides_of_codes(model, sizes) -> Tensors:
+    shapes = torch.tensor([[16, 16 + 8 * size] for size in sizes])
+    pixels = torch.zeros(len(sizes), 3, *shapes.amax(0).tolist())
+    for image, (height, width) in zip(pixels, shapes.tolist(), strict=True):
+        image[:, :height, :width] = torch.randn(3, height, width)
+    return {"pixel_values": pixels, "image_sizes": shapes}
+
+
+def _looked_at(model, media, seed: int) -> EncodedPrompt:
+    """Images that layers of cross-attention look at, and a mask that says from which token on."""
+    generator = torch.Generator().manual_seed(seed)
+    n, before, behind = len(media), 3 + seed % 3, 6
+    ids = torch.tensor([*_text(model, before, generator), *[model.config.image_token_index] * n])
+    ids = torch.cat([ids, torch.tensor(_text(model, behind, generator))])
+    if not n:
+        return _prompt(model, ids, {}, {}, ())
+    config = model.config.vision_config
+    shown = torch.arange(config.max_num_tiles) < torch.tensor([1 + size for _, size in media])[:, None]
+    side = config.image_size
+    pixels = torch.randn(1, n, config.max_num_tiles, 3, side, side, generator=generator)
+    looks = torch.arange(len(ids))[:, None] >= before + torch.arange(n)
+    tensors = {
+        "pixel_values": pixels * shown[None, :, :, None, None, None],
+        "aspect_ratio_ids": torch.tensor([[1 + size for _, size in media]]),
+        "aspect_ratio_mask": shown[None].long(),
+    }
+    return _prompt(model, ids, tensors, {"cross_attention_mask": (looks[:, :, None] & shown).long()}, ("image",))
+
+
+def _looked_at_last(model, media, seed: int) -> EncodedPrompt:
+    """The same, each token looks at the last image before it."""
+    generator = torch.Generator().manual_seed(seed)
+    n, side = len(media), model.config.vision_config.image_size
+    token = VOCABULARY  # beside the vocabulary
+    ids = torch.tensor([*_text(model, 3, generator), *[token] * n, *_text(model, 4 + seed % 3, generator)])
+    looks = (ids == token).cumsum(0)[:, None] == 1 + torch.arange(max(n, 1))
+    pixels = torch.randn(1, n, 3, side, side, generator=generator) if n else torch.zeros(1, 1, 3, side, side)
+    kinds = ("image",) if n else ()
+    return _prompt(model, ids, {"pixel_values": pixels}, {"image_attention_mask": looks.long()}, kinds)
+
+
 def _merge_sizes(tensors: Tensors, name: str, size: int) -> Tensors:
     grids = next(value for key, value in tensors.items() if key.endswith("grid_thw"))
     return {**tensors, name: torch.full((len(grids),), size)}
@@ -356,7 +473,7 @@ def _positioned(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tens
     pool = getattr(config, "pooling_kernel_size", 1)
     patch = _first(config, "model_patch_size", "patch_size")
     grids = [(2 * pool, (2 + size) * pool) for size in sizes for _ in range(frames)]
-    longest = max(height * width for height, width in grids)
+    longest = 2 * 4 * pool * pool  # that of all prompts
     patches = torch.rand(len(grids), longest, 3 * patch * patch)
     places = torch.full((len(grids), longest, 2), -1)
     for own, (height, width) in zip(places, grids, strict=True):
@@ -385,11 +502,11 @@ def _shaped(model, sizes) -> Tensors:
     return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
 
 
-def _row_of_patches(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_of_patches(model, sizes) -> tuple[torch.Tensor, torch.Tensor]:
     """Patches side by side in one image."""
     patch = _first(_tower(model), "patch_size")
     shapes = torch.tensor([[4, 4 + 4 * size] for size in sizes], dtype=torch.int32)
-    return torch.randn(frames, 3, patch, patch * int(shapes.prod(1).sum())), shapes
+    return torch.randn(1, 3, patch, patch * int(shapes.prod(1).sum())), shapes
 
 
 def _row_images(model, sizes) -> Tensors:
@@ -397,7 +514,7 @@ def _row_images(model, sizes) -> Tensors:
 
 
 def _row_videos(model, sizes) -> Tensors:
-    tensors = _row_of_patches(model, sizes, _FRAMES)
+    tensors = _row_of_patches(model, sizes)
     return dict(zip(("pixel_values_videos", "target_sizes_videos"), tensors, strict=True))
 
 
@@ -468,11 +585,21 @@ _RECIPES: tuple[tuple[str, str, Callable], ...] = (
 
 # Of single models, by `model_type` and kind
 _OWN: dict[str, dict[str, Callable]] = {
+    "blip-2": {"image": _with_questions},
+    "chameleon": {"image": lambda model, sizes: {"pixel_values": torch.randn(len(sizes), 3, 64, 64)}},
+    "deepseek_ocr2": {"image": _sam_pictures},
+    "emu3": {"image": _sides_of_codes},
+    "fast_vlm": {"image": lambda model, sizes: {"pixel_values": torch.randn(len(sizes), 3, 64, 64)}},
+    "fun_asr_nano": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=9, by_frame=True)},
     "fuyu": {"image": _by_patches},
     "gemma4": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "gemma4_unified": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "gemma3n": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "granite4_vision": {"image": _crops},
+    "granite_docling": {"image": _tile_rows},
+    "inkling_mm_model": {"image": _folded},
+    "instructblip": {"image": _with_questions},
+    "instructblipvideo": {"video": lambda model, sizes: _with_questions(model, sizes, 4)},
     "granite_speech": {"audio": _projected},
     "granite_speech_plus": {"audio": _projected},
     "inkling2": {"image": _stacked_patches},
@@ -486,12 +613,18 @@ _OWN: dict[str, dict[str, Callable]] = {
     "llava_onevision": {"image": _crops},
     "mistral3": {"image": _sized},
     "mistral_large4": {"image": _sized},
+    "molmo2": {"image": _crops_of_molmo, "video": lambda model, sizes: _crops_of_molmo(model, sizes, "videos")},
     "moss_transcribe_diarize": {
         "audio": lambda model, sizes: {
             **_mels(model, sizes, "input_features_mask"),
             "padding_mask": _mels(model, sizes, "padding_mask")["padding_mask"],
         }
     },
+    "muse_spark": {"audio": lambda model, sizes: _waves(model, sizes, "input_values_mask", 640)},
+    "nemotron_h_omni": {"image": _flat_grids},
+    "perception_lm": {"image": _clips},
+    "unlimited_ocr": {"image": _sam_pictures},
+    "vibevoice_asr": {"audio": lambda model, sizes: _waves(model, sizes, "padding_mask", 16)},
     "paddleocr_vl": {"image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model)},
     "qwen3_asr": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=100)},
     "video_llama_3": {
@@ -502,7 +635,16 @@ _OWN: dict[str, dict[str, Callable]] = {
 
 # From a model and the tensors of a medium to its tokens, where a model doesn't tell
 _COUNTS: dict[str, dict[str, Callable]] = {
+    "blip-2": {"image": lambda model, tensors: model.config.num_query_tokens},
+    "instructblip": {"image": lambda model, tensors: model.config.num_query_tokens},
+    "instructblipvideo": {"video": lambda model, tensors: 4 * model.config.num_query_tokens},
     "granite_speech": {"audio": _slots},
     "granite_speech_plus": {"audio": _slots},
     "qwen2_audio": {"audio": _whisper_tokens},
 }
+
+# Prompts that aren't text with placeholders
+_PROMPTS: dict[str, Callable] = {"idefics": _looked_at_last, "mllama": _looked_at}
+
+# Families that write a video with the token of images, between tokens of its own
+_VIDEOS_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")

@@ -29,6 +29,8 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok|moe_topk|moe_k", 2),
     (r"n_group|topk_group|first_k_dense_replace|num_nextn_predict_layers", 1),
     (r"num_kv_shared_layers", 0),
+    (r"n_groups", 2),
+    (r"deepstack_visual_indexes", 1),
     (r"max_source_positions", 50),
     (r"sliding_window|sliding_window_size|attention_chunk_size|index_topk", 8),
     (r"max_position_embeddings", _POSITIONS),
@@ -41,23 +43,56 @@ _IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_SIDES = {"vision_start_token_id": 298, "vision_end_token_id": 297, "audio_start_token_id": 296}
+_IMAGE, _VIDEO, _AUDIO = 310, 311, 312
+_SIDES = {"vision_start_token_id": 313, "vision_end_token_id": 314, "audio_start_token_id": 315}
+_SAM = {
+    "image_size": 128,
+    "downsample_channels": [_HIDDEN // 2, _HIDDEN],
+    "output_channels": _HIDDEN // 4,
+    "window_size": 2,
+    "global_attn_indexes": [1],
+}
+_MINICPM = {"image_token_id": _IMAGE, "video_token_id": _VIDEO, "insert_layer_id": 0}
+_SPEECH = {"num_filters": 4, "hidden_size": 16, "depths": [1, 1, 1], "downsampling_ratios": [4, 4], "vae_std": 0.0}
 
-# What a class leaves to checkpoints, and what is tied to sizes by numbers, by `model_type`
+# What a class leaves to checkpoints, and what numbers tie to sizes, by `model_type`
 CHANGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {_PATCHES**2: 8}, "max_value_projector_patch_to_query_dict": 8},
+    "blip-2": {"image_token_index": _IMAGE, "num_query_tokens": 4},
+    "chameleon": {
+        "image_token_id": _IMAGE,
+        "vocabulary_map": {"<image>": _IMAGE, **{f"IMGIMG{'ABCDEFGH'[i]}Z": 320 + i for i in range(8)}},
+        "vq_config": {"num_embeddings": 8, "resolution": 64, "base_channels": 32, "latent_channels": 32, "embed_dim": 32},
+    },
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    },
+    "deepseek_ocr2": {"vision_config": {"sam_config": _SAM}},
+    "dots3_note": {"text_config": {"head_dim": 2 * _HEAD_DIM}, "vision_config": {"adapter_in_dim": _HIDDEN, "adapter_out_dim": _HIDDEN}},
+    "emu3": {
+        "image_token_id": _IMAGE,
+        "vocabulary_map": {"<image>": _IMAGE, **{f"<|visual token {i:06d}|>": 320 + i for i in range(8)}},
+        "vq_config": {"codebook_size": 8, "base_channels": _HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     },
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [_HIDDEN, _HIDDEN]}},
     "fast_vlm": {
         "vision_config": {
-            "architecture": "convnext_atto",
-            "model_args": {"depths": [1, 1, 1, 1], "dims": [_HIDDEN] * 4},
+            "architecture": "fastvit_t8",
+            "model_args": {"layers": [1, 1, 1, 1], "embed_dims": [16, 16, 32, _HIDDEN // 2]},
         }
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": _HIDDEN // 4}},
     "gemma3": {"mm_tokens_per_image": 4},
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]],
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [0, 1, 0, 1],
+    },
+    "idefics": {"additional_vocab_size": 2},
+    "hunyuan_vl": {"text_config": {"rope_parameters": {"alpha": 1000.0}}},
+    "instructblip": {"image_token_index": _IMAGE, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": _VIDEO, "num_query_tokens": 4},
     "llama4": {
         "vision_config": {
             "intermediate_size": 4 * _HIDDEN,
@@ -66,11 +101,46 @@ CHANGES: dict[str, dict[str, Any]] = {
             "vision_output_dim": _HIDDEN,
         }
     },
-    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
+    "mllama": {
+        "text_config": {"cross_attention_layers": [1]},
+        "vision_config": {
+            "vision_output_dim": 3 * _HIDDEN,
+            "intermediate_layers_indices": [0, 1],
+            "num_global_layers": 1,
+            "max_num_tiles": 2,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        },
+    },
+    "molmo2": {
+        "adapter_config": {"vision_feature_layer": [1, 0]},
+        "vision_config": {"num_position_embeddings": _PATCHES**2},
+    },
+    "muse_glimmer": {"out_hidden_size": 4 * _HIDDEN},
+    "muse_spark": {"out_hidden_size": 4 * _HIDDEN},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": _HIDDEN,
+                "depth": 2,
+                "num_heads": _HEADS,
+                "img_size": [64, 64],
+                "global_pool": "",
+                "ref_feat_shape": [4, 4],
+            },
+        }
+    },
     "qwen2_5_omni_thinker": _SIDES,
     "qwen3_omni_moe_thinker": _SIDES,
+    "qwen4_exp": {"text_config": {"indexer_budget": 8, "indexer_compress_ratio": 2}},
     "step3p7": {"text_config": {"sliding_window": 8}},
+    "unlimited_ocr": {"vision_config": {"sam_config": _SAM, "encoder_config": {"image_size": 128, "patch_size": 64}}},
+    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _SPEECH, "semantic_tokenizer_encoder_config": _SPEECH},
     "vipllava": {"vision_feature_layers": [-1, -2]},
+    "voxtral": {"audio_token_id": _AUDIO},
 }
 
 
