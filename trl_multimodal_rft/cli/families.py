@@ -2,8 +2,37 @@
 """`trl-multimodal-rft families`: which models of transformers see and hear, and what is particular to them."""
 
 import argparse
+import functools
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..families import FAMILIES, MODALITIES, family_of
+
+
+if TYPE_CHECKING:
+    from .measure import Measurement
+
+# What `docs/vllm.md` says of families that were run with vLLM, beside media of which it makes other tokens
+VLLM = {
+    "idefics3": "yes",
+    "internvl": "yes",
+    "glm4v": "images",
+    "llava": "no",
+    "llava_onevision": "no",
+    "paligemma": "no",
+    "phi4_multimodal": "no",
+    "qwen2_5_omni": "yes",
+    "qwen2_5_vl": "yes",
+    "qwen2_audio": "yes",
+    "qwen2_vl": "yes",
+    "qwen3_omni_moe": "no",
+    "qwen3_vl": "yes",
+    "qwen3_vl_moe": "no",
+    "voxtral": "no",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only_known", action="store_true", help="leave out models of which nothing particular is known"
     )
+    add = parser.add_argument
+    add("--measure", action="store_true", help="measure tiny models against their own plain forward; takes minutes")
+    add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
+    add("--processors", help="module whose families have real processors, such as tests/helpers/families.py")
+    add("--time_limit", type=float, default=180, help="seconds that a family may take")
+    add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
+    add("--output", help="file for the measurements, in Markdown")
 
 
 def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
@@ -32,15 +68,9 @@ def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
         the class that is trained where that is a part of the model.
     """
     import transformers
-    from transformers.models.auto import modeling_auto
 
-    classes = {
-        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    }
+    classes = _classes()
     known = {model_type for family in FAMILIES for model_type in family.model_types}
-    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # where some models that hear are registered
-    classes.update({model_type: others[model_type] for model_type in known & others.keys() - classes.keys()})
     found = []
     for model_type in sorted(known if only_known else known | classes.keys()):
         family = family_of(model_type)
@@ -52,6 +82,41 @@ def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
     return found
 
 
+def _classes() -> dict[str, str]:
+    """Names of the classes of models that take media, by `model_type`."""
+    from transformers.models.auto import modeling_auto
+
+    classes = {
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
+    known = {model_type for family in FAMILIES for model_type in family.model_types}
+    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # where some models that hear are registered
+    classes.update({model_type: others[model_type] for model_type in known & others.keys() - classes.keys()})
+    return classes
+
+
+def measurable() -> dict[str, str]:
+    """
+    Families that complete prompts with media, each class once.
+
+    Returns:
+        `dict[str, str]`: Names of classes by `model_type`.
+    """
+    import transformers
+
+    found: dict[str, str] = {}
+    parts = {model_type for family in FAMILIES for model_type in family.trained_part}
+    for model_type, name in sorted(_classes().items()):
+        model_class = getattr(transformers, name)
+        takes_media = not {*MODALITIES}.isdisjoint(model_class.input_modalities)
+        if model_type in parts or not takes_media or name in found.values() or not model_class.can_generate():
+            continue
+        if not model_class.config_class().is_encoder_decoder:
+            found[model_type] = name
+    return found
+
+
 def run(args: argparse.Namespace) -> None:
     """
     Prints the table.
@@ -59,7 +124,13 @@ def run(args: argparse.Namespace) -> None:
     Args:
         args (`argparse.Namespace`):
             Parsed options.
+
+    Raises:
+        `ValueError`: If there is no such family.
     """
+    if args.measure:
+        print_measurements(args)
+        return
     header = ("model_type", "takes", "apart", "trained part")
     table: list[tuple[str, ...]] = [header, *rows(args.only_known)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
@@ -71,3 +142,76 @@ def run(args: argparse.Namespace) -> None:
         "medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also "
         "speaks."
     )
+
+
+def print_measurements(args: argparse.Namespace) -> None:
+    """
+    Measures families and prints a table.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Raises:
+        `ValueError`: If there is no such family.
+    """
+    from .measure import measure_all, measure_class, measure_real, real_families
+
+    work = {name: functools.partial(measure_class, class_name=value) for name, value in measurable().items()}
+    if args.processors is not None:
+        real = {name: functools.partial(measure_real, path=args.processors) for name in real_families(args.processors)}
+        parts = {name: f"{name}_thinker" for name in real if f"{name}_thinker" in work}  # of the same models
+        work = {name: value for name, value in work.items() if name not in parts.values()} | real
+    if args.only is not None:
+        if unknown := [name for name in args.only if name not in work]:
+            raise ValueError(f"there is no family {unknown[0]!r}; those that can be measured: {', '.join(sorted(work))}")
+        work = {name: work[name] for name in args.only}
+    found = []
+    for n, each in enumerate(measure_all(dict(sorted(work.items())), args.time_limit, args.num_workers), 1):
+        found.append(each)
+        print(f"[{n}/{len(work)}] {' | '.join(cells(each))}", file=sys.stderr)
+    text = table(found)
+    print(text, end="")
+    if args.output is not None:
+        Path(args.output).write_text(text, encoding="utf-8")
+
+
+HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "shared prefill", "vLLM", "remark")
+
+
+def cells(found: "Measurement") -> tuple[str, ...]:
+    """
+    One row of the table of measurements.
+
+    Args:
+        found ([`~cli.measure.Measurement`]):
+            What was measured.
+
+    Returns:
+        `tuple[str, ...]`: What is written under each of `HEADER`.
+    """
+    numbers = ["" if number is None else f"{number:.0e}" for number in (found.logps, found.gradient)]
+    vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
+    if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
+        vllm = f"but {', '.join(missing)}"
+    real = "real" if found.real else "made up" if found.kinds else ""
+    return (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
+
+
+def table(measured: "list[Measurement]") -> str:
+    """
+    Measurements in Markdown.
+
+    Args:
+        measured (`list[Measurement]`):
+            The measurements.
+
+    Returns:
+        `str`: Versions, totals and a table.
+    """
+    modes = [each.mode.split(":")[0] for each in measured]
+    totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))
+    rows = [HEADER, tuple("---" for _ in HEADER), *map(cells, measured)]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return f"With {versions}: {totals}.\n\n" + "\n".join(lines) + "\n"

@@ -2,16 +2,27 @@
 """Measures how exactly a family is scored and sampled, on a tiny model, against the model's own plain forward."""
 
 import copy
-from collections.abc import Sequence
+import importlib
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head
 
-from ..encoding.prompts import EncodedPrompt
+from ..data.columns import rows_to_messages
+from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.layout import group_by_prompt
@@ -22,6 +33,8 @@ from .tiny_models import tiny_model
 
 
 _COMPLETIONS, _NEW_TOKENS = 2, 5
+
+_RATE = 16000  # Hz, of the clips of chats
 
 # What is equal but for rounding, in nats and relative to the gradient
 TOLERANCE = 1e-4
@@ -40,7 +53,8 @@ class Measurement:
         real (`bool`):
             Whether prompts came from a real processor.
         mode (`str`):
-            `"packed"`, `"apart"`, `"padded"` or `"refused"`; `"not built"` if nothing was measured.
+            `"packed"` or `"padded"`, with `"apart"` if prompts are forwarded apart, or `"refused"`; `"wrong: ..."` and
+            `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured.
         logps (`float`, *optional*):
             Largest difference of log-probabilities, in nats.
         gradient (`float`, *optional*):
@@ -61,24 +75,72 @@ class Measurement:
     note: str = ""
 
 
-def measure_class(family: str, model_class: type[PreTrainedModel]) -> Measurement:
+def measure_all(
+    families: Mapping[str, Callable[[str], Measurement]], time_limit: float, n_workers: int
+) -> Iterator[Measurement]:
+    """
+    Measures families, each in a process of its own.
+
+    Args:
+        families (`Mapping[str, Callable]`):
+            What measures a family, by its name.
+        time_limit (`float`):
+            Seconds that a family may take.
+        n_workers (`int`):
+            Processes at a time.
+
+    Yields:
+        [`Measurement`]: What was found of each, in order. A process that ends without a result is a finding, too.
+    """
+    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None)
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload([__name__])  # imports everything once
+
+    def measured(item: tuple[str, Callable[[str], Measurement]]) -> Measurement:
+        name, function = item
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(sender, function, name), daemon=True)
+        process.start()
+        sender.close()
+        try:
+            return receiver.recv() if receiver.poll(time_limit) else Measurement(name, note=f"more than {time_limit:g} s")
+        except EOFError:
+            process.join()
+            return Measurement(name, mode=f"error: its process ended with status {process.exitcode}")
+        finally:
+            process.kill()
+            process.join()
+
+    with ThreadPoolExecutor(n_workers) as pool:
+        yield from pool.map(measured, families.items())
+
+
+def _send(sender, function: Callable[[str], Measurement], name: str) -> None:
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sender.send(function(name))
+
+
+def measure_class(name: str, class_name: str) -> Measurement:
     """
     Measures a tiny model with made-up media.
 
     Args:
-        family (`str`):
-            Its `model_type`.
-        model_class (`type`):
-            Its class.
+        name (`str`):
+            The family's `model_type`.
+        class_name (`str`):
+            Its class in transformers.
 
     Returns:
         [`Measurement`]: What was found. Nothing is raised.
     """
-    found = Measurement(family)
+    found = Measurement(name)
     try:
-        model = tiny_model(model_class)
+        model = tiny_model(getattr(transformers, class_name))
     except Exception as error:
-        return replace(found, note=f"the model: {_sentence(error)}")
+        return replace(found, note=f"no tiny model: {_sentence(error)}")
     prompts, failed = [], {}
     for seed, media in enumerate(chats_of(kinds_of(model))):
         what, reason = " and ".join(kind for kind, _ in media) or "text", ""
@@ -93,11 +155,57 @@ def measure_class(family: str, model_class: type[PreTrainedModel]) -> Measuremen
                 reason = reason or _sentence(error)
         else:
             failed.setdefault(reason, what)
+    left_out = "; ".join(f"{what}: {reason}" for reason, what in failed.items())
     seen = [kind for kind in kinds_of(model) if any(kind in prompt.modalities for prompt in prompts)]
-    found = replace(found, kinds=", ".join(seen), note="; ".join(f"{what}: {reason}" for reason, what in failed.items()))
-    if not seen:
-        return found
-    return measure(model, prompts, found)
+    found = replace(found, kinds=", ".join(seen), note=left_out and f"without {left_out}")
+    return measure(model, prompts, found) if seen else found
+
+
+def measure_real(name: str, path: str) -> Measurement:
+    """
+    Measures a tiny model with its real processor.
+
+    Args:
+        name (`str`):
+            The family's name.
+        path (`str`):
+            File of a module in a package, see [`real_families`].
+
+    Returns:
+        [`Measurement`]: What was found. Nothing is raised.
+    """
+    found = Measurement(name, real=True)
+    try:
+        family = real_families(path)[name]
+        model, processor = family.build()
+        chats = family.prompts()
+        for block in (block for chat in chats for block in chat[0]["content"] if block["type"] == "audio"):
+            block.setdefault("sampling_rate", _RATE)
+        rows = rows_to_messages([{"prompt": chat} for chat in chats])
+        prompts = [encode_prompt(row["prompt"], processor, model) for row in rows]
+    except Exception as error:
+        return replace(found, note=f"no tiny model or processor: {_sentence(error)}")
+    return measure(model, prompts, replace(found, kinds=", ".join(family.modalities)))
+
+
+def real_families(path: str) -> Mapping[str, Any]:
+    """
+    Families of which tiny models can be built with their processors.
+
+    Args:
+        path (`str`):
+            File of a module in a package, with such families by name in `FAMILIES` or, with more of them,
+            `ALL_FAMILIES`: each has `build()`, which gives a model and its processor, `prompts()`, which gives chats,
+            and `modalities`.
+
+    Returns:
+        `Mapping`: The families.
+    """
+    file = Path(path).resolve()
+    if (folder := str(file.parents[1])) not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(f"{file.parent.name}.{file.stem}")
+    return getattr(module, "ALL_FAMILIES", None) or module.FAMILIES
 
 
 def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Measurement) -> Measurement:
@@ -154,6 +262,7 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
         found = replace(found, mode=f"error: {_sentence(error)}")
         exact = False
     if not exact:
+        found = replace(found, mode=found.mode if found.mode.startswith("error") else f"wrong: {found.mode}")
         notes.append(_remedy(score, policy.remedies))
     found = replace(found, sharing=_sharing(plain, model, policy, prompts))
     return replace(found, note="; ".join(filter(None, notes)))
@@ -172,10 +281,10 @@ def _remedy(score, remedies: Remedies) -> str:
                 try:
                     if max(score(other)) <= TOLERANCE:
                         own = ", own logits" if own_logits else ""
-                        return f"wrong; exact if {_mode(other)}{f' ({apart})' if apart else ''}{own}"
+                        return f"exact if {_mode(other)}{f' ({apart})' if apart else ''}{own}"
                 except Exception:
                     continue
-    return "wrong; nothing is exact"
+    return "nothing is exact"
 
 
 def _relative(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -149,7 +149,8 @@ def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
         `torch.Tensor`: The ids.
     """
     named = meant_ids(model.config.to_dict())
-    return torch.tensor([i for i in range(50, VOCABULARY - 100) if i not in named])
+    size = model.get_output_embeddings().weight.size(0)
+    return torch.tensor([i for i in range(50, min(VOCABULARY - 100, 2 * size // 3)) if i not in named])
 
 
 def placeholder_of(model: PreTrainedModel, kind: str) -> int:
@@ -222,7 +223,10 @@ def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
     accepted = inspect.signature(inspect.unwrap(function)).parameters
     with torch.no_grad():
         features = function(**{key: value for key, value in tensors.items() if key in accepted or "args" in accepted})
-    features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
+    if hasattr(features, "deepstack_features") and not hasattr(features, "pooler_output"):
+        features = features.deepstack_features[0][1]
+    else:
+        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     parts = [*features] if isinstance(features, (list, tuple)) else [features]
     return sum(part.numel() // part.size(-1) for part in parts)
 
@@ -315,7 +319,7 @@ def _frames(model, sizes) -> Tensors:
 def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool = False) -> Tensors:
     """Features of sound, those of shorter clips padded."""
     config = _tower(model, "audio")
-    mels = _first(config, "num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", default=80)
+    mels = _first(config, "num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", "audio_embed_dim", default=128)
     mels *= getattr(config, "num_stacked_frames", 1)
     window = getattr(config, "max_source_positions", None)
     lengths = torch.tensor([unit * (1 + size) for size in sizes])
@@ -595,6 +599,10 @@ _OWN: dict[str, dict[str, Callable]] = {
     "gemma4": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "gemma4_unified": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "gemma3n": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
+    "nemo_speechlm": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=64, by_frame=True)},
+    "nemotron3_5_transcribe": {
+        "audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=64, by_frame=True)
+    },
     "granite4_vision": {"image": _crops},
     "granite_docling": {"image": _tile_rows},
     "inkling_mm_model": {"image": _folded},

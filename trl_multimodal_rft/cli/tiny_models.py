@@ -36,7 +36,7 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings", _POSITIONS),
     (r"vocab_size|unpadded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
     (r"\w*(hidden_size|intermediate_size)\w*|\w*(hidden_dim|ffn_dim|mlp_dim|expert_dim)", _HIDDEN),
-    (r"(d_model|embed_dim|\w*projection_dim|output_dim|decoder_dim)", _HIDDEN),
+    (r"(d_model|embed_dim|word_embed_proj_dim|\w*projection_dim|output_dim|decoder_dim)", _HIDDEN),
 )
 
 _IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
@@ -67,8 +67,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     },
-    "deepseek_ocr2": {"vision_config": {"sam_config": _SAM}},
-    "dots3_note": {"text_config": {"head_dim": 2 * _HEAD_DIM}, "vision_config": {"adapter_in_dim": _HIDDEN, "adapter_out_dim": _HIDDEN}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {"sam_config": _SAM},
+    },
+    "dots3_note": {
+        "text_config": {"head_dim": 2 * _HEAD_DIM},
+        "vision_config": {"adapter_in_dim": _HIDDEN, "adapter_out_dim": _HIDDEN},
+        "audio_config": {"adapter_input_size": _HIDDEN, "adapter_out_dim": _HIDDEN},
+    },
     "emu3": {
         "image_token_id": _IMAGE,
         "vocabulary_map": {"<image>": _IMAGE, **{f"<|visual token {i:06d}|>": 320 + i for i in range(8)}},
@@ -90,7 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 1, 0, 1],
     },
     "idefics": {"additional_vocab_size": 2},
-    "hunyuan_vl": {"text_config": {"rope_parameters": {"alpha": 1000.0}}},
+    "hunyuan_vl": {"text_config": {"head_dim": _HEAD_DIM, "rope_parameters": {"alpha": 1000.0}}},
     "instructblip": {"image_token_index": _IMAGE, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": _VIDEO, "num_query_tokens": 4},
     "llama4": {
@@ -118,6 +125,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "adapter_config": {"vision_feature_layer": [1, 0]},
         "vision_config": {"num_position_embeddings": _PATCHES**2},
     },
+    "nemotron_h_omni": {
+        "image_token_id": _IMAGE,
+        "video_token_id": _VIDEO,
+        "vision_config": {"mlp_ratio": 2.0, "max_img_size": 64, "summary_idxs": [0], "num_cls_tokens": 2},
+    },
     "muse_glimmer": {"out_hidden_size": 4 * _HIDDEN},
     "muse_spark": {"out_hidden_size": 4 * _HIDDEN},
     "perception_lm": {
@@ -135,7 +147,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "qwen2_5_omni_thinker": _SIDES,
     "qwen3_omni_moe_thinker": _SIDES,
-    "qwen4_exp": {"text_config": {"indexer_budget": 8, "indexer_compress_ratio": 2}},
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": _HEADS,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": _HEAD_DIM,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+        }
+    },
     "step3p7": {"text_config": {"sliding_window": 8}},
     "unlimited_ocr": {"vision_config": {"sam_config": _SAM, "encoder_config": {"image_size": 128, "patch_size": 64}}},
     "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _SPEECH, "semantic_tokenizer_encoder_config": _SPEECH},
