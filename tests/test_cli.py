@@ -8,8 +8,16 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from helpers.families import FAMILIES
 
 from trl_multimodal_rft.cli import COMMANDS, main
+from trl_multimodal_rft.cli.families import HEADER, measurable
+from trl_multimodal_rft.cli.measure import Measurement, measure
+from trl_multimodal_rft.cli.tiny_media import encode
+from trl_multimodal_rft.cli.tiny_models import tiny_model
+from trl_multimodal_rft.families import family_of
 
 
 ROOT = Path(__file__).parents[1]
@@ -60,3 +68,48 @@ def test_known_families(capsys):
     main(["families", "--only_known"])
     output = capsys.readouterr().out
     assert "granite_speech" in output and "mllama" not in output
+
+
+def measured(text):
+    """Rows of a table of measurements by family."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert lines[0] == list(HEADER)
+    return {line[0]: dict(zip(HEADER, line, strict=False)) for line in lines[2:]}
+
+
+def test_measure_families(capsys, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Words.\n<!-- measured -->\nOld.\n")
+    main(["families", "--measure", "--only", "qwen2_vl,phi4_multimodal", "--output", str(page)])
+    rows = measured(capsys.readouterr().out)
+    assert rows == measured(page.read_text()) and list(rows) == ["phi4_multimodal", "qwen2_vl"]
+    assert "Words." in page.read_text() and "Old." not in page.read_text()
+    row = rows["qwen2_vl"]
+    assert (row["media"], row["scored"], row["shared prefill"]) == ("image, video", "packed", "yes")
+    assert float(row["log-probs"]) < 1e-5 and float(row["gradient"]) < 1e-5
+    assert rows["phi4_multimodal"]["scored"] == "not built" and "no recipe" in rows["phi4_multimodal"]["remark"]
+    with pytest.raises(SystemExit):
+        main(["families", "--measure", "--only", "qwen2_lv"])
+    assert "there is no family 'qwen2_lv'" in capsys.readouterr().err
+
+
+def test_measurements_see_what_is_wrong():
+    model = tiny_model(transformers.Qwen2VLForConditionalGeneration)
+    prompts = [encode(model, [("image", 0)], 1), encode(model, [], 2)]
+    prompts[0].position_ids = torch.arange(len(prompts[0])).expand_as(prompts[0].position_ids)
+    found = measure(model, prompts, Measurement("qwen2_vl"))
+    assert found.mode == "wrong: packed" and found.logps > 1e-3 and "nothing is exact" in found.note
+
+
+def test_page_of_models():
+    """It has every family, and what it says of those with real processors is what is done."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    rows = measured(text)
+    if f"transformers {transformers.__version__}" in text:
+        named = {*rows, *(f"{name}_thinker" for name in rows)}
+        assert not measurable().keys() - named
+    for name, family in FAMILIES.items():
+        row = rows[name]
+        assert row["processor"] == "real" and set(row["media"].split(", ")) == set(family.modalities)
+        assert row["scored"] == ("packed, apart" if family_of(name).apart else "packed")
+        assert max(float(row["log-probs"]), float(row["gradient"])) < 1e-4

@@ -2,6 +2,8 @@
 """Rows of the table of families name what transformers has, are tested, and are found."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import transformers
@@ -21,6 +23,11 @@ from trl_multimodal_rft.families import (
     media_padding,
 )
 
+
+# By the command `families --measure`
+MEASURED = re.findall(
+    r"^\| (\S+) \| .*made up", (Path(__file__).parents[1] / "docs" / "models.md").read_text(), re.MULTILINE
+)
 
 every_row = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])
 
@@ -49,7 +56,7 @@ def test_rows_name_what_transformers_has(row):
 @every_row
 def test_rows_say_something_that_is_tested(row):
     assert row != Family(model_types=row.model_types, processors=row.processors)
-    assert {*row.model_types} & {*MATRIX, *SPECIAL, *HANDMADE, *MORE_FAMILIES}
+    assert {*row.model_types} & {*MATRIX, *SPECIAL, *HANDMADE, *MORE_FAMILIES, *MEASURED}
 
 
 def test_rows_are_found():

@@ -109,6 +109,10 @@ FAMILIES = (
         audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
+        model_types=("emu3",),
+        apart="media",  # what pads an image reaches its codes
+    ),
+    Family(
         model_types=("fun_asr_nano",),
         apart="media",  # its projector's attention sees what pads a clip
     ),
@@ -135,7 +139,7 @@ FAMILIES = (
         audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
-        model_types=("granite_speech",),
+        model_types=("granite_speech", "granite_speech_plus"),
         apart="media",  # the encoder has no mask for padding
         audio_tokens=lambda model, tokens: tokens,  # its mask is one of tokens
         has_frame_mask=False,

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processors", help="module whose families have real processors, such as tests/helpers/families.py")
     add("--time_limit", type=float, default=180, help="seconds that a family may take")
     add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
-    add("--output", help="file for the measurements, in Markdown")
+    add("--output", help="file for the measurements, in Markdown; they take the place of those in it")
 
 
 def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
@@ -155,16 +155,24 @@ def print_measurements(args: argparse.Namespace) -> None:
     Raises:
         `ValueError`: If there is no such family.
     """
+    from transformers import CONFIG_MAPPING
+
     from .measure import measure_all, measure_class, measure_real, real_families
 
-    work = {name: functools.partial(measure_class, class_name=value) for name, value in measurable().items()}
+    classes = measurable()
+    work = {name: functools.partial(measure_class, class_name=value) for name, value in classes.items()}
     if args.processors is not None:
-        real = {name: functools.partial(measure_real, path=args.processors) for name in real_families(args.processors)}
-        parts = {name: f"{name}_thinker" for name in real if f"{name}_thinker" in work}  # of the same models
-        work = {name: value for name, value in work.items() if name not in parts.values()} | real
+        real = [name for name in real_families(args.processors) if name in CONFIG_MAPPING]
+        parts = {f"{name}_thinker" for name in real}  # of the same models
+        work = {name: value for name, value in work.items() if name not in parts}
+        work |= {
+            name: functools.partial(measure_real, path=args.processors, class_name=classes.get(name)) for name in real
+        }
     if args.only is not None:
         if unknown := [name for name in args.only if name not in work]:
-            raise ValueError(f"there is no family {unknown[0]!r}; those that can be measured: {', '.join(sorted(work))}")
+            raise ValueError(
+                f"there is no family {unknown[0]!r}; those that can be measured: {', '.join(sorted(work))}"
+            )
         work = {name: work[name] for name in args.only}
     found = []
     for n, each in enumerate(measure_all(dict(sorted(work.items())), args.time_limit, args.num_workers), 1):
@@ -173,8 +181,13 @@ def print_measurements(args: argparse.Namespace) -> None:
     text = table(found)
     print(text, end="")
     if args.output is not None:
-        Path(args.output).write_text(text, encoding="utf-8")
+        file = Path(args.output)
+        before = file.read_text(encoding="utf-8").partition(MARK)[0] if file.exists() else ""
+        file.write_text(f"{before}{MARK}\n\n{text}", encoding="utf-8")
 
+
+# What stands before measurements in a file
+MARK = "<!-- measured -->"
 
 HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "shared prefill", "vLLM", "remark")
 

@@ -25,8 +25,9 @@ from ..data.columns import rows_to_messages
 from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
-from ..forward.layout import group_by_prompt
+from ..forward.layout import group_by_prompt, split_samples
 from ..forward.masks import sharing_obstacle
+from ..forward.scoring import to_model
 from ..policy import PolicyForward, Remedies
 from .tiny_media import NotBuilt, chats_of, encode, kinds_of, ordinary_ids
 from .tiny_models import tiny_model
@@ -92,7 +93,9 @@ def measure_all(
     Yields:
         [`Measurement`]: What was found of each, in order. A process that ends without a result is a finding, too.
     """
-    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None)
+    context = multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
+    )
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([__name__])  # imports everything once
 
@@ -103,7 +106,9 @@ def measure_all(
         process.start()
         sender.close()
         try:
-            return receiver.recv() if receiver.poll(time_limit) else Measurement(name, note=f"more than {time_limit:g} s")
+            return (
+                receiver.recv() if receiver.poll(time_limit) else Measurement(name, note=f"more than {time_limit:g} s")
+            )
         except EOFError:
             process.join()
             return Measurement(name, mode=f"error: its process ended with status {process.exitcode}")
@@ -118,7 +123,12 @@ def measure_all(
 def _send(sender, function: Callable[[str], Measurement], name: str) -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+    with (
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         sender.send(function(name))
 
@@ -161,7 +171,7 @@ def measure_class(name: str, class_name: str) -> Measurement:
     return measure(model, prompts, found) if seen else found
 
 
-def measure_real(name: str, path: str) -> Measurement:
+def measure_real(name: str, path: str, class_name: str | None = None) -> Measurement:
     """
     Measures a tiny model with its real processor.
 
@@ -170,6 +180,8 @@ def measure_real(name: str, path: str) -> Measurement:
             The family's name.
         path (`str`):
             File of a module in a package, see [`real_families`].
+        class_name (`str`, *optional*):
+            Class that is measured with made-up media where there is no processor.
 
     Returns:
         [`Measurement`]: What was found. Nothing is raised.
@@ -184,7 +196,11 @@ def measure_real(name: str, path: str) -> Measurement:
         rows = rows_to_messages([{"prompt": chat} for chat in chats])
         prompts = [encode_prompt(row["prompt"], processor, model) for row in rows]
     except Exception as error:
-        return replace(found, note=f"no tiny model or processor: {_sentence(error)}")
+        reason = f"no real processor: {_sentence(error)}"
+        if class_name is None:
+            return replace(found, note=reason)
+        found = measure_class(name, class_name)
+        return replace(found, note="; ".join(filter(None, (reason, found.note))))
     return measure(model, prompts, replace(found, kinds=", ".join(family.modalities)))
 
 
@@ -228,11 +244,13 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
     ids, mask = _completions(model, len(repeated))
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) * mask
     truth = []
-    for prompt, row, own, weight in zip(repeated, ids, mask.bool(), weights, strict=True):
-        logits = _plain_logits(plain, prompt, row[own])
-        logps = logits.log_softmax(-1).gather(-1, row[own][:, None])[:, 0]
-        (logps * weight[own]).sum().backward()
-        truth.append(F.pad(logps.detach(), (0, len(row) - len(logps))))
+    try:
+        for prompt, row, own, weight in zip(repeated, ids, mask.bool(), weights, strict=True):
+            logps = _plain_logits(plain, prompt, row[own]).log_softmax(-1).gather(-1, row[own][:, None])[:, 0]
+            (logps * weight[own]).sum().backward()
+            truth.append(F.pad(logps.detach(), (0, len(row) - len(logps))))
+    except Exception as error:
+        return replace(found, note=f"its own forward fails: {_sentence(error)}")
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
     try:
@@ -264,8 +282,8 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
     if not exact:
         found = replace(found, mode=found.mode if found.mode.startswith("error") else f"wrong: {found.mode}")
         notes.append(_remedy(score, policy.remedies))
-    found = replace(found, sharing=_sharing(plain, model, policy, prompts))
-    return replace(found, note="; ".join(filter(None, notes)))
+    sharing, disagreement = _sharing(plain, model, policy, prompts)
+    return replace(found, sharing=sharing, note="; ".join(each for each in (*notes, disagreement) if each))
 
 
 def _mode(remedies: Remedies) -> str:
@@ -302,15 +320,16 @@ def _completions(model, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[torch.randint(len(ids), (n, _NEW_TOKENS), generator=generator)] * mask, mask
 
 
-def _plain_inputs(prompt: EncodedPrompt) -> dict[str, Any]:
+def _plain_inputs(model, prompt: EncodedPrompt) -> dict[str, Any]:
     fields = {name: value[None] for name, value in prompt.token_fields.items()}
     ids = prompt.input_ids[None]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **fields, **prompt.media}
+    media = to_model(prompt.media, model, ids.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **fields, **media}
 
 
 def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torch.Tensor:
     """Logits of a completion's tokens by the model's own forward, of one row."""
-    inputs, n_new = _plain_inputs(prompt), len(completion)
+    inputs, n_new = _plain_inputs(model, prompt), len(completion)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
     fill = {"attention_mask": 1, **family_of(model).token_field_fill}
     for name in ("attention_mask", *prompt.token_fields):
@@ -321,26 +340,32 @@ def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> tor
     return model(**inputs, use_cache=False).logits[0, -n_new - 1 : -1]
 
 
-def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPrompt]) -> str:
-    """Whether greedy samples from a shared prefill are those of `generate`."""
-    size = model.get_output_embeddings().weight.size(0)
+def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPrompt]) -> tuple[str, str]:
+    """Whether greedy samples from a shared prefill are those of `generate`, and these those of the forward."""
+    text_ids, disagreement = ordinary_ids(model), ""
+    size = model.config.get_text_config(decoder=True).vocab_size
     greedy = GenerationConfig(
         max_new_tokens=_NEW_TOKENS,
         do_sample=False,
         pad_token_id=0,
-        suppress_tokens=sorted({*range(size)} - {*ordinary_ids(model).tolist()}),
+        suppress_tokens=sorted({*range(size)} - {*text_ids.tolist()}),
         disable_compile=True,
     )
     for each in (plain, model):
         each.generation_config = copy.deepcopy(greedy)
+        each.config.get_text_config().output_router_logits = False  # with it `generate` fails on padding
     with torch.no_grad():
         try:
             expected = [
-                plain.generate(**_plain_inputs(prompt), generation_config=greedy)[0, -_NEW_TOKENS:]
+                plain.generate(**_plain_inputs(plain, prompt), generation_config=greedy)[0, -_NEW_TOKENS:]
                 for prompt in prompts
             ]
         except Exception as error:
-            return f"`generate` fails: {_sentence(error)}"
+            return f"`generate` fails: {_sentence(error)}", ""
+        for prompt, ids in zip(prompts, expected, strict=True):
+            logits = _plain_logits(plain, prompt, ids)[:, text_ids]
+            if not torch.equal(text_ids[logits.argmax(-1)], ids):
+                disagreement = "its own forward would write other tokens than its `generate`"
         repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]
         rows = []
         hook = model.register_forward_pre_hook(
@@ -349,12 +374,13 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
         try:
             sampled = policy.sample(model, repeated, greedy, 0)
         except Exception as error:
-            return f"error: {_sentence(error)}"
+            return f"error: {_sentence(error)}", disagreement
         finally:
             hook.remove()
-    shared = "yes" if rows and rows[0] < len(repeated) // (1 if policy.remedies.apart is None else 2) else "no"
+    first = [repeated[i] for i in split_samples(repeated, policy.remedies.apart)[0]]
+    shared = "yes" if rows[:1] == [len(group_by_prompt(first))] else "no"
     same = torch.equal(sampled, torch.stack(expected).repeat_interleave(_COMPLETIONS, 0))
-    return shared if same else f"wrong (shared: {shared})"
+    return (shared if same else f"wrong (shared: {shared})"), disagreement
 
 
 def _n_rows(kwargs: dict[str, Any]) -> int:

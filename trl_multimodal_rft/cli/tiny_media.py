@@ -149,8 +149,23 @@ def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
         `torch.Tensor`: The ids.
     """
     named = meant_ids(model.config.to_dict())
-    size = model.get_output_embeddings().weight.size(0)
+    size = model.config.get_text_config(decoder=True).vocab_size
     return torch.tensor([i for i in range(50, min(VOCABULARY - 100, 2 * size // 3)) if i not in named])
+
+
+def has_placeholders(model: PreTrainedModel) -> bool:
+    """
+    Whether its config tells which tokens stand for media, or it is known otherwise.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model.
+
+    Returns:
+        `bool`: Whether a prompt can be made.
+    """
+    known = model.config.model_type in (*_PROMPTS, "molmo2")
+    return known or any(placeholder_token_ids(model, None).values())
 
 
 def placeholder_of(model: PreTrainedModel, kind: str) -> int:
@@ -223,10 +238,12 @@ def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
     accepted = inspect.signature(inspect.unwrap(function)).parameters
     with torch.no_grad():
         features = function(**{key: value for key, value in tensors.items() if key in accepted or "args" in accepted})
-    if hasattr(features, "deepstack_features") and not hasattr(features, "pooler_output"):
+    if features.pooler_output is not None:
+        features = features.pooler_output
+    elif features.get("deepstack_features") is not None:
         features = features.deepstack_features[0][1]
     else:
-        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
+        features = features.last_hidden_state
     parts = [*features] if isinstance(features, (list, tuple)) else [features]
     return sum(part.numel() // part.size(-1) for part in parts)
 
@@ -319,7 +336,16 @@ def _frames(model, sizes) -> Tensors:
 def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool = False) -> Tensors:
     """Features of sound, those of shorter clips padded."""
     config = _tower(model, "audio")
-    mels = _first(config, "num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", "audio_embed_dim", default=128)
+    mels = _first(
+        config,
+        "num_mel_bins",
+        "n_mels",
+        "input_feat_size",
+        "input_dim",
+        "feature_size",
+        "audio_embed_dim",
+        default=128,
+    )
     mels *= getattr(config, "num_stacked_frames", 1)
     window = getattr(config, "max_source_positions", None)
     lengths = torch.tensor([unit * (1 + size) for size in sizes])
@@ -481,9 +507,12 @@ def _positioned(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tens
     patches = torch.rand(len(grids), longest, 3 * patch * patch)
     places = torch.full((len(grids), longest, 2), -1)
     for own, (height, width) in zip(places, grids, strict=True):
-        own[: height * width] = torch.cartesian_prod(torch.arange(width), torch.arange(height)).view(
-            width, height, 2
-        ).transpose(0, 1).reshape(-1, 2)
+        own[: height * width] = (
+            torch.cartesian_prod(torch.arange(width), torch.arange(height))
+            .view(width, height, 2)
+            .transpose(0, 1)
+            .reshape(-1, 2)
+        )
     return patches * (places[..., :1] >= 0), places
 
 
@@ -599,8 +628,7 @@ _OWN: dict[str, dict[str, Callable]] = {
     "gemma4": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "gemma4_unified": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
     "gemma3n": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
-    "nemo_speechlm": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=64, by_frame=True)},
-    "nemotron3_5_transcribe": {
+    "nemo_speechlm": {
         "audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=64, by_frame=True)
     },
     "granite4_vision": {"image": _crops},

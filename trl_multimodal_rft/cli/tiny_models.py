@@ -20,6 +20,7 @@ _PATCHES = 4  # along each side of an image
 # Settings by patterns of their names, the first that matches. Sizes are all the same, so that what must agree does.
 _SMALL: tuple[tuple[str, int], ...] = (
     (r"(linear|mamba|ssm).*num.*heads|linear_num_(key|value)_heads|mamba_num_heads", _HEADS),
+    (r"index_n_heads", 32),  # with few, many keys have a score of 0, and which of them count is left to chance
     (r"(\w+_)?(num_key_value_heads|num_kv_heads)", 2),
     (r"(\w+_)?(num_attention_heads|num_heads|n_heads|attention_heads)", _HEADS),
     (r"(\w*head_dim|dim_head)", _HEAD_DIM),
@@ -36,7 +37,7 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings", _POSITIONS),
     (r"vocab_size|unpadded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
     (r"\w*(hidden_size|intermediate_size)\w*|\w*(hidden_dim|ffn_dim|mlp_dim|expert_dim)", _HIDDEN),
-    (r"(d_model|embed_dim|word_embed_proj_dim|\w*projection_dim|output_dim|decoder_dim)", _HIDDEN),
+    (r"(d_model|\w*embed_dim|output_proj_dims|word_embed_proj_dim|\w*projection_dim|output_dim|decoder_dim)", _HIDDEN),
 )
 
 _IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
@@ -62,13 +63,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "chameleon": {
         "image_token_id": _IMAGE,
         "vocabulary_map": {"<image>": _IMAGE, **{f"IMGIMG{'ABCDEFGH'[i]}Z": 320 + i for i in range(8)}},
-        "vq_config": {"num_embeddings": 8, "resolution": 64, "base_channels": 32, "latent_channels": 32, "embed_dim": 32},
+        "vq_config": {
+            "num_embeddings": 8,
+            "resolution": 64,
+            "base_channels": 32,
+            "latent_channels": 32,
+            "embed_dim": 32,
+        },
     },
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     },
     "deepseek_ocr2": {
-        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
         "vision_config": {"sam_config": _SAM},
     },
     "dots3_note": {
@@ -78,7 +85,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "emu3": {
         "image_token_id": _IMAGE,
-        "vocabulary_map": {"<image>": _IMAGE, **{f"<|visual token {i:06d}|>": 320 + i for i in range(8)}},
+        "vocabulary_map": {
+            "<image>": _IMAGE,
+            "<|extra_200|>": 319,
+            **{f"<|visual token {i:06d}|>": 320 + i for i in range(8)},
+        },
         "vq_config": {"codebook_size": 8, "base_channels": _HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     },
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [_HIDDEN, _HIDDEN]}},
@@ -100,6 +111,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": _HEAD_DIM, "rope_parameters": {"alpha": 1000.0}}},
     "instructblip": {"image_token_index": _IMAGE, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": _VIDEO, "num_query_tokens": 4},
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": _HIDDEN}},
     "llama4": {
         "vision_config": {
             "intermediate_size": 4 * _HIDDEN,
@@ -180,7 +192,11 @@ def tiny_config(config: PreTrainedConfig, changes: Mapping[str, Any] | None = No
     ids: dict[int, int] = {}
     values = config.to_dict()
     for name, part in config.sub_configs.items():
-        if values.get(name) is None and re.fullmatch(r"(vision|audio|text)_config", name) and getattr(part, "model_type", None):
+        if (
+            values.get(name) is None
+            and re.fullmatch(r"(vision|audio|text)_config", name)
+            and getattr(part, "model_type", None)
+        ):
             values[name] = part().to_dict()
     values = _shrunk(values, ids)
     if "image_grid_pinpoints" in values:
@@ -199,7 +215,9 @@ def _merged(values: dict, changes: Mapping) -> dict:
 
 def _shrunk(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
     small = {name: _small(name, value, ids) for name, value in values.items()}
-    layers = next((n for n in ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers") if n in small), None)
+    layers = next(
+        (n for n in ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers") if n in small), None
+    )
     if layers is not None and isinstance(values[layers], int):
         _cut_layers(small, values, layers)
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
@@ -270,7 +288,7 @@ def _cut_layers(small: dict[str, Any], values: dict[str, Any], name: str) -> Non
     if len(chosen) < 2:
         chosen = sorted({0, n_layers - 1} if not kinds else {*chosen, *range(n_layers)})[:2]
     small[name] = len(chosen)
-    for key, value in lists.items():
+    for key in lists:
         small[key] = [small[key][i] for i in chosen]
     own = {int(i): value for i, value in (small.get("per_layer_config") or {}).items()}
     if own:
