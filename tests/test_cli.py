@@ -13,7 +13,7 @@ import transformers
 from helpers.families import FAMILIES
 
 from trl_multimodal_rft.cli import COMMANDS, main
-from trl_multimodal_rft.cli.families import HEADER, measurable
+from trl_multimodal_rft.cli.families import HEADER, MARK, measurable
 from trl_multimodal_rft.cli.measure import Measurement, measure
 from trl_multimodal_rft.cli.tiny_media import encode
 from trl_multimodal_rft.cli.tiny_models import tiny_model
@@ -72,7 +72,8 @@ def test_known_families(capsys):
 
 def measured(text):
     """Rows of a table of measurements by family."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    table = text.rpartition(MARK)[2]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     assert lines[0] == list(HEADER)
     return {line[0]: dict(zip(HEADER, line, strict=False)) for line in lines[2:]}
 
