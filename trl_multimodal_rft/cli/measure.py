@@ -19,12 +19,12 @@ import torch.nn.functional as F
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
-from trl.trainer.utils import add_fused_lm_head
 
 from ..data.columns import rows_to_messages
 from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
+from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt, split_samples
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import to_model
@@ -257,8 +257,8 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
         obstacle = sharing_obstacle(model)
         if obstacle is None:
             install_prefix_attention(model)
-        add_fused_lm_head(model, temperature=1.0)
-        policy = PolicyForward(remedies=Remedies(can_pack=obstacle is None, apart=family_of(model).apart))
+        own_logits = not add_fused_head(model, temperature=1.0)
+        policy = PolicyForward(remedies=Remedies(obstacle is None, family_of(model).apart, own_logits))
     except Exception as error:
         return replace(found, mode=f"error: {_sentence(error)}")
     notes = [found.note, obstacle]
