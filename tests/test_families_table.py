@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from helpers.by_hand import FAMILIES as BY_HAND
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import SPECIAL
 from helpers.handmade import HANDMADE
@@ -56,7 +57,8 @@ def test_rows_name_what_transformers_has(row):
 @every_row
 def test_rows_say_something_that_is_tested(row):
     assert row != Family(model_types=row.model_types, processors=row.processors)
-    assert {*row.model_types} & {*MATRIX, *SPECIAL, *HANDMADE, *MORE_FAMILIES, *MEASURED}
+    tested = {*MATRIX, *SPECIAL, *HANDMADE, *MORE_FAMILIES, *BY_HAND, *MEASURED}
+    assert row.refused or {*row.model_types} & tested
 
 
 def test_rows_are_found():

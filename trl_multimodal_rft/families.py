@@ -20,6 +20,9 @@ TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 # Those of them in which the tokens before and behind a medium are a part of it
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
+# Tensors that hold the patches of all media in one row, by the sizes beside them. They join on their last dimension.
+PATCH_ROWS = {"target_sizes": "pixel_values", "target_sizes_videos": "pixel_values_videos"}
+
 # What processors say about images beside their pixels
 IMAGE_SIZES = ("image_sizes", "image_attention_mask")
 
@@ -34,10 +37,19 @@ AUDIO_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention
 AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
 
 
+_HEARS_AS_IT_WRITES = "it hears a piece of the audio with every token that it writes, so no text follows a prompt"
+
+
 def _qwen3_omni_tokens(model, frames):
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
     return _get_feat_extract_output_lengths(frames, model.get_encoder(modality="audio").n_window)
+
+
+def _llama4_query_scale(attention, places):
+    if not attention.attn_temperature_tuning or attention.use_rope:
+        return None
+    return ((places + 1) // attention.floor_scale).float().log1p() * attention.attn_scale + 1
 
 
 def _whisper_window(processor) -> float:
@@ -64,6 +76,16 @@ class Family:
             other. Negative places are none.
         token_field_fill (`Mapping[str, int]`, *optional*):
             What a token field holds on text that follows the prompt, where it is not 0.
+        token_masks (`tuple[str, ...]`, *optional*):
+            Processor outputs that say of each token which media its layers of cross-attention look at. Text that
+            follows the prompt looks at those of the prompt's last token.
+        blank_media (`bool`, *optional*, defaults to `False`):
+            Whether the processor writes blank media for text alone, without which there is no forward.
+        query_scale (`Callable`, *optional*):
+            From an attention layer and places of tokens to what scales their queries, where the layer takes the places
+            in the row for those in the sequence.
+        refused (`str`, *optional*):
+            Why the family can't be trained.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
             Whether token fields tell media from text.
         audio_limit (`Callable`, *optional*):
@@ -91,6 +113,10 @@ class Family:
     media_padding: Mapping[str, int] = field(default_factory=dict)
     indexed_media: Mapping[str, str] = field(default_factory=dict)
     token_field_fill: Mapping[str, int] = field(default_factory=dict)
+    token_masks: tuple[str, ...] = ()
+    blank_media: bool = False
+    query_scale: Callable[[Any, Any], Any] | None = None
+    refused: str | None = None
     token_fields_mark_media: bool = True
     audio_limit: Callable[[Any], float] | None = None
     audio_tokens: Callable[[Any, Any], Any] | None = None
@@ -146,9 +172,23 @@ FAMILIES = (
         towers={"audio": "model.encoder"},
     ),
     Family(
+        model_types=("idefics",),
+        apart="media",  # every row of a batch has as many images
+        token_masks=("image_attention_mask",),
+        blank_media=True,
+    ),
+    Family(
         model_types=("internvl",),
         processors=("InternVLProcessor",),
         not_in_vllm=("video",),  # which has a token of its own for them
+    ),
+    Family(
+        model_types=("kyutai_speech_to_text",),
+        refused=_HEARS_AS_IT_WRITES,
+    ),
+    Family(
+        model_types=("llama4", "llama4_text"),
+        query_scale=_llama4_query_scale,
     ),
     Family(
         model_types=("llava_onevision",),
@@ -163,6 +203,11 @@ FAMILIES = (
         apart="media",  # writes images and videos with one token, and takes one of both a call
         media_padding={"image_token_pooling": -1, "video_token_pooling": -1},  # marks no patch
         indexed_media={"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"},
+    ),
+    Family(
+        model_types=("mllama",),
+        apart="media",  # what looks at no image looks at all, padding too
+        token_masks=("cross_attention_mask",),
     ),
     Family(
         model_types=("paligemma",),
@@ -209,6 +254,10 @@ FAMILIES = (
         model_types=("voxtral",),
         processors=("VoxtralProcessor",),
         takes_base64_audio=True,
+    ),
+    Family(
+        model_types=("voxtral_realtime",),
+        refused=_HEARS_AS_IT_WRITES,
     ),
 )
 

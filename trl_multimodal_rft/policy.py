@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection
 
-from .encoding.prompts import EncodedPrompt
+from .encoding.prompts import EncodedPrompt, all_placeholder_ids
+from .families import MODALITIES, family_of
 from .forward.layout import packed_length, split_by_tokens, split_samples
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores
@@ -30,8 +31,47 @@ from .models.wrapped import unwrapped
 # below that it is lost in the noise (measured on a CPU, see `benchmarks/`).
 _WORTH_PACKING = 0.9
 
+# Layers whose window moves over the completion alone, which only `generate` tells from the prompt
+_REFERENCE_LAYERS = "reference_sliding_attention"
+
 # Prompts, completions `(B, C)` and their mask `(B, C)`
 Completions = tuple[Sequence[EncodedPrompt], torch.Tensor, torch.Tensor]
+
+
+def training_obstacle(model: PreTrainedModel, processor: Any, max_completion_length: int | None = None) -> str | None:
+    """
+    Why completions of a model can't be trained on at all.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What encodes prompts.
+        max_completion_length (`int`, *optional*):
+            Tokens that a completion has at most.
+
+    Returns:
+        `str` or `None`: The reason, or `None` when they can.
+    """
+    if (refused := family_of(model).refused) is not None:
+        return refused
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, so no completion follows its prompt in one row"
+    kinds = [kind for kind in MODALITIES if kind in model.input_modalities]
+    if kinds and isinstance(processor, ProcessorMixin) and not all_placeholder_ids(model, processor):
+        return (
+            f"neither its config nor {type(processor).__name__} names a token that stands for {' or '.join(kinds)}, "
+            "by which a prompt is known to hold its media"
+        )
+    config = model.config.get_text_config(decoder=True)
+    if _REFERENCE_LAYERS in (getattr(config, "layer_types", None) or ()):
+        longest = config.sliding_window + 1
+        if max_completion_length is None or max_completion_length > longest:
+            return (
+                f"it writes with the last {config.sliding_window} tokens of a completion in view, and its forward "
+                f"views all of them; set `max_completion_length` to {longest} at most"
+            )
+    return None
 
 
 @dataclass

@@ -3,6 +3,7 @@
 
 import base64
 import copy
+import inspect
 import io
 import os
 from collections import Counter
@@ -21,7 +22,17 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
 from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
-from ..families import AUDIO_EXTRACTORS, MODALITIES, TOKEN_FIELDS, family_of_processor, indexed_media, media_padding
+from ..families import (
+    AUDIO_EXTRACTORS,
+    AUDIO_NAMES,
+    MODALITIES,
+    PATCH_ROWS,
+    TOKEN_FIELDS,
+    family_of,
+    family_of_processor,
+    indexed_media,
+    media_padding,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -77,9 +88,11 @@ class EncodedPrompt:
         input_ids (`torch.Tensor`):
             Token ids with expanded placeholders, shape `(P,)`, on the CPU.
         token_fields (`dict[str, torch.Tensor]`):
-            Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`.
+            Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`, and masks of cross-attention
+            such as `cross_attention_mask`, each of shape `(P, ...)`.
         media (`dict[str, torch.Tensor]`):
-            All other processor outputs, on the CPU. Empty for a text-only prompt.
+            All other processor outputs, on the CPU. Empty for a text-only prompt, but where there is no forward
+            without media.
         position_ids (`torch.Tensor`):
             Positions the model itself would use, or an engine that samples, shape `(1, P)` or, with multimodal rotary
             positions, `(R, 1, P)`.
@@ -213,6 +226,11 @@ def encode_prompt(
         _check_text(messages, refs, placeholder_tokens(model, processor), row)
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         _check_blocks(messages, processor, template_kwargs or {}, row)
+    if not refs and (needed := _needed_media(model)):
+        raise MediaError(
+            f"{_of_row(row)}column 'prompt': holds no media, and {type(model).__name__} has no forward without "
+            f"{' and '.join(f'`{name}`' for name in needed)}; drop the row"
+        )
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
     kept = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
@@ -225,8 +243,9 @@ def encode_prompt(
         )
     outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs, row)
     input_ids = outputs["input_ids"][0]
-    token_fields = {name: outputs[name][0] for name in TOKEN_FIELDS if name in outputs}
-    media = {name: value for name, value in outputs.items() if name not in ("input_ids", *TOKEN_FIELDS)}
+    family = family_of(model)
+    token_fields = {name: outputs[name][0] for name in (*TOKEN_FIELDS, *family.token_masks) if name in outputs}
+    media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     _check_placeholders(input_ids, refs, media, placeholders, row)
     positions = prompt_position_ids(model, input_ids, media, token_fields)
     if engine_positions:
@@ -240,12 +259,19 @@ def encode_prompt(
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
-        media=media if refs else {},
+        media=media if refs or family.blank_media else {},
         position_ids=positions,
         decoded=kept,
         modalities=frozenset(ref.kind for ref in refs),
         row=row,
     )
+
+
+def _needed_media(model: PreTrainedModel) -> list[str]:
+    """Media without which a model has no forward."""
+    parameters = inspect.signature(type(model).forward).parameters
+    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    return [name for name in needed if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
 
 
 def processor_outputs(
@@ -435,6 +461,30 @@ def same_prompt(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
+def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
+    """
+    A token field of prompts and of text that follows them, as `generate` goes on with it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        name (`str`):
+            Name of the field.
+        values (`torch.Tensor`):
+            The field of the prompts, shape `(B, P, ...)`.
+        n_new (`int`):
+            Number of text tokens after the prompts.
+
+    Returns:
+        `torch.Tensor`: The field, shape `(B, P + n_new, ...)`.
+    """
+    family = family_of(model)
+    behind = values[:, -1:]
+    if name not in family.token_masks:
+        behind = torch.full_like(behind, family.token_field_fill.get(name, 0))
+    return torch.cat([values, behind.expand(-1, n_new, *behind.shape[2:])], dim=1)
+
+
 def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
     """
     Joins the media of several prompts into one forward's arguments.
@@ -444,8 +494,9 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
             Prompts in the order in which their tokens appear in the row or batch.
 
     Returns:
-        `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, trailing dimensions padded on the
-        right to the largest. What holds places in another tensor goes on behind those of the prompts before.
+        `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, or the last if it is a row of
+        patches, the other dimensions padded on the right to the largest. What holds places in another tensor goes on
+        behind those of the prompts before.
     """
     collected: dict[str, list[torch.Tensor]] = {}
     places: Counter[str] = Counter()  # in each tensor so far
@@ -456,29 +507,36 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
                 value = torch.where(value < 0, value, value + places[indexed])
             collected.setdefault(name, []).append(value)
         places.update({name: value.shape[:-1].numel() for name, value in prompt.media.items()})
-    return {name: cat_padded(values, media_padding(name)) for name, values in collected.items()}
+    rows = {PATCH_ROWS[name] for name in collected if name in PATCH_ROWS}
+    return {
+        name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)
+        for name, values in collected.items()
+    }
 
 
-def cat_padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:
     """
-    Concatenates tensors on the first dimension, the others padded on the right to the largest.
+    Concatenates tensors on one dimension, the others padded on the right to the largest.
 
     Args:
         tensors (`list[torch.Tensor]`):
             Tensors of one rank.
         value (`int`):
             What pads them.
+        dim (`int`, *optional*, defaults to `0`):
+            The dimension.
 
     Returns:
         `torch.Tensor`: All of them.
     """
-    largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:
-        missing = [m - s for m, s in zip(largest, tensor.shape[1:], strict=True)]
+        missing = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
+        missing[dim] = 0
         pairs = [p for m in reversed(missing) for p in (0, m)]
         padded.append(F.pad(tensor, pairs, value=value) if any(missing) else tensor)
-    return torch.cat(padded)
+    return torch.cat(padded, dim)
 
 
 def decode_media(

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..families import family_of
 from .layout import PrefixLayout
 from .states import install_prefix_states
 
@@ -41,9 +42,11 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         return
     original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
 
-    def attention(module, query, key, value, attention_mask, prefix_layout=None, **kwargs):
+    def attention(module, query, key, value, attention_mask, prefix_layout=None, token_places=None, **kwargs):
         # Eager attention is a function of each modelling file
         base_attention = original or sys.modules[type(module).__module__].eager_attention_forward
+        if token_places is not None:
+            query = _scaled_anew(module, query, token_places)
         if prefix_layout is None:
             return base_attention(module, query, key, value, attention_mask, **kwargs)
         return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, **kwargs)
@@ -119,6 +122,15 @@ def _grouped_attention(query, key, value, mask, groups, dropout=0.0, scaling=Non
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
+
+
+def _scaled_anew(module, query, places: torch.Tensor):
+    """Queries `(B, heads, T, head_dim)` that were scaled by their places in the row, by those in their sequence."""
+    query_scale = family_of(module).query_scale
+    given = query_scale(module, torch.arange(places.size(-1), device=places.device))
+    if given is None:
+        return query
+    return query * (query_scale(module, places) / given).to(query.dtype)[:, None, :, None]
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

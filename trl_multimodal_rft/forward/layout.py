@@ -108,6 +108,12 @@ class PrefixLayout:
     causal_layers: set
 
     @cached_property
+    def places(self) -> torch.Tensor:
+        """For each row position its place in its own sequence, shape `(1, T)`."""
+        places = [torch.arange(shared, shared + length) for _, length, _, shared in self.segments]
+        return torch.cat(places)[None].to(self.restore_index.device)
+
+    @cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """
         The layout as variable-length sequences: queries are the row itself, keys are gathered per segment.
@@ -336,8 +342,8 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
             Each completion's prompt.
         apart (`str` or `None`):
             `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding,
-            and images of the same sizes; a prompt without media goes with any other. `"prompt"` gives each prompt a
-            part, `None` makes one part of all.
+            and images of the same sizes; a prompt without media goes with any other, but not with those whose layers
+            look at media. `"prompt"` gives each prompt a part, `None` makes one part of all.
 
     Returns:
         `list[list[int]]`: Indices of completions of each part, ascending. Those of a group are in one part.
@@ -358,7 +364,8 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
         parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
     if text_only:
-        split = [split[0] + text_only, *split[1:]] if split else [text_only]
+        has_masks = any(values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values())
+        split = [*split, text_only] if has_masks or not split else [split[0] + text_only, *split[1:]]
     return [sorted(part) for part in split]
 
 

@@ -19,9 +19,13 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Functions of transformers that a forward calls for masks of windows
 _MASKS_WITH_WINDOWS = {
     "create_sliding_window_causal_mask",
+    "create_reference_sliding_window_causal_mask",
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 }
+
+# Layer types whose tokens see no others
+POINTWISE_LAYERS = {"mlp", "moe"}
 
 
 @contextmanager
@@ -79,7 +83,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     # Under sdpa the rule answers with a boolean mask, or None where attention is plainly causal
     with attention_implementation(model, "sdpa"):
         masks = rule(
-            config=windows_as_forwarded(model),
+            config=_of_attention(windows_as_forwarded(model)),
             inputs_embeds=torch.empty(1, total, 0),
             attention_mask=torch.ones(1, total, dtype=torch.long),
             past_key_values=None,
@@ -126,6 +130,17 @@ def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
+def _of_attention(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config without the layers that see no others, for which transformers' rule has no mask."""
+    text_config = config.get_text_config(decoder=True)
+    kinds = getattr(text_config, "layer_types", None) or ()
+    if POINTWISE_LAYERS.isdisjoint(kinds):
+        return config
+    text_config = copy.copy(text_config)
+    text_config.layer_types = [kind for kind in kinds if kind not in POINTWISE_LAYERS]
+    return text_config
+
+
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
     """
     Why completions of this model can't share their prompt in one row.
@@ -137,8 +152,11 @@ def sharing_obstacle(model: PreTrainedModel) -> str | None:
     Returns:
         `str` or `None`: The reason, or `None` when they can.
     """
+    token_masks = family_of(model).token_masks
+    if token_masks:
+        return f"its layers look at media through a mask for each token ({', '.join(token_masks)})"
     config = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - STATE_LAYERS
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - STATE_LAYERS - POINTWISE_LAYERS
     if others:
         return f"how layers of type {', '.join(sorted(others))} see a prompt is unknown"
     decoder = model.get_decoder()

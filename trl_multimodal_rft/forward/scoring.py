@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.companions import CompanionPrompt
-from ..encoding.prompts import EncodedPrompt, join_media
+from ..encoding.prompts import EncodedPrompt, continued_field, join_media
 from ..families import family_of
+from ..models.wrapped import hidden_states
 from .head import scores_of_logits
 from .layout import group_by_prompt, pack, split_samples
 from .masks import linear_masks
@@ -126,15 +127,19 @@ def completion_scores(
         if output_router_logits:
             router["output_router_logits"] = True
             batch.leave_out_companions()
-        with inject(unwrapped_model.get_decoder(), **batch.injected), _last_hidden_states(unwrapped_model) as hidden:
-            if logits_temperature is None:
+        is_fused = logits_temperature is None
+        with (
+            inject(unwrapped_model.get_decoder(), **batch.injected),
+            hidden_states(unwrapped_model, instead_of_logits=is_fused) as hidden,
+        ):
+            if is_fused:
                 outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
             else:
                 outputs = _own_scores(model, unwrapped_model, batch, router, logits_temperature, logit_bias or {})
         return Scores(
             logps=batch.of_completions(outputs.log_probs),
             entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
-            values=None if value_head is None else batch.of_completions(value_head(hidden[0])),
+            values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(hidden[0]))),
             aux_loss=outputs.aux_loss,
         )
 
@@ -228,13 +233,10 @@ def _own_scores(
         logits = logits + added
     logps, entropies = scores_of_logits(logits, kept_labels.clamp(min=0), temperature)
 
-    def spread(values):
-        everywhere = values.new_zeros(labels.shape)
-        return everywhere.index_copy(1, kept, torch.where(kept_labels != -100, values, 0.0))
-
-    return FusedCausalLMOutput(
-        log_probs=spread(logps), entropy=spread(entropies), aux_loss=getattr(outputs, "aux_loss", None)
+    logps, entropies = (
+        batch.everywhere(torch.where(kept_labels != -100, values, 0.0)) for values in (logps, entropies)
     )
+    return FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=getattr(outputs, "aux_loss", None))
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -251,17 +253,6 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
-@contextmanager
-def _last_hidden_states(model: PreTrainedModel):
-    """What the LM head gets, of each forward within the context."""
-    hidden = []
-    handle = model.base_model.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
-    try:
-        yield hidden
-    finally:
-        handle.remove()
-
-
 @dataclass
 class _Batch:
     """What one forward takes, and where completions are in what it returns."""
@@ -272,6 +263,12 @@ class _Batch:
     kept: Callable[[], torch.Tensor]  # positions that are scored
     of_companions: Callable[[], torch.Tensor]  # which tokens are theirs
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
+
+    def everywhere(self, values: torch.Tensor) -> torch.Tensor:
+        """A value at each position, from values at all or at those that are scored."""
+        if values.shape == self.labels.shape:
+            return values
+        return values.new_zeros(self.labels.shape).index_copy(1, self.kept(), values)
 
     def leave_out_companions(self) -> None:
         """Takes their tokens out of the load-balancing loss, which goes by the mask of the inputs."""
@@ -311,7 +308,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
 
     return _Batch(
         inputs,
-        {"prefix_layout": row.layout, "position_ids": row.position_ids},
+        {"prefix_layout": row.layout, "position_ids": row.position_ids, **_places(model, row.layout.places)},
         row.shift_labels,
         lambda: (row.shift_labels[0] != -100).nonzero()[:, 0],
         of_companions,
@@ -323,12 +320,9 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
     """One padded row per completion, as TRL has it, for models and prompts that gain nothing from sharing."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
-    fill = family_of(model).token_field_fill
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
     positions = batch["position_ids"].to(device)
-    fields = {
-        name: F.pad(value, (0, n_new), value=fill.get(name, 0)).to(device) for name, value in batch["fields"].items()
-    }
+    fields = {name: continued_field(model, name, value, n_new).to(device) for name, value in batch["fields"].items()}
     inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
@@ -342,12 +336,17 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
     labels[:, predicts] = completion_ids.masked_fill(completion_mask == 0, -100)
     return _Batch(
         inputs,
-        {},
+        _places(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
         labels,
         lambda: torch.arange(labels.size(1), device=device)[predicts],
         lambda: torch.tensor([[isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=device),
         lambda values: torch.where(completion_mask.bool(), values[:, predicts], 0.0),
     )
+
+
+def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Places of tokens in their sequences, for families whose layers take those in the row for them."""
+    return {} if family_of(model).query_scale is None else {"token_places": places}
 
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
@@ -362,14 +361,17 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
 
     Returns:
         `dict`: `input_ids` and `attention_mask` of shape `(B, P)`, `position_ids` of shape `(B, P)` or `(R, B, P)`,
-        and `fields` with the token fields, each `(B, P)`.
+        and `fields` with the token fields, each `(B, P)` or, of masks of cross-attention, `(B, P, ...)`.
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
 
     def stack(tensors, value=0):
-        return torch.stack([F.pad(t, (gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)])
+        padded = [
+            F.pad(t, (*(0, 0) * (t.dim() - 1), gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)
+        ]
+        return torch.stack(padded)
 
     n_dims = max(prompt.position_ids.dim() for prompt in prompts)
     axes = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == n_dims)

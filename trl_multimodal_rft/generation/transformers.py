@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sampling completions: each prompt and its media are prefilled once, whatever the number of completions."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, masking_utils
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt, join_media
+from ..families import family_of
 from ..forward.layout import group_by_prompt
-from ..forward.masks import ATTENTION_LAYERS, linear_masks, windows_as_forwarded
+from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
 from ..forward.scoring import left_pad, to_model
 
 
@@ -201,6 +203,9 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
     again), -1 for all but the last token, 0 for nothing.
     """
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
+    if not is_known or family_of(model).token_masks or _generates_from_media(model):
+        return 0
     if layer_types <= ATTENTION_LAYERS:
         return 1
     # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one looks at it.
@@ -210,6 +215,14 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
         for mask in linear_masks(model, prompt, 1).values()
     )
     return 0 if sees_last or min(map(len, prompts)) < 2 else -1
+
+
+def _generates_from_media(model: PreTrainedModel) -> bool:
+    """Whether `generate` of a family wants media also where a cache holds them."""
+    model_class: Any = type(model)
+    _, *parameters = inspect.signature(model_class.generate).parameters.values()
+    named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return any(each.default is each.empty for each in named)
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:

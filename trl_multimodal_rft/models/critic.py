@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 
 from .pretrained import SOURCE
 from .towers import freeze_as_built
+from .wrapped import hidden_states
 
 
 _HEAD = "value_head.safetensors"
@@ -117,8 +118,9 @@ class Critic(nn.Module):
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         # Not the model's own forward, which may cap or scale what its head returns
-        outputs = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
-        return self.head(outputs.last_hidden_state)
+        with hidden_states(self.model) as states:
+            self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
+        return self.head(states[-1])
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Models within wrappers of engines and adapters."""
+"""Models within wrappers of engines and adapters, and what is within models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,49 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
     """
     own: Any = model if accelerator is None else accelerator.unwrap_model(model)
     return own.get_base_model() if is_peft_model(own) else own
+
+
+@contextmanager
+def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) -> Iterator[list[torch.Tensor]]:
+    """
+    Collects the states that the LM head gets, of each forward within the context.
+
+    A model that merges media and holds a language model with its head has no backbone whose outputs they are. They are
+    taken at its head then, which leaves out what the head leaves out.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        instead_of_logits (`bool`, *optional*, defaults to `False`):
+            Whether a model without a backbone gives them away as one does, for TRL's fused head, and computes the
+            logits of no token but the last.
+
+    Returns:
+        `list[torch.Tensor]`: The states of each forward, shape `(B, S, hidden_size)`.
+    """
+    states: list[torch.Tensor] = []
+    backbone, head = model.base_model, model.get_output_embeddings()
+
+    def take(module, args):
+        states.append(args[0])
+        return (args[0][:, -1:], *args[1:]) if instead_of_logits else None
+
+    def give_away(module, args, output):
+        if "logits" in output:
+            output["last_hidden_state"] = states[-1]
+
+    if backbone is not model:
+        handles = [backbone.register_forward_hook(lambda module, args, output: states.append(output[0]))]
+    else:
+        head = head or model.get_decoder().get_output_embeddings()
+        handles = [head.register_forward_pre_hook(take)]
+        if instead_of_logits:
+            handles.append(model.register_forward_hook(give_away))
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def is_whole(accelerator: Accelerator) -> bool:

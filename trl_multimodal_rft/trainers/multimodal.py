@@ -53,6 +53,7 @@ from .rows import RowsMixin
 from .self_check import SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
+    check_family,
     check_name,
     check_takes_media,
     has_unknown_columns,
@@ -108,6 +109,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
                 "trust_remote_code": args.trust_remote_code,
             }
             processing_class = load_processor(*self._processor_source.values())
+        check_family(model, processing_class, args)
         check_processor(processing_class)
         if args.use_vllm:
             check_engine_format(processing_class)

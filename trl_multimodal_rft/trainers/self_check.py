@@ -22,11 +22,12 @@ from ..data.columns import iter_refs
 from ..encoding.prompts import (
     EncodedPrompt,
     all_placeholder_ids,
+    continued_field,
     decode_media,
     processor_outputs,
     prompt_position_ids,
 )
-from ..families import MODALITIES, TOKEN_FIELDS, modality_of
+from ..families import MODALITIES, TOKEN_FIELDS, family_of, modality_of
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..forward.scoring import takes_logits_to_keep, to_model
@@ -573,6 +574,9 @@ class _Check:
         inputs: dict[str, Any] = {**plain, "input_ids": torch.cat([plain["input_ids"], ids], dim=1)}
         for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in plain)):
             inputs[name] = torch.nn.functional.pad(inputs[name], (0, n_new), value=value)
+        for name in family_of(self.model).token_masks:
+            if name in plain:
+                inputs[name] = continued_field(self.model, name, inputs[name], n_new)
         if takes_logits_to_keep(self.model):
             inputs["logits_to_keep"] = n_new + 1
         with trainer.accelerator.autocast(), original_attention(self.model):

@@ -23,6 +23,7 @@ from ..forward.head import add_fused_head
 from ..forward.processes import refuse_runs_apart
 from ..models.pretrained import load_model, trained_part
 from ..models.towers import freeze_as_built
+from ..policy import training_obstacle
 
 
 logger = get_logger(__name__)
@@ -97,6 +98,26 @@ def check_name(model, args, processing_class, ref_model, peft_config) -> None:
             f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
         )
+
+
+def check_family(model, processing_class, args) -> None:
+    """
+    A few families can't be trained at all, which the user is to know before anything is loaded or sampled.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The policy.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
+            What encodes prompts.
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Raises:
+        `ValueError`: If the model is of one of them.
+    """
+    reason = training_obstacle(model, processing_class, args.max_completion_length)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
 
 def check_engine_format(processing_class) -> None:

@@ -1,0 +1,236 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Families with something in their way are exact by another one, or are refused in a sentence."""
+
+import re
+
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset
+from helpers.by_hand import FAMILIES
+from helpers.completions import random_completions
+from helpers.families import chat, image, template, text, tokenizer
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.scoring import completion_scores, completion_values
+from trl_multimodal_rft.generation.transformers import generate_in_parts
+from trl_multimodal_rft.models import Critic, ValueHead
+from trl_multimodal_rft.policy import training_obstacle
+
+
+G = 3
+
+# What keeps their completions from sharing a row
+PADDED = {
+    "mllama": "a mask for each token (cross_attention_mask)",
+    "idefics": "a mask for each token (image_attention_mask)",
+    "inkling2": "layers of type hybrid, hybrid_sliding",
+    "unlimited_ocr": "layers of type reference_sliding_attention",
+}
+
+# Whose head does more than TRL's fused one, or isn't found by it
+OWN_LOGITS = {"idefics", "inkling2", "nemotron_h_omni"}
+
+
+def own_logps(model, prompts, ids, mask):
+    """By the model's plain forward of each completion, alone, at the model's own positions."""
+    logps = torch.zeros(ids.shape)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        prompt, completion = prompts[row], ids[row, :length]
+        # Masks of cross-attention go on as `generate` goes on with them
+        fields = {
+            name: torch.cat([f, (f[-1:] if f.dim() > 1 else 0 * f[-1:]).expand(length, *f.shape[1:])])[None]
+            for name, f in prompt.token_fields.items()
+        }
+        input_ids = torch.cat([prompt.input_ids, completion])[None]
+        logits = model(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **fields, **prompt.media, use_cache=False
+        ).logits[0, -length - 1 : -1]
+        logps[row, :length] = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+    return logps
+
+
+def gradients(model, logps):
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad(set_to_none=True)
+    (logps * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_the_plain_forward_of_each_completion_and_generate(name):
+    model, prompts = FAMILIES[name]()
+    apart = family_of(model).apart
+    repeated = [prompt for prompt in prompts for _ in range(G)]
+    ids, mask = random_completions(len(repeated), vocab=(50, 100))
+    expected = own_logps(model, repeated, ids, mask)
+    own = gradients(model, expected)
+    scale = max(gradient.abs().max() for gradient in own.values())
+
+    obstacle = sharing_obstacle(model)
+    assert obstacle is None if name not in PADDED else PADDED[name] in obstacle
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    if obstacle is None:
+        install_prefix_attention(model)
+    ways = [{"logits_temperature": 1.0}] if name in OWN_LOGITS else [{}]
+    if name == "llama4":  # once a model without a backbone in both ways
+        ways.append({"logits_temperature": 1.0})
+    for way in ways:
+        for packed in [False, True][: 1 + (obstacle is None)]:
+            logps = completion_scores(model, model, repeated, ids, mask, packed=packed, apart=apart, **way).logps
+            assert (logps - expected).abs().max() <= 1e-5, (way, packed)
+            for key, gradient in gradients(model, logps).items():
+                assert (gradient - own[key]).abs().max() <= 1e-5 * scale, (way, packed, key)
+
+    if name == "llama4":  # whose `generate` pads rows as its layers don't know it, beyond the first 8191 tokens
+        for module in model.modules():
+            module.floor_scale = 8192
+    config = hf.GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    plain = [
+        model.generate(
+            input_ids=prompt.input_ids[None],
+            attention_mask=torch.ones_like(prompt.input_ids)[None],
+            **{field: values[None] for field, values in prompt.token_fields.items()},
+            **prompt.media,
+            generation_config=config,
+        )[0, -5:]
+        for prompt in prompts
+    ]
+    twice = [prompt for prompt in prompts for _ in range(2)]
+    parts = split_samples(twice, apart)
+    with torch.no_grad():
+        sampled = generate_in_parts(model, model, twice, parts, config, 0, model.device)
+    assert torch.equal(sampled, torch.stack([row for row in plain for _ in range(2)]))
+
+
+def test_mllama_trains_with_its_processor(tmp_path, caplog):
+    words = tokenizer(image_token="<|image|>", bos_token="<|begin_of_text|>")
+    words.bos_token = "<|begin_of_text|>"
+    sizes = {"height": 28, "width": 28}
+    processor = hf.MllamaProcessor(
+        hf.MllamaImageProcessor(size=sizes, max_image_tiles=2), words, chat_template=template(image="<|image|>")
+    )
+    model, _ = FAMILIES["mllama"](len(words), processor.image_token_id)
+    rows = [
+        [image(28, 28), text("Is there a cat?")],
+        [text("Compare"), image(56, 28, seed=1), image(28, 28, seed=2)],
+        [text("What is red?")],
+        [image(28, 56, seed=3), text("What?")],
+    ]
+    args = MultimodalGRPOConfig(
+        tmp_path,
+        per_device_train_batch_size=8,
+        num_generations=2,
+        max_completion_length=5,
+        max_steps=1,
+        learning_rate=0.1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = MultimodalGRPOTrainer(
+        model,
+        reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": chat(*blocks)} for blocks in rows]),
+        processing_class=processor,
+    )
+    trainer.train()
+    check = trainer._self_check
+    assert max(check.padded, check.rows, check.sampled, check.features) <= 1e-5 and check.media["image"] > 0.01
+    assert not trainer._policy.remedies.own_logits and "padded rows" in caplog.text
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert any("cross_attn" in name for name in moved) and any("vision_model" in name for name in moved)
+
+
+@pytest.mark.parametrize("name", ["llama4", "nemotron_h_omni"])
+def test_values_of_a_model_without_a_backbone(name):
+    model, prompts = FAMILIES[name]()
+    repeated = [prompt for prompt in prompts for _ in range(G)]
+    ids, mask = random_completions(len(repeated), vocab=(50, 100))
+    states = []
+    handle = model.language_model.lm_head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    with torch.no_grad():
+        own_logps(model, repeated, ids, mask)
+    handle.remove()
+    head = ValueHead(64)
+    head.weight.data.normal_(std=0.1)
+    expected = torch.zeros(ids.shape)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        expected[row, :length] = head(states[row])[0, -length - 1 : -1]
+
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    install_prefix_attention(model)
+    for packed in (False, True):
+        for way in [{}, {"logits_temperature": 1.0}][name == "nemotron_h_omni" :]:
+            values = completion_scores(model, model, repeated, ids, mask, packed=packed, value_head=head, **way).values
+            assert (values - expected).abs().max() <= 1e-5, (packed, way)
+    if name == "llama4":
+        critic = Critic(model)
+        critic.head = head
+        assert (completion_values(critic, model, repeated, ids, mask) - expected).abs().max() <= 1e-5
+
+
+class Words(hf.ProcessorMixin):
+    """A processor that names no token for media."""
+
+    def __init__(self):
+        self.tokenizer = tokenizer()
+
+
+REFUSED = {
+    "GitForCausalLM": "(git) can't be trained: neither its config nor Words names a token that stands for image",
+    "Kosmos2ForConditionalGeneration": "(kosmos-2) can't be trained: neither its config nor Words names a token",
+    "Kosmos2_5ForConditionalGeneration": "(kosmos-2.5) can't be trained: neither its config nor Words names a token",
+    "Blip2ForConditionalGeneration": "(blip-2) can't be trained: it is an encoder-decoder",
+    "KyutaiSpeechToTextForConditionalGeneration": "can't be trained: it hears a piece of the audio with every token",
+    "VoxtralRealtimeForConditionalGeneration": "can't be trained: it hears a piece of the audio with every token",
+}
+
+
+def construct(model, folder, **options):
+    args = MultimodalGRPOConfig(folder, report_to="none", use_cpu=True, bf16=False, **options)
+    rows = Dataset.from_list([{"prompt": chat(text("What?"))}])
+    return MultimodalGRPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows, processing_class=Words())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_a_sentence(name, tmp_path):
+    model_class = getattr(hf, name)
+    options = {"text_config": {"model_type": "t5"}} if name.startswith("Blip2") else {}
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**options))
+    with pytest.raises(ValueError, match=re.escape(REFUSED[name])):
+        construct(model, tmp_path)
+
+
+def test_completions_beyond_the_window_of_generate_are_refused(tmp_path):
+    model, prompts = FAMILIES["unlimited_ocr"]()
+    window = model.config.text_config.sliding_window
+    with pytest.raises(ValueError, match=f"set `max_completion_length` to {window + 1} at most"):
+        construct(model, tmp_path, max_completion_length=window + 2)
+    assert training_obstacle(model, Words(), window + 1) is None
+
+    # That is as far as its forward is what it samples from
+    prompt, config = prompts[0], hf.GenerationConfig(max_new_tokens=window + 2, do_sample=False, pad_token_id=0)
+    config.update(return_dict_in_generate=True, output_logits=True)
+    output = model.generate(prompt.input_ids[None], **prompt.media, generation_config=config)
+    with torch.no_grad():
+        own = model(input_ids=output.sequences, **prompt.media).logits[0, len(prompt) - 1 : -1]
+    differences = (torch.stack(output.logits, dim=1)[0] - own).abs().amax(-1)
+    assert differences[:-1].max() <= 1e-4 < differences[-1]
+
+
+def test_text_alone_is_refused_where_there_is_no_forward_without_media():
+    model, _ = FAMILIES["blip2"]()
+    with pytest.raises(MediaError, match="row 3, column 'prompt': holds no media, .* forward without `pixel_values`"):
+        encode_prompt("What?", Words(), model, row=3)
