@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 
 from ..data.columns import rows_to_messages
@@ -28,8 +28,8 @@ from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt, split_samples
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import to_model
-from ..policy import PolicyForward, Remedies
-from .tiny_media import NotBuilt, chats_of, encode, kinds_of, ordinary_ids
+from ..policy import PolicyForward, Remedies, training_obstacle
+from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, ordinary_ids
 from .tiny_models import tiny_model
 
 
@@ -151,6 +151,10 @@ def measure_class(name: str, class_name: str) -> Measurement:
         model = tiny_model(getattr(transformers, class_name))
     except Exception as error:
         return replace(found, note=f"no tiny model: {_sentence(error)}")
+    processor = None if has_placeholders(model) else ProcessorMixin.__new__(ProcessorMixin)
+    refused = training_obstacle(model, processor, _NEW_TOKENS)
+    if refused is not None:
+        return replace(found, kinds=", ".join(kinds_of(model)), mode="refused", note=refused)
     prompts, failed = [], {}
     for seed, media in enumerate(chats_of(kinds_of(model))):
         what, reason = " and ".join(kind for kind, _ in media) or "text", ""
