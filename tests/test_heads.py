@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES, SPECIAL, encode, save
+from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.trainer_utils import image_rows, length_and_sum
 from peft import LoraConfig, get_peft_model
 
@@ -98,7 +98,7 @@ def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
     for name, own_logits in (("cohere2_vision", False), ("chameleon", True)):
         model, processor, _ = build(name)
         if not own_logits:
-            model = str(save(name, tmp_path / name))
+            model = str(SPECIAL[name].save(tmp_path / name))
         args = MultimodalGRPOConfig(
             output_dir=str(tmp_path / "run"),
             per_device_train_batch_size=4,

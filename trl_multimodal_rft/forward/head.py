@@ -48,14 +48,14 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     Returns:
         [`HeadRule`] or `None`: The rule; `None` if it is another, such as logits that are left out, or not known.
     """
-    head, backbone = model.get_output_embeddings(), model.base_model
+    head, backbone = model.get_output_embeddings(), _backbone(model)
     # TRL projects with the weight, whatever the head's forward does, such as that of an adapter's layer. The wrapper
     # of a module that is trained beside an adapter has the weight that it runs.
     if hasattr(head, "modules_to_save"):
         plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
     else:
         plain = _is_plain(head)
-    if not plain or backbone is model:
+    if not plain or backbone is None:
         return None
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
@@ -136,6 +136,16 @@ def scores_of_logits(
     return selective_log_softmax_and_entropy(
         logits, ids, entropy_requires_grad=entropy_requires_grad, temperature=temperature
     )
+
+
+def _backbone(model: PreTrainedModel) -> PreTrainedModel | None:
+    """What makes the states for the head. Some models have none but that of the language model they hold."""
+    if model.base_model is not model:
+        return model.base_model
+    head = model.get_output_embeddings()
+    beside = (list(module.children()) for module in model.modules())
+    beside = next((children for children in beside if any(child is head for child in children)), [])
+    return next((child for child in beside if isinstance(child, PreTrainedModel)), None)
 
 
 class _Outputs:
