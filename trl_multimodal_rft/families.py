@@ -84,6 +84,8 @@ class Family:
         query_scale (`Callable`, *optional*):
             From an attention layer and places of tokens to what scales their queries, where the layer takes the places
             in the row for those in the sequence.
+        padded (`str`, *optional*):
+            Why completions of the family can't share their prompt, where nothing else tells.
         refused (`str`, *optional*):
             Why the family can't be trained.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
@@ -116,6 +118,7 @@ class Family:
     token_masks: tuple[str, ...] = ()
     blank_media: bool = False
     query_scale: Callable[[Any, Any], Any] | None = None
+    padded: str | None = None
     refused: str | None = None
     token_fields_mark_media: bool = True
     audio_limit: Callable[[Any], float] | None = None
@@ -155,6 +158,10 @@ FAMILIES = (
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
     Family(
+        model_types=("gemma4_unified",),
+        padded="the masks that it gives for generation aren't those of its forward",
+    ),
+    Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         apart="media",  # writes images and videos with one token, and takes one of both a call
     ),
@@ -176,6 +183,10 @@ FAMILIES = (
         apart="media",  # every row of a batch has as many images
         token_masks=("image_attention_mask",),
         blank_media=True,
+    ),
+    Family(
+        model_types=("instructblipvideo",),
+        refused="its forward hands the places of text tokens to the Q-Former, whose tokens are others",
     ),
     Family(
         model_types=("internvl",),

@@ -152,9 +152,11 @@ def sharing_obstacle(model: PreTrainedModel) -> str | None:
     Returns:
         `str` or `None`: The reason, or `None` when they can.
     """
-    token_masks = family_of(model).token_masks
-    if token_masks:
-        return f"its layers look at media through a mask for each token ({', '.join(token_masks)})"
+    family = family_of(model)
+    if family.padded is not None:
+        return family.padded
+    if family.token_masks:
+        return f"its layers look at media through a mask for each token ({', '.join(family.token_masks)})"
     config = model.config.get_text_config(decoder=True)
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - STATE_LAYERS - POINTWISE_LAYERS
     if others:
