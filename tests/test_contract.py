@@ -24,6 +24,7 @@ from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.reporting import media_logs, model_card
 from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
+from trl_multimodal_rft.trainers.own_tools import OwnToolsMixin
 
 
 def find(path):
@@ -47,6 +48,7 @@ OVERRIDDEN = {
     GRPO + "_generate_and_score_completions": "self inputs",
     GRPO + "_tokenize_prompts": "self prompts",
     GRPO + "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
+    GRPO + "_tool_call_loop": "self prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
     GRPO + "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     GRPO + "_prepare_inputs": "self generation_batch",
     GRPO + "_compute_loss": "self model inputs",
@@ -90,8 +92,9 @@ OVERRIDDEN = {
     "transformers:Trainer.push_to_hub": "self commit_message blocking token revision private kwargs",
 }
 OVERRIDDEN_RLOO = {
-    **{path.replace(GRPO, RLOO): parameters for path, parameters in OVERRIDDEN.items()},
+    **{path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items() if path != GRPO + "_tool_call_loop"},
     RLOO + "_generate_single_turn": "self prompt_ids images multimodal_fields",
+    RLOO + "_generate": "self prompts",
 }
 # Methods that the GRPO trainer overrides beside those
 OVERRIDDEN_GRPO = {
@@ -216,7 +219,8 @@ def methods(owner, trl) -> set[str]:
 
 @pytest.mark.parametrize(("trl", "contract"), [(GRPOTrainer, OVERRIDDEN), (RLOOTrainer, OVERRIDDEN_RLOO)])
 def test_every_override_is_in_the_contract(trl, contract):
-    assert set().union(*(methods(owner, trl) for owner in MIXINS)) == names(contract)
+    mixins = [*MIXINS, OwnToolsMixin] if trl is RLOOTrainer else MIXINS
+    assert set().union(*(methods(owner, trl) for owner in mixins)) == names(contract)
 
 
 def test_overrides_of_the_trainers_are_in_the_contract():
@@ -251,6 +255,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)
     # Set with an environment only, and when training starts
     later = {"_env_tools", "_batch_environments", "current_gradient_accumulation_steps"}
+    later |= {"_sync_tool_dicts", "_async_tool_dicts", "async_loop", "max_tool_calling_iterations"}  # with tools only
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
     arguments = set(re.findall(r"\bargs\.(\w+)", source))

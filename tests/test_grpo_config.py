@@ -383,6 +383,7 @@ MEDIA_AND_PACKING = {
     "media_prefetch",  # these three change no update of rows that can be read, see test_rows.py
     "on_media_error",
     "max_skipped_rows",
+    "max_tool_media",  # see test_tools.py
     "vllm_engine_kwargs",  # these two are about vLLM, see tests/engine
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py

@@ -598,19 +598,6 @@ class Environment:
         return f"{word} is a bird"
 
 
-def show(word: str) -> list:
-    """
-    Shows a picture of a word.
-
-    Args:
-        word: The word.
-
-    Returns:
-        The picture.
-    """
-    return [image(64, 64), {"type": "text", "text": word}]
-
-
 def rollout(prompts, trainer):
     texts = [prompt[0]["content"] for prompt in prompts]
     generator = np.random.default_rng(trainer.state.global_step)
@@ -620,17 +607,6 @@ def rollout(prompts, trainer):
         "logprobs": None,
         "bonus": [0.1 * i for i in range(len(prompts))],
     }
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [{"tools": [look_up]}, {"environment_factory": Environment}, {"rollout_func": rollout}],
-    ids=["tools", "environment_factory", "rollout_func"],
-)
-def test_media_with_text_only_options_raise(extra):
-    name = next(iter(extra))
-    with pytest.raises(ValueError, match=rf"row \d, column 'image': `{name}` works on text rows only"):
-        run(MultimodalGRPOTrainer, "qwen3_vl", image_rows(), objects=with_tools(**extra))
 
 
 def test_rollout_func_works_as_in_trl():
@@ -671,23 +647,6 @@ def test_tools_work_as_in_trl(extra):
     assert relative_difference(theirs.update, ours.update) <= 1e-5
     worst, where = largest_difference(theirs.history, ours.history)
     assert worst <= 1e-4, where
-
-
-def test_tool_that_returns_an_image_raises():
-    class Showing(CallingOurs):
-        tool = "show"
-
-    with pytest.raises(ValueError, match="tool returned an image"):
-        run(Showing, "qwen3_vl", text_rows(), objects=with_tools(tools=[show]), **CALLS)
-
-
-def test_environment_that_shows_an_image_raises():
-    class Gallery(Environment):
-        def reset(self, **kwargs):
-            return show("cat")
-
-    with pytest.raises(MediaError):
-        run(CallingOurs, "qwen3_vl", text_rows(), objects=with_tools(environment_factory=Gallery), **CALLS)
 
 
 # Families

@@ -11,7 +11,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers.families import FAMILIES
+from helpers.families import FAMILIES, image
+from helpers.tools import Scripted, shows, with_turns_of_tools
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
     ENGINE,
@@ -84,6 +85,34 @@ def skipped_rows(folder):
         if state.process_index == state.num_processes - 1:
             Path(rows[3]["image"]).unlink(missing_ok=True)  # it can be read no longer, on one of them
     return {**result, "skipped": sorted(trainer._skipped), "evaluations": evaluations}
+
+
+class Talking(Scripted, RecordingTrainer):
+    """The second half of the batch calls a tool that shows images; what is sampled behind them isn't kept."""
+
+    turns = (0, 0, 0, 0, 1, 2, 3, 1)
+
+    def __init__(self, *args, processing_class, **kwargs):
+        super().__init__(*args, processing_class=with_turns_of_tools(processing_class), **kwargs)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        going_on = self._batch.continued is not None
+        sampled = RecordingTrainer._generate_single_turn(self, prompt_ids, *args, **kwargs) if going_on else None
+        if going_on and not any(self.turns[i] for i in self._places):
+            return sampled  # for the sake of the other process
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    @property
+    def _places(self):
+        n = len(self._batch.prompts)
+        return range(self.accelerator.process_index * n, (self.accelerator.process_index + 1) * n)
+
+
+def conversations(folder):
+    """Tools are called on one of two processes only."""
+    objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
+    options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}}
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, Talking, objects=objects, **options)[1]
 
 
 # Two micro-batches of whole groups per generation, balanced, used twice, with a reference model

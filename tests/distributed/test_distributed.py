@@ -225,6 +225,15 @@ def test_processes_skip_the_same_rows(two, one):
     assert len(second) == 3 and second < third  # the other batch
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "scenario"), [("ddp", "conversations"), ("fsdp2", "conversations")])
+def test_conversations_train_as_in_one_process(two, one):
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, ["loss", "tools/call_frequency", "tools/failure_frequency", "tools/ended_by_turns"])
+    assert two[0]["steps"][0]["tools/call_frequency"] == 7 / 8
+
+
 @of(
     {
         "ddp": DDP,

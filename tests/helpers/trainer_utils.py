@@ -343,7 +343,7 @@ def logged(result: Run, name: str) -> list[float]:
 
 def metrics(history: list[dict]) -> list[dict[str, float]]:
     """The floats of a log history, without durations and the metrics that only this package has."""
-    mine = ("time", "per_second", "packing/", "skipped_updates")
+    mine = ("time", "per_second", "packing/", "skipped_updates", "tools/ended_by")
     return [
         {key: value for key, value in entry.items() if isinstance(value, float) and not any(m in key for m in mine)}
         for entry in history

@@ -28,6 +28,9 @@ MEDIA_COLUMNS = {
 # Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
 
+# How the place of a medium begins that a tool returned
+FROM_TOOL = "tool "
+
 # Types of blocks that are text, and the key of what they say
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -224,6 +227,35 @@ def rows_to_messages(
         {**{key: value for key, value in row.items() if key not in MEDIA_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts, strict=True)
     ]
+
+
+def blocks_to_refs(
+    blocks: Sequence[Any], place: str, row: int, rules: MediaRules = DEFAULT_RULES
+) -> list[dict[str, Any]]:
+    """
+    Reads content blocks that come from elsewhere than a dataset, such as from a tool.
+
+    Args:
+        blocks (`Sequence`):
+            The blocks, as a prompt may hold them.
+        place (`str`):
+            Where they come from, for errors.
+        row (`int`):
+            The row they belong to, for errors.
+        rules ([`~data.rules.MediaRules`], *optional*):
+            From where media may come, and how large they may be, for all that open them.
+
+    Returns:
+        `list[dict]`: New blocks, in which every medium is `{"type": kind, kind: MediaRef}`.
+
+    Raises:
+        MediaError: If a block is of no known form, or has no medium.
+    """
+    message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
+    for ref in iter_refs(message):
+        if ref.source is None:
+            raise ref.error(f"the block holds no {ref.kind}; give it beside the type, under {ref.kind!r}")
+    return _ruled(message, rules)["content"]
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:

@@ -118,6 +118,46 @@ class EncodedPrompt:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def shared(self) -> "EncodedPrompt":
+        """What completions have in common that are forwarded together."""
+        return self
+
+    @property
+    def parts(self) -> list["EncodedPrompt"]:
+        """The prompt, and where tools returned media, what follows it up to the last of them."""
+        return [self]
+
+    def positions_after(self, n: int) -> torch.Tensor:
+        """
+        Positions of what follows the prompt.
+
+        Args:
+            n (`int`):
+                Number of tokens.
+
+        Returns:
+            `torch.Tensor`: Shape `(1, n)` or `(R, 1, n)`.
+        """
+        return self.position_ids[..., -1:] + 1 + torch.arange(n)
+
+    def field_after(self, name: str, n: int, fill: int) -> torch.Tensor:
+        """
+        What a token field holds on what follows the prompt.
+
+        Args:
+            name (`str`):
+                Name of the field.
+            n (`int`):
+                Number of tokens.
+            fill (`int`):
+                What it holds on text.
+
+        Returns:
+            `torch.Tensor`: Shape `(n,)`.
+        """
+        return torch.full((n,), fill)
+
     def __getstate__(self) -> dict:
         # What is saved is for the update, which needs no decoded media and can build the masks again
         return {**self.__dict__, "decoded": None, "mask_cache": {}}
@@ -220,18 +260,81 @@ def encode_prompt(
             placeholders don't agree with its media, or if the chat template leaves out a block. The message names the
             row and the column.
     """
-    refs = list(iter_refs(messages))
-    placeholders = placeholder_token_ids(model, processor)
-    if isinstance(processor, ProcessorMixin):
-        _check_text(messages, refs, placeholder_tokens(model, processor), row)
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
-        _check_blocks(messages, processor, template_kwargs or {}, row)
-    if not refs and (needed := _needed_media(model)):
+        check_blocks(messages, processor, template_kwargs or {}, row)
+    if next(iter_refs(messages), None) is None and (needed := _needed_media(model)):
         raise MediaError(
             f"{_of_row(row)}column 'prompt': holds no media, and {type(model).__name__} has no forward without "
             f"{' and '.join(f'`{name}`' for name in needed)}; drop the row"
         )
+    prompt = encode_messages(
+        messages,
+        processor,
+        model,
+        template_kwargs=template_kwargs,
+        audio_overlong=audio_overlong,
+        keep_decoded=keep_decoded,
+        row=row,
+    )
+    input_ids = prompt.input_ids
+    positions = prompt_position_ids(model, input_ids, prompt.media, prompt.token_fields)
+    if engine_positions:
+        placeholders = all_placeholder_ids(model, processor)
+        own = positions
+        positions = engine_position_ids(own, torch.isin(input_ids, torch.tensor(sorted(placeholders))))
+        if not torch.equal(own, positions):
+            logger.warning_once(
+                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM goes on "
+                "with other positions than transformers. Completions are scored at those of vLLM, which samples them."
+            )
+    prompt.position_ids = positions
+    return prompt
+
+
+def encode_messages(
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    template_kwargs: dict[str, Any] | None = None,
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+    keep_decoded: bool = False,
+    row: int | None = None,
+    **processor_options,
+) -> EncodedPrompt:
+    """
+    Decodes media and runs the processor over them, once.
+
+    Args:
+        messages (`str` or `list[dict]`):
+            See [`encode_prompt`].
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            See there.
+        model ([`~transformers.PreTrainedModel`]):
+            See there.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            See there.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            See there.
+        keep_decoded (`bool`, *optional*, defaults to `False`):
+            See there.
+        row (`int`, *optional*):
+            See there.
+        processor_options:
+            Further arguments of the processor's call.
+
+    Returns:
+        [`EncodedPrompt`]: What the processor returns, without positions, which depend on what comes before.
+
+    Raises:
+        [`MediaError`]: See there.
+    """
+    refs = list(iter_refs(messages))
+    placeholders = placeholder_token_ids(model, processor)
+    if isinstance(processor, ProcessorMixin):
+        _check_text(messages, refs, placeholder_tokens(model, processor), row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
+    processor_kwargs |= processor_options
     kept = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}
@@ -247,20 +350,11 @@ def encode_prompt(
     token_fields = {name: outputs[name][0] for name in (*TOKEN_FIELDS, *family.token_masks) if name in outputs}
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     _check_placeholders(input_ids, refs, media, placeholders, row)
-    positions = prompt_position_ids(model, input_ids, media, token_fields)
-    if engine_positions:
-        is_media = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
-        own, positions = positions, engine_position_ids(positions, is_media)
-        if not torch.equal(own, positions):
-            logger.warning_once(
-                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM goes on "
-                "with other positions than transformers. Completions are scored at those of vLLM, which samples them."
-            )
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
         media=media if refs or family.blank_media else {},
-        position_ids=positions,
+        position_ids=input_ids.new_empty(1, 0),
         decoded=kept,
         modalities=frozenset(ref.kind for ref in refs),
         row=row,
@@ -491,7 +585,7 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
 
     Args:
         prompts (`Iterable[EncodedPrompt]`):
-            Prompts in the order in which their tokens appear in the row or batch.
+            Prompts, or their parts, in the order in which their tokens appear in the row or batch.
 
     Returns:
         `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, or the last if it is a row of
@@ -651,8 +745,28 @@ def _check_text(
                 )
 
 
-def _check_blocks(messages: list[dict[str, Any]], processor, template_kwargs: dict, row: int | None) -> None:
-    """Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any."""
+def check_blocks(
+    messages: list[dict[str, Any]],
+    processor: Any,
+    template_kwargs: dict[str, Any],
+    row: int | None = None,
+) -> None:
+    """
+    Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any.
+
+    Args:
+        messages (`list[dict]`):
+            Messages.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with the template.
+        template_kwargs (`dict[str, Any]`):
+            Arguments for `apply_chat_template`.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
+
+    Raises:
+        [`MediaError`]: If there is one.
+    """
     for m, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, list):

@@ -138,7 +138,7 @@ def scores_of_logits(
     )
 
 
-def _backbone(model: PreTrainedModel) -> PreTrainedModel | None:
+def _backbone(model: PreTrainedModel) -> nn.Module | None:
     """What makes the states for the head. Some models have none but that of the language model they hold."""
     if model.base_model is not model:
         return model.base_model

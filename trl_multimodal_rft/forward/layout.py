@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
@@ -298,6 +299,8 @@ class PackedRow:
             Per-token fields, each of shape `(1, T)`.
         prompts (`list[EncodedPrompt]`):
             The prompts in row order.
+        parts (`list[EncodedPrompt]`):
+            The same, and behind each what holds media of its completions.
         layout (`PrefixLayout`):
             What the attention needs.
         score_index (`torch.Tensor`):
@@ -309,6 +312,7 @@ class PackedRow:
     position_ids: torch.Tensor
     token_fields: dict[str, torch.Tensor]
     prompts: list[EncodedPrompt]
+    parts: list[EncodedPrompt]
     layout: PrefixLayout
     score_index: torch.Tensor
 
@@ -319,14 +323,14 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt; those of a group hold the same object.
+            Each completion's prompt; those of a group hold the same object, or share one.
 
     Returns:
         `dict[EncodedPrompt, list[int]]`: Indices of completions by prompt, in order of first appearance.
     """
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(index)
+        groups.setdefault(prompt.shared, []).append(index)
     return groups
 
 
@@ -354,14 +358,18 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
         return list(group_by_prompt(prompts).values())
     parts: dict[tuple, list[int]] = {}
     text_only = []
-    for prompt, members in group_by_prompt(prompts).items():
-        if not prompt.media:
+    for members in group_by_prompt(prompts).values():
+        pieces = list({piece: None for i in members for piece in prompts[i].parts if piece.media})
+        if not pieces:
             text_only += members
             continue
-        key = tuple(sorted((name, tuple(value.shape[1:])) for name, value in prompt.media.items()))
+        modalities = frozenset().union(*(prompts[i].modalities for i in members))
+        key = tuple(
+            sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
+        )
         # Where the processor pads images to one shape, only these tell them apart
-        sizes = [prompt.media[name].tolist() for name in IMAGE_SIZES if name in prompt.media]
-        parts.setdefault((prompt.modalities, key, repr(sizes)), []).extend(members)
+        sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
+        parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
     if text_only:
         has_masks = any(values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values())
@@ -502,10 +510,11 @@ def pack(
     lengths = completion_mask.sum(1).tolist()
     completions = completion_ids.cpu()
     groups = group_by_prompt(prompts)
-    fields = sorted({name for prompt in groups for name in prompt.token_fields})
+    fields = sorted({name for prompt in prompts for name in prompt.token_fields})
 
     ids, labels, positions, segments = [], [], [], []
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
+    parts: list[EncodedPrompt] = []
     score_start = torch.zeros(len(prompts), dtype=torch.long)
     units = []  # for each prompt: start, length and [(start, length) of its branches]
     offset = 0
@@ -515,9 +524,11 @@ def pack(
         ids.append(prompt.input_ids)
         labels.append(torch.full((size,), -100))
         positions.append(prompt.position_ids)
+        parts.append(prompt.parts[0])
+        for name in fields:
+            columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)))
         offset += size
         branches = []
-        last_position = prompt.position_ids[..., -1:]
         for member in members:
             length = lengths[member]
             if length == 0:
@@ -525,16 +536,17 @@ def pack(
             completion = completions[member, :length]
             ids.append(torch.cat([prompt.input_ids[-1:], completion[:-1]]))
             labels.append(completion)
-            positions.append(last_position + torch.arange(length))
+            own = prompts[member]
+            positions.append(torch.cat([own.position_ids[..., -1:], own.positions_after(length - 1)], dim=-1))
+            parts += own.parts[1:]
+            for name in fields:
+                fill = (field_fill or {}).get(name, 0)
+                columns[name].append(F.pad(own.field_after(name, length - 1, fill), (1, 0), value=fill))
             segments.append((offset, length, start, size - 1))
             branches.append((offset, length))
             score_start[member] = offset
             offset += length
         units.append((start, size, branches))
-        for name in fields:
-            fill = (field_fill or {}).get(name, 0)
-            value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
-            columns[name].append(torch.cat([value, value.new_full((offset - start - size,), fill)]))
 
     steps = torch.arange(completion_ids.size(1))
     in_row = steps < torch.tensor(lengths)[:, None]
@@ -542,16 +554,26 @@ def pack(
     return PackedRow(
         input_ids=torch.cat(ids)[None].to(device),
         shift_labels=torch.cat(labels)[None].to(device),
-        position_ids=torch.cat(_same_rank(positions), dim=-1).to(device),
+        position_ids=torch.cat(same_rank(positions), dim=-1).to(device),
         token_fields={name: torch.cat(values)[None].to(device) for name, values in columns.items()},
         prompts=list(groups),
+        parts=parts,
         layout=_layout(units, masks, segments, offset, device),
         score_index=score_index.to(device),
     )
 
 
-def _same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A text-only prompt may have one row of positions where one with media has several."""
+def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """
+    Gives positions as many axes as those that have most: text may have one where media have several.
+
+    Args:
+        positions (`list[torch.Tensor]`):
+            Positions of shape `(1, n)` or `(R, 1, n)`.
+
+    Returns:
+        `list[torch.Tensor]`: The same, of one rank.
+    """
     most = max(positions, key=lambda p: p.dim())
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 

@@ -76,7 +76,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     total = len(prompt) + n_new
     fill = family_of(model).token_field_fill
     fields: dict[str, Any] = {
-        name: torch.cat([value, value.new_full((n_new,), fill.get(name, 0))])[None]
+        name: torch.cat([value, prompt.field_after(name, n_new, fill.get(name, 0))])[None]
         for name, value in prompt.token_fields.items()
     }
     rule = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)

@@ -18,7 +18,7 @@ from ..encoding.prompts import EncodedPrompt, continued_field, join_media
 from ..families import family_of
 from ..models.wrapped import hidden_states
 from .head import scores_of_logits
-from .layout import group_by_prompt, pack, split_samples
+from .layout import group_by_prompt, pack, same_rank, split_samples
 from .masks import linear_masks
 from .scores import Scores
 
@@ -295,7 +295,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
         "position_ids": row.position_ids,
-        **to_model(join_media(row.prompts), model, completion_ids.device),
+        **to_model(join_media(row.parts), model, completion_ids.device),
         **row.token_fields,
     }
 
@@ -321,14 +321,18 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
     device = completion_ids.device
     n_new = completion_ids.size(1)
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
-    positions = batch["position_ids"].to(device)
-    fields = {name: continued_field(model, name, value, n_new).to(device) for name, value in batch["fields"].items()}
+    following = same_rank([prompt.positions_after(n_new) for prompt in prompts])
+    fields = {name: continued_field(model, name, value, n_new) for name, value in batch["fields"].items()}
+    for place, prompt in enumerate(prompts):
+        for part in prompt.parts[1:]:
+            for name, value in part.token_fields.items():
+                fields[name][place, -n_new:][: len(value)] = value[:n_new]
     inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
-        "position_ids": torch.cat([positions, positions[..., -1:] + 1 + torch.arange(n_new, device=device)], dim=-1),
-        **to_model(join_media(prompts), model, device),
-        **fields,
+        "position_ids": torch.cat([batch["position_ids"], torch.cat(following, dim=-2)], dim=-1).to(device),
+        **to_model(join_media(part for prompt in prompts for part in prompt.parts), model, device),
+        **{name: value.to(device) for name, value in fields.items()},
     }
     # Each position predicts the next token; prompts aren't scored
     predicts = slice(-n_new - 1, -1)

@@ -20,7 +20,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
-from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
+from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio
 from ..models.trainer_mixin import TrainerMixin
@@ -32,7 +32,12 @@ _FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
 _FRAMES_SHOWN = 8  # of a video, where a table or a board shows pictures only
 
-# The media of a prompt, by the column of the dataset
+# Columns of what tools returned
+_TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
+
+_COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
+
+# The media of a prompt, by the column of the dataset, and of a completion
 PromptMedia = dict[str, list[EncodedMedium]]
 
 
@@ -42,13 +47,13 @@ def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
 
     Args:
         refs (`list[MediaRef]`):
-            What the prompt holds, in order.
+            What the prompt holds, in order, and what tools returned.
         max_bytes (`float`):
             How many bytes all of them may take.
 
     Returns:
         `dict[str, list[EncodedMedium]]`: The media by the column of the dataset; those that come in the messages are
-        under the plural of their kind.
+        under the plural of their kind, those of tools under `tool_images`, `tool_audios` and `tool_videos`.
 
     Raises:
         [`~data.columns.MediaError`], `ImportError`: As [`encode_medium`].
@@ -56,9 +61,11 @@ def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
     media: PromptMedia = {}
     for ref in refs:
         name = ref.column.split("[")[0]
+        if name not in MEDIA_COLUMNS:
+            name = f"tool_{ref.kind}s" if name.startswith(FROM_TOOL) else f"{ref.kind}s"
         medium = encode_medium(ref, max_bytes)
         max_bytes -= len(medium.data)
-        media.setdefault(name if name in MEDIA_COLUMNS else f"{ref.kind}s", []).append(medium)
+        media.setdefault(name, []).append(medium)
     return media
 
 
@@ -103,7 +110,7 @@ class MediaLog:
         self._said: set[str] = set()
         self.logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
 
-    def add(self, prompts: list, group_size: int) -> None:
+    def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
         """
         Remembers a batch.
 
@@ -112,6 +119,8 @@ class MediaLog:
                 This process's prompts, once for each completion, as texts or messages that hold [`MediaRef`]s.
             group_size (`int`):
                 How many completions of all processes follow each other that share a prompt.
+            completions (`list`, *optional*):
+                Their completions, as messages in which what tools returned holds [`MediaRef`]s.
         """
         start, total = self.n_seen, len(prompts) * self.num_processes
         self.n_seen += total
@@ -120,7 +129,9 @@ class MediaLog:
         self._groups.extend(start + i - i % group_size for i in range(total))
         n_kept = 0
         for i, prompt in enumerate(prompts, self.process_index * len(prompts)):
-            refs = list(iter_refs(prompt)) if i % group_size == 0 and start + i >= first_kept else []
+            own = None if completions is None else completions[i - self.process_index * len(prompts)]
+            refs = [*(iter_refs(prompt) if i % group_size == 0 else ()), *iter_refs(own)]
+            refs = refs if start + i >= first_kept else []
             if refs:
                 self._refs[start + i] = refs if n_kept < self.max_prompts else None
                 n_kept += 1
@@ -166,7 +177,7 @@ class MediaLog:
             logger.warning(f"{message} This is said once.")
 
     def rows(self) -> list[PromptMedia]:
-        """The media of each row of TRL's logs: those of a prompt on its first row, and none on the others."""
+        """The media of each row of TRL's logs: those of a prompt on its first row, those of tools on their own."""
         first = self.n_seen - len(self._groups)
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
@@ -212,7 +223,7 @@ def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterab
         function has taken it.
     """
     found = set(columns).union(*media)
-    return {c: f"prompt_{c}" if c in frame.columns else c for c in MEDIA_COLUMNS if c in found}
+    return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in found}
 
 
 def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, columns: Iterable[str] = ()) -> None:
@@ -232,7 +243,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     table = pa.Table.from_pandas(frame)
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
-        kind = MEDIA_COLUMNS[column]
+        kind = _COLUMNS[column]
         feature = _FEATURES[kind] if column == kind else List(_FEATURES[kind])
         features[name] = feature
         values = []
@@ -311,7 +322,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
         lists = [[] if value is None else value for value in table.pop(name)]
         for i in range(max(map(len, lists))):
             cells = [value[i] if i < len(value) else None for value in lists]
-            table[name if column == MEDIA_COLUMNS[column] else f"{name}_{i}"] = pd.Series(cells, dtype=object)
+            table[name if column == _COLUMNS[column] else f"{name}_{i}"] = pd.Series(cells, dtype=object)
     return {"completions": wandb.Table(dataframe=table)}
 
 
@@ -417,7 +428,8 @@ def log_completions(trainer, log: MediaLog) -> None:
         )
     frame, media = completions_frame(trainer._logs, step), log.rows()
     path = Path(args.output_dir, "completions", f"completions_{step:05d}.parquet")
-    write_parquet(frame, media, path, trainer._columns_seen if trainer.log_multimodal else ())
+    columns = [*trainer._columns_seen, *(_TOOL_COLUMNS if trainer.tools else ())] if trainer.log_multimodal else ()
+    write_parquet(frame, media, path, columns)
 
     if trainer.log_unique_prompts:
         # Prompts with media may share their text

@@ -24,6 +24,8 @@ class Batch:
             Each completion's prompt; `None` until prompts are encoded, and where `rollout_func` makes its own.
         packed (`bool`, *optional*):
             Whether completions share a forward of their prompt; `None` until that is decided.
+        continued (`list[EncodedPrompt]`, *optional*):
+            In a rollout, while completions go on behind what tools returned, each of these up to there.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
         numbers (`list[int]`, *optional*):
@@ -32,6 +34,12 @@ class Batch:
             In a rollout, each row's prompt, where it was encoded with the row alone.
         sampled_logps (`list[list[float]]`, *optional*):
             In a rollout, the log-probabilities of an engine, where TRL's trainer doesn't take them.
+        completions (`list[list[dict]]`, *optional*):
+            In a rollout with tools, the messages of each completion, with the media of results.
+        tool_mask (`list[list[int]]` or `torch.Tensor`, *optional*):
+            1 on tokens that were sampled, where TRL's trainer doesn't know of others.
+        extra (`dict[str, Any]`, *optional*):
+            In a rollout, what `rollout_func` says beside completions, where TRL's trainer doesn't take it.
         rewards_per_func (`torch.Tensor`, *optional*):
             In a rollout, the rewards of all processes' completions, `(N, F)`.
         scores (`list[Scores]`, *optional*):
@@ -49,10 +57,14 @@ class Batch:
     of_inputs: bool = False
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
+    continued: list[EncodedPrompt] | None = None
     rows: list[dict[str, Any]] | None = None
     numbers: list[int] | None = None
     encoded: list[EncodedPrompt | None] | None = None
     sampled_logps: list[list[float | None]] | None = None
+    completions: list[list[dict[str, Any]]] | None = None
+    tool_mask: Any = None
+    extra: dict[str, Any] | None = None
     rewards_per_func: Any = None
     scores: list[Scores] = field(default_factory=list)
     current: Scores | None = None

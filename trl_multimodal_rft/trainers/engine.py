@@ -125,19 +125,21 @@ class EngineMixin(TrainerMixin):
         return not others and not truncation(args)
 
 
-def as_tensor(logps: list[list[float | None]], completion_ids: torch.Tensor) -> torch.Tensor:
+def as_tensor(logps: Any, completion_ids: torch.Tensor) -> torch.Tensor:
     """
-    An engine's log-probabilities beside its completions.
+    An engine's log-probabilities beside its completions, or other numbers of their tokens.
 
     Args:
-        logps (`list[list[float]]`):
-            The log-probabilities, `None` where it has none.
+        logps (`list[list[float]]` or `torch.Tensor`):
+            The log-probabilities, `None` where it has none. A tensor stays as it is.
         completion_ids (`torch.Tensor`):
             Right-padded completions, shape `(B, C)`.
 
     Returns:
         `torch.Tensor`: Shape `(B, C)`, NaN where there is none, as TRL has them.
     """
+    if isinstance(logps, torch.Tensor):
+        return logps
     rows = [[float("nan") if logp is None else logp for logp in row] for row in logps]
     width = completion_ids.size(1)
     return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], device=completion_ids.device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scoring import left_pad
 
@@ -29,11 +30,14 @@ class Group:
             rows.
         step (`int`):
             Optimizer step at which the completions were sampled.
+        conversations (`tuple[tuple[int, Conversation], ...]`, *optional*):
+            Completions in which tools returned media, by their place in the group.
     """
 
     prompt: EncodedPrompt
     rows: dict[str, torch.Tensor]
     step: int
+    conversations: tuple[tuple[int, Conversation], ...] = ()
 
     def to(self, device: torch.device | str) -> "Group":
         """
@@ -47,6 +51,12 @@ class Group:
             [`Group`]: The copy, which shares no memory with a larger batch.
         """
         return replace(self, rows={name: value.to(device, copy=True) for name, value in self.rows.items()})
+
+    def prompts(self) -> list[EncodedPrompt]:
+        """Each completion's prompt, as copies: masks made for a batch would stay with a group that is kept."""
+        own = replace(self.prompt, mask_cache={})
+        others = {i: replace(each, prompt=own, mask_cache={}) for i, each in self.conversations}
+        return [others.get(i, own) for i in range(len(self.rows["completion_ids"]))]
 
 
 def split_groups(batch: dict[str, Any], group_size: int, step: int) -> list[Group]:
@@ -77,7 +87,9 @@ def split_groups(batch: dict[str, Any], group_size: int, step: int) -> list[Grou
             name: value[:, :length] if value.dim() == 2 and value.size(1) == width else value
             for name, value in part.items()
         }
-        groups.append(Group(prompts[start], trimmed, step))
+        own = prompts[start : start + group_size]
+        conversations = tuple((i, each) for i, each in enumerate(own) if isinstance(each, Conversation))
+        groups.append(Group(own[0].parts[0], trimmed, step, conversations))
     return groups
 
 
@@ -97,9 +109,7 @@ def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device
         `dict`: `prompt_ids` and `prompt_mask`, padded on the left, the values of the completions, padded on the right,
         and `encoded_prompts`. What counts over the whole batch is for the caller to add.
     """
-    # Copies, or masks made for the batch would stay with a group that is kept
-    own = [replace(group.prompt, mask_cache={}) for group in groups]
-    prompts = [p for p, group in zip(own, groups, strict=True) for _ in range(len(group.rows["completion_ids"]))]
+    prompts = [prompt for group in groups for prompt in group.prompts()]
     padded = left_pad(prompts, pad_token_id)
     width = max(group.rows["completion_ids"].size(1) for group in groups)
     padding = {"completion_ids": pad_token_id, **_PADDING}
@@ -115,7 +125,7 @@ def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device
 
 
 # Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
-SAVED_CLASSES = (EncodedPrompt, frozenset, Group)
+SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Group)
 
 
 class GroupBuffer:

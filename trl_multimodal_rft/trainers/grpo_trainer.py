@@ -91,11 +91,12 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
         tools (`list[Callable]`, *optional*):
-            Tools for text rows, as for [`~trl.GRPOTrainer`]. Rows with media raise.
+            Tools, as for [`~trl.GRPOTrainer`]. They may return images, sounds and videos in content blocks.
         rollout_func (`RolloutFunc`, *optional*):
-            Custom rollout for text rows, as for [`~trl.GRPOTrainer`]. Rows with media raise.
+            Custom rollout, as for [`~trl.GRPOTrainer`]. Prompts hold their media; completions are text.
         environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
-            Environments for text rows, as for [`~trl.GRPOTrainer`]. Rows with media raise.
+            Environments, as for [`~trl.GRPOTrainer`]. They are reset with their row, media and all, and may show media
+            as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference of the KL divergence, where it isn't what the policy's name loads, or the policy has none.
 
@@ -106,6 +107,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
+    _sampling_logps_expected = _tool_mask_expected = True
 
     def __init__(
         self,

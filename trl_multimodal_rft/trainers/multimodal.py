@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.advantages import ESTIMATORS
-from ..data.columns import iter_refs, rows_to_messages, strip_media
+from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt
@@ -56,6 +57,7 @@ from .setup import (
     check_family,
     check_name,
     check_takes_media,
+    check_takes_tools,
     has_unknown_columns,
     image_token_id,
     load_policy,
@@ -69,12 +71,13 @@ from .setup import (
     without_engine_and_signals,
     without_reference,
 )
+from .tools import WHOLE_ROW, ToolsMixin, with_media, with_whole_rows
 
 
 logger = get_logger(__name__)
 
 
-class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -82,7 +85,9 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
     packed forward hides behind TRL's function for log-probabilities, with the shapes TRL expects.
     """
 
-    _sampling_logps_expected = True  # whether TRL's trainer takes log-probabilities beside sampled completions
+    # Whether TRL's trainer takes log-probabilities beside sampled completions, and knows which tokens weren't sampled
+    _sampling_logps_expected: Any
+    _tool_mask_expected: Any
     _batch: Any = None  # a `Batch` while TRL's code works on one, see `_at_hand`
 
     def __init__(
@@ -91,8 +96,16 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         warn_of_truncation(args)
-        if kwargs.get("environment_factory") is None:  # environments read what columns they like
+        factory = kwargs.get("environment_factory")
+        if factory is None:  # environments read what columns they like
             warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
+        elif isinstance(factory, dict):
+            rules = args.media_rules
+            kwargs["environment_factory"] = {name: with_whole_rows(each, rules) for name, each in factory.items()}
+        else:
+            kwargs["environment_factory"] = with_whole_rows(factory, args.media_rules)
+        if kwargs.get("rollout_func") is not None:
+            kwargs["rollout_func"] = with_media(kwargs["rollout_func"])
         set_seed(args.seed)  # as TRL does before it loads a model
         if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
             model = model.model_for(args)
@@ -111,6 +124,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             processing_class = load_processor(*self._processor_source.values())
         check_family(model, processing_class, args)
         check_processor(processing_class)
+        if kwargs.get("tools") or factory is not None:
+            check_takes_tools(processing_class)
         if args.use_vllm:
             check_engine_format(processing_class)
         check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
@@ -298,7 +313,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
                 self._logs[key].extend(logged)
             if self._media_log is not None:
                 group_size = self.num_generations if self.model.training else self.num_generations_eval
-                self._media_log.add([row.get("prompt") for row in rows], group_size)
+                self._media_log.add([row.get("prompt") for row in rows], group_size, batch.completions)
             if batch.prompts is not None:
                 if batch.sampled_logps is not None:
                     output["sampling_per_token_logps"] = as_tensor(batch.sampled_logps, output["completion_ids"])
@@ -329,19 +344,19 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
                 for row, original in zip(placed, originals, strict=True)
             ]
         refs = list(iter_refs([row.get("prompt") for row in rows]))
-        if refs:
-            self._refuse_media_where_unsupported(refs[0])
+        if refs and self.use_vllm and self.tools:
+            raise refs[0].error("with vLLM, `tools` work on text rows only; drop the media columns or `use_vllm`")
         self._columns_seen.update(originals[0])
         if len(self._asked) < 2:
             self._asked.update(conversation_of(row["prompt"]) for row in rows if "prompt" in row)
         numbers = [getattr(row, "number", place) for place, row in enumerate(inputs)]
+        if self.environment_factories is not None:
+            wholes: list[Any] = list(zip(numbers, originals, strict=True))
+            rows = [
+                {**{key: row[key] for key in row if key not in MEDIA_COLUMNS}, WHOLE_ROW: whole}
+                for row, whole in zip(rows, wholes, strict=True)
+            ]
         return rows, originals, numbers, encoded
-
-    def _refuse_media_where_unsupported(self, ref) -> None:
-        for option in ("environment_factories", "rollout_func", "tools"):  # TRL adds those of environments to `tools`
-            if getattr(self, option):
-                name = "environment_factory" if option == "environment_factories" else option
-                raise ref.error(f"`{name}` works on text rows only; drop the media columns or `{name}`")
 
     def _tokenize_prompts(self, prompts: list):
         if self._batch is None:
@@ -367,14 +382,15 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         return [each.input_ids.tolist() for each in encoded], None, {}
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
-        if kwargs.get("has_tool_images"):
-            raise ValueError(
-                "A tool returned an image, which would be missing when its completion is scored; return text only."
-            )
-        prompts = self._batch and self._batch.prompts
-        # A tool loop asks for the continuation of longer ids, which no record knows; only text rows get there
+        prompts = self._batch and (self._batch.continued or self._batch.prompts)
+        # Whoever calls this with other ids asks for what follows text
         unknown = not prompts or prompt_ids != [prompt.input_ids.tolist() for prompt in prompts]
         if self.use_vllm:
+            unknown = unknown or self._batch.continued is not None
+            if unknown and any(prompt.media for prompt in prompts or ()):
+                raise ValueError(
+                    "A tool returned media, which vLLM isn't given; return text only, or drop `use_vllm`."
+                )
             completion_ids, logps = self._ask_engine(prompt_ids if unknown else prompts)
             for prompt in prompts or ():
                 prompt.decoded = None  # the engine has seen it
@@ -436,7 +452,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             yield model
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        ref = next(iter_refs(prompts), None)
+        ref = next(iter_refs([prompts, completions]), None)
         for name, reward_func in zip(self.reward_func_names, self.reward_funcs, strict=True):
             if ref is not None and isinstance(reward_func, nn.Module):
                 raise ref.error(
@@ -446,7 +462,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         if self._batch is not None:
             # Reward functions get the dataset's rows as they are, and what `rollout_func` added
             inputs = [{**original, **row} for row, original in zip(inputs, self._batch.rows, strict=True)]
-            prompts = restore_media(prompts)
+            inputs = [{key: value for key, value in row.items() if key != WHOLE_ROW} for row in inputs]
+            prompts, completions = restore_media(prompts), restore_media(completions)
         passed, numbers = self.reward_funcs, self._batch and self._batch.numbers
         self.reward_funcs = [
             each if isinstance(each, nn.Module) else checked_reward(each, name, self.args.media_rules, numbers)
@@ -504,7 +521,8 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
         if outer is not None and outer.of_inputs and outer.prompts is prompts:
             return nullcontext(outer)
         packed = None if prompts is None else inputs["packed"][0]
-        return self._at_hand(of_inputs=True, prompts=prompts, packed=packed)
+        tool_mask = None if self._tool_mask_expected else inputs.get("tool_mask")
+        return self._at_hand(of_inputs=True, prompts=prompts, packed=packed, tool_mask=tool_mask)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         with self._batch_of(inputs) as batch:
@@ -548,9 +566,12 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
                 compute_aux_loss=compute_aux_loss,
                 **kwargs,
             )
-            if batch is not None:
-                batch.scores.append(Scores(*tensors[:2], aux_loss=tensors[2]))
-            return tensors
+            if batch is None:
+                return tensors
+            scores = Scores(*tensors[:2], aux_loss=tensors[2])
+            scores = _of_sampled(scores, batch.tool_mask, input_ids[:, -logits_to_keep:])
+            batch.scores.append(scores)
+            return scores.logps, scores.entropies, scores.aux_loss
         completion_ids, completion_mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         self._choose_packing(batch, completion_mask)
         size = batch_size or len(completion_ids)
@@ -567,6 +588,7 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             for place in places
         ]
         scores = parts[0] if len(parts) == 1 else Scores.join(parts, places)
+        scores = _of_sampled(scores, batch.tool_mask, completion_ids)
         batch.scores.append(scores)
         return (
             scores.logps,
@@ -624,6 +646,15 @@ class MultimodalMixin(RowsMixin, EngineMixin, ResumingMixin, FiniteMixin, Publis
             for _ in range(epochs_trained):
                 torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
         return epochs_trained, steps_trained
+
+
+def _of_sampled(scores: Scores, tool_mask: Any, completion_ids: torch.Tensor) -> Scores:
+    """Scores that are 0 on what wasn't sampled, where TRL's trainer would count it."""
+    if tool_mask is None:
+        return scores
+    sampled = as_tensor(tool_mask, completion_ids)
+    entropies = None if scores.entropies is None else scores.entropies * sampled
+    return replace(scores, logps=scores.logps * sampled, entropies=entropies)
 
 
 def _reorder(value, order: list[int]):

@@ -75,6 +75,10 @@ class MultimodalArguments:
             Most pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds in which a download must be complete, all attempts together.
+        max_tool_media (`int`, *optional*):
+            Most images, sounds and videos that tools may return within a completion. A result with more ends it as
+            one does that is longer than the completion may be: it is left out, and nothing follows the call. `None`
+            allows any number.
 
         > Parameters that control vLLM
 
@@ -203,6 +207,10 @@ class MultimodalArguments:
     media_timeout: float = field(
         default=DEFAULT_RULES.media_timeout,
         metadata={"help": "Seconds in which a download must be complete, all attempts together."},
+    )
+    max_tool_media: int | None = field(
+        default=None,
+        metadata={"help": "Most images, sounds and videos that tools may return within a completion. `None`: any."},
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}

@@ -19,6 +19,11 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
         advantage_estimator (`str`, *optional*):
             Not for this trainer, whose loss takes RLOO's one value per completion.
 
+        > Parameters that control the tools
+
+        max_tool_calling_iterations (`int`, *optional*):
+            Turns of tools in a completion at most, as in [`~trl.GRPOConfig`]. `None` allows any number.
+
         > Parameters that control vLLM
 
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
@@ -38,6 +43,9 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
 
     advantage_estimator: str | None = field(
         default=None, metadata={"help": "Not for this trainer, whose loss takes RLOO's one value per completion."}
+    )
+    max_tool_calling_iterations: int | None = field(
+        default=None, metadata={"help": "Turns of tools in a completion at most. `None` allows any number."}
     )
     vllm_importance_sampling_correction: bool = field(
         default=True,

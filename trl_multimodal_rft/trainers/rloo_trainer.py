@@ -7,21 +7,26 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import RLOOTrainer
+from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
 from ..algorithms.losses import sequence_ratios
 from .batch import Batch
+from .engine import as_tensor
 from .multimodal import MultimodalMixin
+from .own_tools import OwnToolsMixin
 from .rloo_config import MultimodalRLOOConfig
 from .setup import own_config
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
 
-class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
+class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
     """
     Trainer for REINFORCE Leave-One-Out (RLOO) of models that see and hear, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
@@ -55,6 +60,12 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
+        tools (`list[Callable]`, *optional*):
+            Tools, as for [`MultimodalGRPOTrainer`].
+        rollout_func (`RolloutFunc`, *optional*):
+            Custom rollout, as for [`MultimodalGRPOTrainer`].
+        environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
+            Environments, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -63,18 +74,12 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
-    _sampling_logps_expected = False
-
-    # What TRL's RLOO doesn't have
-    chat_template = None
-    environment_factories = None
-    rollout_func = None
-    tools = None
+    _tool_mask_expected = False
 
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
-        reward_funcs: RewardFunc | list[RewardFunc],
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: MultimodalRLOOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset
@@ -89,6 +94,9 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: "PeftConfig | None" = None,
+        tools: "list[Callable] | None" = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
     ):
         args = own_config(MultimodalRLOOConfig, args, model)
         super().__init__(
@@ -103,12 +111,19 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
         )
 
     # Rollout
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Batch]:
         output, batch = super()._roll_out(inputs)
+        if batch.tool_mask is not None:
+            output["tool_mask"] = as_tensor(batch.tool_mask, output["completion_ids"]).long()
+            if self.beta != 0:
+                self._count_sampled_only("kl", output)
         if self.use_vllm and self.args.vllm_importance_sampling_correction:
             # The policy that sampled is scored first
             self._correct_for_engine(output, batch.scores[0].logps)
@@ -116,7 +131,7 @@ class MultimodalRLOOTrainer(MultimodalMixin, RLOOTrainer):
 
     def _correct_for_engine(self, output: dict[str, Any], logps: torch.Tensor) -> None:
         """Weighs completions; a weight on the advantage is one on the loss."""
-        args, mask, sampled = self.args, output["completion_mask"], output["sampling_per_token_logps"]
+        args, mask, sampled = self.args, self._loss_mask(output), output["sampling_per_token_logps"]
         ratios = sequence_ratios(
             logps,
             sampled,

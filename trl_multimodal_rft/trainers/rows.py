@@ -113,8 +113,8 @@ class RowsMixin(TrainerMixin):
 
     @property
     def _encodes_rows(self) -> bool:
-        """Whether a row by itself makes a prompt, to which no tool or environment adds anything."""
-        return not (self.tools or self.environment_factories is not None or self.rollout_func is not None)
+        """Whether a row by itself makes a prompt, to which no environment adds anything."""
+        return self.environment_factories is None and self.rollout_func is None
 
     @property
     def _steps_per_rollout(self) -> int:

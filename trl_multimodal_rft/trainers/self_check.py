@@ -19,11 +19,13 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from ..algorithms.completions import up_to_first_end
 from ..data.columns import iter_refs
+from ..encoding.conversations import Conversation
 from ..encoding.prompts import (
     EncodedPrompt,
     all_placeholder_ids,
     continued_field,
     decode_media,
+    join_media,
     processor_outputs,
     prompt_position_ids,
 )
@@ -97,6 +99,9 @@ class SelfCheck:
             their mean and largest difference.
         engine_updated (`tuple[float, float]` or `None`, *optional*):
             The same after weights have moved.
+        conversation (`float` or `None`, *optional*):
+            Rows in which a tool returned media, behind these, against the model's own forward; `None` before the
+            first.
     """
 
     features: float | None
@@ -110,6 +115,7 @@ class SelfCheck:
     engine_positions: bool = False
     engine: tuple[float, float] | None = None
     engine_updated: tuple[float, float] | None = None
+    conversation: float | None = None
 
     def __str__(self) -> str:
         remedies = self.remedies
@@ -137,6 +143,8 @@ class SelfCheck:
             parts.append("engine = recomputed {:.0e}, at most {:.0e}".format(*self.engine))
         if self.engine_updated is not None:
             parts.append("after an update {:.0e}, at most {:.0e}".format(*self.engine_updated))
+        if self.conversation is not None:
+            parts.append(f"behind media of tools = model's own {self.conversation:.0e}")
         return f"self-check: {', '.join(parts)}"
 
 
@@ -187,6 +195,43 @@ def run_self_check(
     """
     with _measuring(trainer):
         return _Check(trainer, measured).run(messages, prompts)
+
+
+def check_conversation(
+    trainer: "MultimodalMixin", prompts: Sequence[EncodedPrompt], completion_ids: Sequence[list[int]]
+) -> bool:
+    """
+    Measures a completion in which a tool returned media, if there is one on any process, and applies what it found.
+
+    Args:
+        trainer (`MultimodalMixin`):
+            Trainer, with a self-check that has seen none.
+        prompts (`Sequence[EncodedPrompt]`):
+            Each completion's prompt.
+        completion_ids (`Sequence[list[int]]`):
+            The completions.
+
+    Returns:
+        `bool`: Whether it did.
+
+    Raises:
+        `RuntimeError`: If no remedy makes its log-probabilities exact.
+    """
+    own = [
+        (prompt, ids)
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+        if isinstance(prompt, Conversation) and len(ids) > len(prompt.later)
+    ][:1]
+    holders = [process for process, holds in enumerate(gather_object([bool(own)])) if holds]
+    if not holders:
+        return False
+    is_own = trainer.accelerator.process_index == holders[0]
+    prompt, ids = broadcast_object_list(own if is_own else [None], from_process=holders[0])[0]
+    with _measuring(trainer):
+        check = _Check(trainer, {})
+        trainer._self_check.conversation = check.behind_tools(prompt, ids)
+    trainer._self_check.remedies = trainer._policy.remedies = check.remedies
+    return True
 
 
 @contextmanager
@@ -608,6 +653,32 @@ class _Check:
         logps = (logits.float() / self.trainer.temperature).log_softmax(-1)
         logps = logps.gather(-1, ids[:, : logits.size(1), None])[..., 0]
         return torch.nn.functional.pad(logps, (0, ids.size(1) - logits.size(1)))
+
+    def behind_tools(self, prompt: Conversation, completion_ids: list[int]) -> float:
+        """How far what follows the last result of a tool is from the model's own forward of all of it."""
+        n = len(prompt.later)
+        before, after = ({"input_ids": part.input_ids, **part.token_fields} for part in (prompt, prompt.later))
+        tokens = {name: torch.cat([value, after[name]])[None] for name, value in before.items()}
+        plain = to_model({**tokens, **join_media(prompt.parts)}, self.model, self.device)
+        plain["attention_mask"] = torch.ones_like(plain["input_ids"])
+        ids = torch.tensor([completion_ids], device=self.device)
+        mask = torch.ones_like(ids)
+        truth = self._attempt("its own forward of a conversation", lambda: self._own_forward(plain, ids[:, n:]))
+        if truth is None:
+            raise self._cannot(f"its own forward can't be measured behind media of tools ({self.failure})")
+        scores = self._attempt(
+            "scoring a conversation",
+            lambda: self._score([replace(prompt, mask_cache={})], ids, mask, packed=self.remedies.can_pack)[:, n:],
+        )
+        difference = self._difference(scores, truth, mask[:, n:])
+        if difference <= self.tolerance:
+            return difference
+        found = f"log-probabilities behind media of tools differ by {difference:.0e} from those of its own forward"
+        if not self.remedies.can_pack:
+            raise self._cannot(found)
+        self._warn(found, "completions are scored in padded rows")
+        self.remedies.can_pack = False
+        return self.behind_tools(prompt, completion_ids)
 
     # What is compared with it
 

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.trainer.utils import get_config_model_id
 
 from ..data.columns import iter_refs, rows_to_messages
@@ -486,3 +487,34 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
+
+
+def check_takes_tools(processing_class: Any) -> None:
+    """
+    Refuses a chat template that tools can't be trained with.
+
+    Args:
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What encodes prompts.
+
+    Raises:
+        `ValueError`: If it leaves out calls or what they return, or if nothing says how the model writes calls.
+    """
+    name = type(processing_class).__name__
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if not supports_tool_calling(processing_class):
+        raise ValueError(
+            f"The chat template of {name} does not support tool calling: it must write what the assistant calls, and "
+            "messages of the role 'tool'. Set `processing_class.chat_template` to one that does, such as that of a "
+            "newer model of the family or one of `trl.chat_template_utils`."
+        )
+    if any(getattr(tokenizer, f"response_{kind}", None) is not None for kind in ("template", "schema")):
+        return
+    try:
+        add_response_schema(processing_class)
+    except ValueError as error:
+        raise ValueError(
+            f"How a model with the chat template of {name} writes calls of tools is unknown, so that they can't be "
+            "read. Set `response_template` of the tokenizer, such as to `trl.chat_template_utils.qwen3_template` for "
+            'calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.'
+        ) from error

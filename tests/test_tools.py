@@ -1,0 +1,407 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tools that see, hear and show: what is sampled is scored, as the model's own forward scores the conversation."""
+
+import functools
+
+import PIL.Image
+import pytest
+import torch
+from datasets import load_dataset
+from helpers.families import encode, image, video
+from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
+from helpers.resumed_runs import Recording as RecordsTraining
+from helpers.tools import Scripted, call, shows, talking
+from helpers.trainer_utils import (
+    Recording,
+    audio_rows,
+    image_rows,
+    load,
+    logged,
+    make_trainer,
+    norm,
+    relative_difference,
+    run,
+    sound,
+    text_rows,
+    video_rows,
+)
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.encoding.conversations import Conversation
+
+
+class Talking(Recording, Scripted, MultimodalGRPOTrainer):
+    pass
+
+
+LONG = {"max_completion_length": 1500, "max_steps": 1}
+TEXT = {"type": "text", "text": "Is there a cat?"}
+
+
+def images(seed=0):
+    return [
+        [image(56, 84, seed), TEXT],
+        [TEXT],
+        [image(84, 56, seed + 1), image(56, 56, seed + 2)],
+        [TEXT, image(56, 56, seed + 3)],
+    ]
+
+
+def audio(seconds, seed):
+    return {"type": "audio", "audio": sound(seconds, seed)}
+
+
+def sounds(seed=0):
+    return [[audio(0.5, seed), TEXT], [TEXT], [audio(0.3, seed + 1), audio(0.7, seed + 2)], [audio(0.4, seed + 3)]]
+
+
+def everything(seed=0):
+    return [
+        [image(56, 84, seed), TEXT, audio(0.5, seed)],
+        [video(4, 56, 56, seed), TEXT],
+        [TEXT],
+        [audio(0.3, seed + 1), image(56, 56, seed + 1)],
+    ]
+
+
+ROWS = {"image": image_rows, "audio": audio_rows, "video": video_rows, "text": text_rows}
+MEDIA = {"image": images, "audio": sounds, "all": everything}
+CASES = [
+    ("qwen2_5_omni", "video", "all"),
+    pytest.param("qwen3_vl", "image", "image", marks=pytest.mark.slow),
+    pytest.param("qwen2_5_vl", "image", "image", marks=pytest.mark.slow),
+    pytest.param("qwen2_5_vl", "text", "image", marks=pytest.mark.slow),
+    pytest.param("qwen2_audio", "audio", "audio", marks=pytest.mark.slow),
+    pytest.param("qwen3_5", "image", "image", marks=pytest.mark.slow),
+    pytest.param("gemma3", "image", "image", marks=pytest.mark.slow),
+    pytest.param("internvl", "image", "image", marks=pytest.mark.slow),
+    pytest.param("llava", "image", "image", marks=pytest.mark.slow),
+]
+LONG = {"max_completion_length": 1500, "max_steps": 1}
+
+
+@functools.cache
+def train(family, rows, shown, seed=0, packing="prefix"):
+    objects = {**talking(family), "tools": [shows(*MEDIA[shown](seed))]}
+    return run(Talking, family, ROWS[rows](), objects=objects, packing=packing, **LONG)
+
+
+def forward(model, processor, conversation, prompt, completion):
+    """Log-probabilities of a completion by the processor and the model, which write and read it as it was sampled."""
+    inputs = encode(processor, conversation)
+    start, end = len(prompt), len(prompt) + len(completion)
+    assert inputs["input_ids"][0, :end].tolist() == [*prompt.input_ids.tolist(), *completion.tolist()]
+    logps = model(**inputs).logits[0, start - 1 : end - 1].log_softmax(-1)
+    return logps.gather(-1, completion[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("family", "rows", "shown"), CASES)
+def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
+    """Of 0 to 4 turns in one batch, packed and padded."""
+    packed, padded = (train(family, rows, shown, packing=packing) for packing in ("prefix", "padded"))
+    draw = packed.trainer.draws[0]
+    batch = draw.batch
+    assert batch["packed"][0] and not padded.trainer.draws[0].batch["packed"][0]
+    assert relative_difference(padded.update, packed.update) <= 1e-4
+    assert logged(packed, "tools/call_frequency") == [13 / 8]
+    assert all(each.trainer._self_check.conversation <= 1e-4 for each in (packed, padded))
+    assert logged(packed, "tools/failure_frequency") == logged(packed, "tools/ended_by_length") == [0]
+
+    model, processor = (talking(family)[name] for name in ("model", "processing_class"))
+    scored = [each.trainer.micro_batches[0].logps for each in (packed, padded)]
+    for i, n_calls in enumerate(Talking.turns):
+        mask = batch["completion_mask"][i].bool()
+        prompt, completion = batch["encoded_prompts"][i], batch["completion_ids"][i][mask]
+        # What was said carries a loss, what was returned doesn't
+        said = [token for n in range(n_calls + 1) for token in packed.trainer.scripts[n, i]]
+        assert completion[batch["tool_mask"][i][mask].bool()].tolist() == said
+        with torch.no_grad():
+            truth = forward(model, processor, whole(draw.rows[i], i, n_calls, MEDIA[shown]()), prompt, completion)
+        assert all((logps[i][mask] - truth).abs().max() <= 1e-4 for logps in scored)
+
+
+@pytest.mark.slow
+def test_other_media_move_what_comes_after_them_alone():
+    one, other = (train("qwen2_5_omni", "video", "all", seed).trainer for seed in (0, 50))
+    batch, again = one.draws[0].batch, other.draws[0].batch
+    assert torch.equal(batch["completion_ids"], again["completion_ids"])
+    moved = (one.micro_batches[0].logps - other.micro_batches[0].logps).abs()
+    for i, prompt in enumerate(batch["encoded_prompts"]):
+        assert isinstance(prompt, Conversation) == (Talking.turns[i] > 0)
+        called = len(one.scripts[0, i])  # behind it stands what the first call returned
+        assert moved[i, :called].max() <= 1e-6
+        assert Talking.turns[i] == 0 or moved[i, called:].max() > 1e-3
+
+
+class KeepsInputs:
+    def _compute_loss(self, model, inputs):
+        self.inputs = inputs
+        return super()._compute_loss(model, inputs)
+
+
+class TalkingRLOO(KeepsInputs, Scripted, MultimodalRLOOTrainer):
+    pass
+
+
+def test_rloo_trains_on_what_was_sampled_alone():
+    """Its update is that of its formula on the model's own forward of each conversation."""
+    objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
+    result = run(TalkingRLOO, "qwen3_vl", image_rows(), objects=objects, beta=0.0, **LONG)
+    inputs, rows = result.trainer.inputs, image_rows()
+    model, processor = (talking("qwen3_vl")[name] for name in ("model", "processing_class"))
+    logps = []
+    for i, n_calls in enumerate(Talking.turns):
+        mask = inputs["completion_mask"][i].bool()
+        prompt, completion = inputs["encoded_prompts"][i], inputs["completion_ids"][i][mask]
+        row = next(row for row in rows if f" {prompt.row}" in row["prompt"][0]["content"])
+        conversation = whole(row, i, n_calls, images())
+        logps.append(
+            forward(model, processor, conversation, prompt, completion) @ inputs["tool_mask"][i][mask].float()
+        )
+    logps = torch.stack(logps)
+    assert (inputs["old_logps"] - logps).abs().max() <= 1e-3
+    (-inputs["advantages"] * (logps - logps.detach()).exp()).mean().backward()
+    truth = {
+        name: -1e-2 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    update = {name: result.update[name] for name in truth}
+    assert norm(update) > 1e-3 and relative_difference(truth, update) <= 1e-4
+
+
+class Answering(Talking):
+    """First turns are scripted, the others sampled."""
+
+    turns = (0, 1, 1, 1, 0, 1, 1, 1)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self._batch.continued is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self.answers = MultimodalGRPOTrainer._generate_single_turn(self, prompt_ids, *args, **kwargs)[0]
+        return self.answers, None
+
+
+def test_generation_goes_on_as_the_model_would():
+    """And what it samples is what is scored."""
+    media, options = everything(), {"max_new_tokens": 6, "do_sample": False}
+    objects = {**talking("qwen2_5_omni"), "tools": [shows(*media)]}
+    trainer = run(Answering, "qwen2_5_omni", video_rows(), objects=objects, generation_kwargs=options, **LONG).trainer
+    model, processor = (talking("qwen2_5_omni")[name] for name in ("model", "processing_class"))
+    draw, answers = trainer.draws[0], iter(trainer.answers)
+    for i, n_calls in enumerate(Answering.turns):
+        mask = draw.batch["completion_mask"][i].bool() & draw.batch["tool_mask"][i].bool()
+        sampled = draw.batch["completion_ids"][i][mask].tolist()
+        if n_calls == 0:
+            continue
+        answer = next(answers)
+        assert sampled == trainer.scripts[0, i] + answer
+        inputs = encode(processor, whole(draw.rows[i], i, n_calls, media)[:-1])
+        suppressed = trainer.generation_config.suppress_tokens
+        truth = model.generate(**inputs, **options, suppress_tokens=suppressed)[0, inputs["input_ids"].size(1) :]
+        assert answer == truth[: len(answer)].tolist() and len(answer) > 0
+
+
+class Gallery:
+    """Each row's image, of which it shows quadrants; what goes wrong depends on the place in the batch."""
+
+    made = 0
+
+    def __init__(self):
+        self.place = Gallery.made
+        Gallery.made += 1
+
+    def reset(self, image, prompt, **kwargs):
+        assert isinstance(image, PIL.Image.Image) and isinstance(prompt[0]["content"], str) and not kwargs
+        self.image = image
+        return [{"type": "image", "image": image.resize((56, 56))}, {"type": "text", "text": "What is it?"}]
+
+    def show(self, number: int) -> list:
+        """
+        Shows a quadrant.
+
+        Args:
+            number: Which one.
+
+        Returns:
+            It.
+        """
+        if self.place == 1:
+            raise RuntimeError("There is no such quadrant.")
+        if self.place == 2:
+            return [{"type": "image", "image": "/nowhere.png"}]
+        if self.place == 3 and number == 1:
+            return "<|image_pad|> is a token"
+        if self.place == 6:
+            return "cat " * 2000
+        n_images = 3 if self.place == 7 else 1
+        return [{"type": "image", "image": self.image.crop((0, 0, 56, 56))} for _ in range(n_images)]
+
+
+class Ending(KeepsInputs, Scripted):
+    def has_ended(self, index):
+        return index in (6, 7) and self.n_said > index - 6
+
+
+class EndingGRPO(Ending, MultimodalGRPOTrainer):
+    pass
+
+
+class EndingRLOO(Ending, MultimodalRLOOTrainer):
+    pass
+
+
+def seen(completions, environments, **kwargs) -> list[float]:
+    """A reward function, which sees what tools showed."""
+    Gallery.seen = completions
+    return [float(environment.place % 3) for environment in environments]
+
+
+@pytest.mark.parametrize("trainer", [EndingGRPO, pytest.param(EndingRLOO, marks=pytest.mark.slow)])
+def test_environments_see_their_row_and_end_as_in_trl(trainer):
+    Gallery.made = 0
+    objects = {**talking("qwen3_vl"), "environment_factory": Gallery}
+    options = {**LONG, "max_tool_calling_iterations": 3, "max_tool_media": 4, "ignored_media_columns": ["image"]}
+    result = run(trainer, "qwen3_vl", image_rows(), reward=seen, objects=objects, **options)
+    (calls,), (failed,) = (logged(result, f"tools/{name}_frequency") for name in ("call", "failure"))
+    # The fourth call of the fifth completion isn't answered; that of the seventh and the eighth's second are too much
+    assert (calls, failed) == pytest.approx((12 / 8, 4 / 12))
+    ended = {name: logged(result, f"tools/ended_by_{name}")[0] for name in ("length", "turns", "media")}
+    assert ended == {"length": 1 / 8, "turns": 1 / 8, "media": 1 / 8}
+    roles = [[message["role"] for message in completion] for completion in Gallery.seen]
+    answered = ["assistant", "tool"]
+    assert roles == [[*answered * n, "assistant"] for n in (0, 1, 2, 3, 3, 0, 0, 1)]
+    assert "no such quadrant" in Gallery.seen[1][1]["content"] and "/nowhere.png" in Gallery.seen[2][1]["content"]
+    assert "holds the placeholder" in Gallery.seen[3][3]["content"]
+    (block,) = Gallery.seen[3][1]["content"]
+    assert isinstance(block["image"], PIL.Image.Image)
+    prompts = result.trainer.inputs["encoded_prompts"]
+    assert {tuple(prompt.modalities) for prompt in prompts} == {("image",)}  # what `reset` shows
+    assert [isinstance(prompt, Conversation) for prompt in prompts] == [n in (3, 4, 7) for n in range(8)]
+
+
+def whole(row, index, n_calls, media) -> list[dict]:
+    """A conversation with its media, what was sampled being the assistant's words."""
+    own = [{"type": kind, kind: row[kind]} for kind in ("image", "video", "audio") if row.get(kind) is not None]
+    messages = [{"role": "user", "content": [*own, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+    for n in range(n_calls):
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": call(number=n)}]})
+        messages.append({"role": "tool", "content": media[n]})
+    messages.append({"role": "assistant", "content": [{"type": "text", "text": f"The answer is {index} cat"}]})
+    return [{**each, "content": [plain(block) for block in each["content"]]} for each in messages]
+
+
+def plain(block: dict) -> dict:
+    """A block as processors take it."""
+    if block["type"] == "audio":
+        return {"type": "audio", "audio": block["audio"]["array"]}
+    return block
+
+
+def rollout(prompts, trainer):
+    """Sees the images, and answers with words of the user's between what was sampled."""
+    chats = [
+        [{**message, "content": [plain(block) for block in message["content"]]} for message in p] for p in prompts
+    ]
+    assert all(isinstance(chat[0]["content"][0]["image"], PIL.Image.Image) for chat in chats)
+    ids = [encode(trainer.processing_class, chat)["input_ids"][0].tolist() for chat in chats]
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [[60 + i, 61, 70, 71, 62] for i in range(len(ids))],
+        "env_mask": [[1, 1, 0, 0, 1]] * len(ids),
+        "logprobs": None,
+        "bonus": [float(i % 3) for i in range(len(ids))],
+    }
+
+
+class RollingGRPO(KeepsInputs, MultimodalGRPOTrainer):
+    pass
+
+
+class RollingRLOO(KeepsInputs, MultimodalRLOOTrainer):
+    pass
+
+
+@pytest.mark.parametrize("trainer", [pytest.param(RollingGRPO, marks=pytest.mark.slow), RollingRLOO])
+def test_rollout_func_gets_media(trainer):
+    def reward(completions, bonus, **kwargs):
+        return bonus
+
+    objects = {"rollout_func": rollout}
+    result = run(trainer, "qwen2_5_vl", image_rows(), reward=reward, objects=objects, beta=0.0, max_steps=1)
+    inputs = result.trainer.inputs
+    assert inputs["tool_mask"].tolist() == [[1, 1, 0, 0, 1]] * 8 and norm(result.update) > 1e-3
+    assert all(prompt.modalities == {"image"} for prompt in inputs["encoded_prompts"])
+
+    def wrong(prompts, trainer):
+        output = rollout(prompts, trainer)
+        return {**output, "prompt_ids": [ids[1:] for ids in output["prompt_ids"]]}
+
+    def showing(prompts, trainer):
+        output = rollout(prompts, trainer)
+        return {**output, "completion_ids": [[trainer.processing_class.image_token_id]] * 8}
+
+    for function, message in ((wrong, "as the processor encodes it"), (showing, "placeholders of media")):
+        with pytest.raises(ValueError, match=message):
+            run(trainer, "qwen2_5_vl", image_rows(), reward=reward, objects={"rollout_func": function})
+
+
+def test_templates_without_tools_are_refused(tmp_path):
+    model, processor = load("qwen3_vl")
+    objects = {"model": model, "processing_class": processor, "tools": [shows([TEXT])]}
+    for trainer in (MultimodalGRPOTrainer, MultimodalRLOOTrainer):
+        with pytest.raises(ValueError, match="does not support tool calling.* Set `processing_class.chat_template`"):
+            make_trainer(trainer, "qwen3_vl", image_rows(), tmp_path, objects=objects)
+    objects = {**talking("qwen3_vl"), "tools": [shows([TEXT])]}
+    objects["processing_class"].tokenizer.response_template = None
+    with pytest.raises(ValueError, match="Set `response_template` of the tokenizer"):
+        make_trainer(MultimodalRLOOTrainer, "qwen3_vl", image_rows(), tmp_path, objects=objects)
+
+
+class Resumed(RecordsTraining, Scripted, MultimodalGRPOTrainer):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {**REPLAY, "reward": few_live}], ids=["reused", "replayed"])
+def test_runs_go_on_inside_a_batch_of_conversations(options, tmp_path):
+    def make(folder, **more):
+        objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
+        own = {"max_completion_length": 1500, "max_steps": 5, **options, **more}
+        return make_trainer(Resumed, "qwen3_vl", image_rows(5), folder, objects=objects, **{**REUSED, **own})
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert any(
+        isinstance(each, Conversation) for batch in straight._buffered_inputs for each in batch["encoded_prompts"]
+    )
+    for step in (1, 2, 3):
+        resumed = make(tmp_path / f"{step}", save_strategy="no")
+        resumed.train(resume_from_checkpoint=checkpoint(straight, step))
+        assert resumed.trained_on == straight.trained_on[step * straight.args.gradient_accumulation_steps :]
+        assert same_weights(straight, resumed)
+
+
+@pytest.mark.slow
+def test_evaluation_calls_tools(tmp_path):
+    objects = {**talking("qwen3_vl"), "tools": [shows(*images())], "eval_dataset": image_rows(2)}
+    options = {**LONG, "per_device_eval_batch_size": 8}
+    trainer = make_trainer(Talking, "qwen3_vl", image_rows(), tmp_path, objects=objects, **options)
+    assert trainer.evaluate()["eval_tools/call_frequency"] == 13 / 8
+
+
+@pytest.mark.slow
+def test_tables_hold_what_tools_showed(tmp_path):
+    objects = {**talking("qwen2_5_omni"), "tools": [shows(*everything())]}
+    options = {**LONG, "log_completions": True, "max_logged_media": 8, "num_completions_to_print": 1}
+    trainer = make_trainer(Talking, "qwen2_5_omni", image_rows(), tmp_path, objects=objects, **options)
+    trainer.train()
+    (file,) = tmp_path.glob("completions/*.parquet")
+    table = load_dataset("parquet", data_files=str(file), split="train")
+    for i, n_calls in enumerate(Talking.turns):
+        row = table[i]
+        assert [message["role"] for message in row["completion"]] == [*["assistant", "tool"] * n_calls, "assistant"]
+        shown = [block for n in range(n_calls) for block in everything()[n]]
+        images = [block["image"] for block in shown if block["type"] == "image"]
+        assert [each.tobytes() for each in row["tool_images"] or []] == [each.tobytes() for each in images]
+        for kind in ("audio", "video"):
+            assert len(row[f"tool_{kind}s"] or []) == sum(block["type"] == kind for block in shown)
+        assert (row["image"] is not None) == (i % 4 == 0)

@@ -1,0 +1,264 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Conversations with tools: what these return is appended to a completion as the chat template goes on."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
+
+from ..data.columns import MediaError, iter_refs
+from ..families import family_of
+from .prompts import (
+    EncodedPrompt,
+    all_placeholder_ids,
+    check_blocks,
+    continued_field,
+    encode_messages,
+    engine_position_ids,
+    join_media,
+    prompt_position_ids,
+)
+
+
+# A chat template that writes what it is given
+_VERBATIM = {"chat_template": "{{ continuation }}"}
+
+
+@dataclass(eq=False, kw_only=True)
+class Conversation(EncodedPrompt):
+    """
+    A prompt together with what tools returned within one of its completions, where that holds media.
+
+    What it inherits are the fields of the prompt alone, and the modalities of both.
+
+    Args:
+        prompt ([`EncodedPrompt`]):
+            The prompt, the same object for all its completions.
+        later ([`EncodedPrompt`]):
+            What follows the prompt, up to the end of the last result: token ids, fields, media and positions.
+        is_causal (`bool`):
+            Whether all tokens see what comes before them alone, so that the prompt is the same whatever follows it.
+    """
+
+    prompt: EncodedPrompt
+    later: EncodedPrompt
+    is_causal: bool
+
+    @property
+    def shared(self) -> EncodedPrompt:
+        return self.prompt if self.is_causal else self
+
+    @property
+    def parts(self) -> list[EncodedPrompt]:
+        return [self.prompt, self.later]
+
+    def positions_after(self, n: int) -> torch.Tensor:
+        given = self.later.position_ids[..., :n]
+        return torch.cat([given, self.later.positions_after(n - given.size(-1))], dim=-1)
+
+    def field_after(self, name: str, n: int, fill: int) -> torch.Tensor:
+        given = self.later.token_fields.get(name, torch.zeros_like(self.later.input_ids))[:n]
+        return torch.cat([given, given.new_full((n - len(given),), fill)])
+
+
+def encode_turn(
+    history: Sequence[dict[str, Any]],
+    results: Sequence[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    ends: Collection[str],
+    template_kwargs: dict[str, Any],
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+    row: int | None = None,
+) -> EncodedPrompt:
+    """
+    Encodes what tools returned as the chat template goes on with it after the assistant's turn.
+
+    Args:
+        history (`Sequence[dict]`):
+            The messages before, without the call.
+        results (`Sequence[dict]`):
+            Messages of the role `"tool"`, whose media blocks hold [`MediaRef`]s.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with a chat template.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        ends (`Collection[str]`):
+            Tokens that end a turn, the last of which before the results is the model's own.
+        template_kwargs (`dict[str, Any]`):
+            Arguments for `apply_chat_template`.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        row (`int`, *optional*):
+            Index of the row in its batch, for errors.
+
+    Returns:
+        [`EncodedPrompt`]: The results up to where the assistant is to go on, without positions.
+
+    Raises:
+        [`MediaError`]: If a medium can't be decoded or encoded.
+        `ValueError`: If the chat template writes the messages before the results in another way once they are there.
+    """
+    before = [*history, called(results)]
+    text, longer = (
+        _written(each, processor, template_kwargs, end) for each, end in ((before, False), ([*before, *results], True))
+    )
+    # Many templates write a line break behind the end of a turn, which the model doesn't
+    cut = max((place + len(end) for end in ends if (place := text.rfind(end)) >= 0), default=len(text))
+    if longer[:cut] != text[:cut]:
+        raise ValueError(
+            "The chat template writes the messages before a tool's result in another way once the result is there, so "
+            "that what was sampled can't go on with it. Use a template that keeps what it wrote."
+        )
+    continuation = longer[cut:]
+    messages = list(results)
+    check_blocks([*before, *messages], processor, template_kwargs, row)
+    if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
+        ids = torch.tensor(processor(continuation, add_special_tokens=False)["input_ids"], dtype=torch.long)
+        return EncodedPrompt(ids, {}, {}, ids.new_empty(1, 0), row=row)
+    turn = encode_messages(
+        messages,
+        processor,
+        model,
+        template_kwargs={**template_kwargs, **_VERBATIM, "continuation": continuation},
+        audio_overlong=audio_overlong,
+        row=row,
+        add_special_tokens=False,
+    )
+    if not turn.modalities:
+        return replace(turn, media={})  # nor any blank ones
+    if masks := family_of(model).token_masks:
+        raise MediaError(
+            f"{model.config.model_type} looks at media through a mask for each token ({', '.join(masks)}), so tools "
+            "can't return media to it."
+        )
+    return turn
+
+
+def called(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """
+    An assistant's message that calls tools, which stands for what was sampled.
+
+    Args:
+        results (`Sequence[dict]`):
+            What they returned, as messages.
+
+    Returns:
+        `dict`: The message.
+    """
+    calls = [{"type": "function", "function": {"name": each["name"], "arguments": {}}} for each in results]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _written(messages, processor, template_kwargs, add_generation_prompt: bool) -> str:
+    if isinstance(processor, ProcessorMixin):
+        messages = prepare_multimodal_messages(messages)
+    return processor.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+    )
+
+
+def so_far(
+    prompt: EncodedPrompt,
+    completion_ids: list[int],
+    turns: Sequence[tuple[int, EncodedPrompt]],
+    model: PreTrainedModel,
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
+) -> EncodedPrompt:
+    """
+    A prompt and a completion up to the end of its last result, as a prompt that is to be completed.
+
+    Args:
+        prompt ([`EncodedPrompt`]):
+            The prompt.
+        completion_ids (`list[int]`):
+            What follows it.
+        turns (`Sequence[tuple[int, EncodedPrompt]]`):
+            What tools returned, and where in the completion it starts.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model; gives the positions.
+        processor ([`~transformers.ProcessorMixin`], *optional*):
+            Its processor, if positions are those of vLLM.
+
+    Returns:
+        [`EncodedPrompt`]: All of it.
+    """
+    n = len(completion_ids)
+    ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
+    fields = {}
+    for name in sorted({name for part in (prompt, *(turn for _, turn in turns)) for name in part.token_fields}):
+        value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
+        fields[name] = continued_field(model, name, value[None], n)[0]
+        for start, turn in turns:
+            if turn.media:
+                place = slice(len(prompt) + start, len(prompt) + start + len(turn))
+                fields[name][place] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
+    shown = [turn for _, turn in turns if turn.media]
+    if not shown:
+        positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
+        return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, decoded=None, mask_cache={})
+    media = join_media([prompt, *shown])
+    # To the rules of some families, tokens that open a medium are one, even if they were sampled
+    plain = ids.clone()
+    plain[len(prompt) :] = prompt.input_ids[-1]
+    for start, turn in turns:
+        plain[len(prompt) + start : len(prompt) + start + len(turn)] = turn.input_ids
+    positions = prompt_position_ids(model, plain, media, fields)
+    if processor is not None:
+        placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
+        positions = engine_position_ids(positions, torch.isin(plain, placeholders))
+    return EncodedPrompt(
+        ids,
+        fields,
+        media,
+        positions,
+        modalities=prompt.modalities.union(*(turn.modalities for turn in shown)),
+        row=prompt.row,
+    )
+
+
+def conversation(
+    prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]], whole: EncodedPrompt, is_causal: bool
+) -> EncodedPrompt:
+    """
+    A completion's prompt, as it is scored with.
+
+    Args:
+        prompt ([`EncodedPrompt`]):
+            The prompt, which it shares with others.
+        turns (`Sequence[tuple[int, EncodedPrompt]]`):
+            What tools returned, and where in the completion it starts.
+        whole ([`EncodedPrompt`]):
+            What [`so_far`] made of them.
+        is_causal (`bool`):
+            See [`Conversation`].
+
+    Returns:
+        [`EncodedPrompt`]: A [`Conversation`] if a result holds media, else the prompt.
+    """
+    shown = [turn for _, turn in turns if turn.media]
+    if not shown:
+        return prompt
+    n = len(prompt)
+    fields = {name: (value[:n], value[n:]) for name, value in whole.token_fields.items()}
+    later = EncodedPrompt(
+        whole.input_ids[n:],
+        {name: after for name, (_, after) in fields.items()},
+        join_media(shown),
+        whole.position_ids[..., n:],
+    )
+    return Conversation(
+        input_ids=prompt.input_ids,
+        token_fields={name: own for name, (own, _) in fields.items()},
+        media=prompt.media,
+        position_ids=whole.position_ids[..., :n],
+        modalities=whole.modalities,
+        row=prompt.row,
+        prompt=prompt,
+        later=later,
+        is_causal=is_causal,
+    )

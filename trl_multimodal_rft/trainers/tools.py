@@ -1,0 +1,354 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Several turns: tools are called, and what they return is appended to the completion, media and all."""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from trl.chat_template_utils import parse_response
+
+from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
+from ..data.features import restore_media
+from ..data.rules import MediaRules
+from ..encoding.conversations import called, conversation, encode_turn, so_far
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..families import family_of
+from ..forward.masks import linear_masks
+from ..models.trainer_mixin import TrainerMixin
+from ..models.wrapped import unwrapped
+from .self_check import check_conversation
+
+
+logger = get_logger(__name__)
+
+# Key of the row as the dataset has it, and of its number, in what TRL hands to environments
+WHOLE_ROW = "_whole_row"
+
+# What ends a conversation in the middle of a call
+_ENDS = ("length", "turns", "media")
+
+
+@dataclass
+class _Talk:
+    """One completion while tools are called in it."""
+
+    prompt: EncodedPrompt
+    ids: list[int]
+    messages: list[dict[str, Any]]  # of the completion
+    history: list[dict[str, Any]]  # as the chat template is to write it
+    logps: list[float | None] | None
+    mask: list[int]  # 0 on what tools returned
+    turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)  # with their places in the completion
+    whole: EncodedPrompt | None = None  # up to the last result
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self.messages[-1].get("tool_calls") or []
+
+    @property
+    def media(self) -> list[EncodedPrompt]:
+        return [turn for _, turn in self.turns if turn.media]
+
+    def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
+        self.ids = self.ids + ids
+        self.mask = self.mask + [int(sampled)] * len(ids)
+        if self.logps is not None:
+            self.logps = self.logps + (logps or [0.0] * len(ids))
+
+
+class ToolsMixin(TrainerMixin):
+    """Gives a trainer that samples completions tools that may return media."""
+
+    _batch: Any
+    _kinds_seen: set[str]
+    _own_tokens: list[str]
+    _completes_in_step: bool
+
+    def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
+        batch = self._batch
+        if batch is None or batch.prompts is None:
+            return super()._tool_call_loop(
+                prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields
+            )
+        logps = [None] * len(prompts) if logprobs is None else logprobs
+        talks = [
+            _Talk(*each[:3], list(each[3]), each[4], [1] * len(each[1]))
+            for each in zip(batch.prompts, completion_ids, completions, prompts, logps, strict=True)
+        ]
+        counts = self._converse(talks)
+        model = unwrapped(self.accelerator, self.model)
+        batch.prompts = [
+            conversation(talk.prompt, talk.turns, talk.whole, _is_causal(model, talk.prompt, talk.whole))
+            if talk.whole is not None and talk.media
+            else talk.prompt
+            for talk in talks
+        ]
+        batch.completions = [talk.messages for talk in talks]
+        self._kinds_seen.update(*(each.modalities for each in batch.prompts))
+        self._check_conversation(batch.prompts, [talk.ids for talk in talks])
+        ended = torch.tensor([*(counts[name] for name in _ENDS), len(talks)], device=self.accelerator.device)
+        *ended, total = self.accelerator.reduce(ended, reduction="sum").tolist()
+        for name, n in zip(_ENDS, ended, strict=True):
+            self._metrics["train" if self.model.training else "eval"][f"tools/ended_by_{name}"].append(n / total)
+        return (
+            [talk.mask for talk in talks],
+            [talk.messages for talk in talks],
+            [talk.ids for talk in talks],
+            None if logprobs is None else [talk.logps for talk in talks],
+            counts["calls"],
+            counts["failures"],
+            [[] for _ in talks],  # images, which TRL would encode again
+        )
+
+    def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
+        """Once, on the first media that a tool returned."""
+        trainer: Any = self
+        if self._self_check is None or self._self_check.conversation is not None or not self.model.training:
+            return
+        if check_conversation(trainer, prompts, completion_ids):
+            logger.info(str(self._self_check))
+            self.accelerator.print(self._self_check)
+
+    def _converse(self, talks: list[_Talk]) -> Counter[str]:
+        """Calls tools and samples what the model says to their results, until no completion ends with a call."""
+        counts: Counter[str] = Counter()
+        calling = {i: talk for i, talk in enumerate(talks) if talk.calls}
+        n_turns = 0
+        while self._anyone(calling) and n_turns < self.max_tool_calling_iterations:
+            going_on = [i for i, talk in calling.items() if self._answer(i, talk, counts)]
+            if not self._anyone(going_on):
+                return counts
+            self._continue([talks[i] for i in going_on], talks[0].prompt, going_on)
+            calling = {i: talks[i] for i in going_on if talks[i].calls}
+            n_turns += 1
+        counts["turns"] += len(calling)
+        return counts
+
+    def _anyone(self, some: Any) -> bool:
+        """Whether there is something to do, here or on a process that must not do it alone."""
+        return self._any_process(bool(some)) if self._completes_in_step else bool(some)
+
+    # Tools
+
+    def _answer(self, index: int, talk: _Talk, counts: Counter[str]) -> bool:
+        """Appends the results of a completion's calls, if they fit."""
+        results = self._call_tools(index, talk, counts)
+        turn, results = self._encode_results(talk, results, counts)
+        limit = getattr(self._text_config, "max_position_embeddings", None)
+        length = len(talk.ids) + len(turn)
+        if length > self.max_completion_length or (limit is not None and len(talk.prompt) + length >= limit):
+            counts["length"] += 1
+            return False
+        n_media = sum(1 for message in [*talk.messages, *results] for _ in iter_refs(message))
+        if self.args.max_tool_media is not None and n_media > self.args.max_tool_media:
+            counts["media"] += 1
+            return False
+        talk.turns.append((len(talk.ids), turn))
+        talk.history += [called(results), *results]
+        talk.messages += results
+        talk.append(turn.input_ids.tolist(), None, sampled=False)
+        model = unwrapped(self.accelerator, self.model)
+        talk.whole = so_far(talk.prompt, talk.ids, talk.turns, model)
+        return True
+
+    @property
+    def _text_config(self):
+        return unwrapped(self.accelerator, self.model).config.get_text_config(decoder=True)
+
+    def _call_tools(self, index: int, talk: _Talk, counts: Counter[str]) -> list[dict[str, Any]]:
+        """What the tools of a completion return, as messages in the order of the calls."""
+        plain, waiting = self._sync_tool_dicts[index], self._async_tool_dicts[index]
+        results: list[Any] = []
+        for call in talk.calls:
+            counts["calls"] += 1
+            function = call.get("function", {})
+            name = function.get("name", call.get("name", "unknown"))
+            try:
+                if call["type"] != "function":
+                    raise ValueError(f"Unsupported tool call type: {call['type']}")
+                if name not in plain and name not in waiting:
+                    raise ValueError(f"Tool {name} not found.")
+                results.append((name, {**plain, **waiting}[name](**function["arguments"])))
+            except Exception as error:
+                results.append((name, error))
+        coroutines = [result for _, result in results if inspect.iscoroutine(result)]
+        if coroutines:
+            awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.async_loop).result())
+            results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
+        counts["failures"] += sum(isinstance(result, Exception) for _, result in results)
+        row = index if talk.prompt.row is None else talk.prompt.row
+        return [
+            {"role": "tool", "name": name, "content": _content(name, result, row, self.args.media_rules)}
+            for name, result in results
+        ]
+
+    def _encode_results(
+        self, talk: _Talk, results: list[dict[str, Any]], counts: Counter[str]
+    ) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
+        """Results as tokens, and as messages; an error stands for what can't be encoded."""
+        tokenizer = self._tokenizer
+        ends = tokenizer.convert_ids_to_tokens(sorted({*self.eos_token_ids, tokenizer.eos_token_id}))
+        options = {
+            "ends": [end for end in ends if end is not None],
+            "template_kwargs": {"chat_template": self.chat_template, **self.chat_template_kwargs},
+            "audio_overlong": self.args.audio_overlong,
+        }
+        model = unwrapped(self.accelerator, self.model)
+        try:
+            turn = encode_turn(talk.history, results, self.processing_class, model, **options, row=talk.prompt.row)
+            self._check_joins(talk, turn)
+        except MediaError as error:
+            with_media = [message for message in results if next(iter_refs(message), None) is not None]
+            failed = with_media or results  # texts that hold placeholders
+            counts["failures"] += len(failed)
+            logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
+            reason = str(error)
+            for token in self._own_tokens:
+                reason = reason.replace(token, "")
+            results = [
+                {**message, "content": str({"error": reason})} if message in failed else message for message in results
+            ]
+            turn = encode_turn(talk.history, results, self.processing_class, model, **options, row=talk.prompt.row)
+        return turn, results
+
+    def _check_joins(self, talk: _Talk, turn: EncodedPrompt) -> None:
+        """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
+        apart = self._policy.remedies.apart or family_of(unwrapped(self.accelerator, self.model)).apart
+        if apart is None or not turn.media:
+            return
+        for before in (talk.prompt, *talk.media):
+            for name in before.media.keys() & turn.media.keys():
+                if before.media[name].shape[1:] != turn.media[name].shape[1:]:
+                    raise MediaError(
+                        f"{self._text_config.model_type} pads media of one conversation to one size, which changes "
+                        "what it sees of them; return media of the size of those before"
+                    )
+
+    # The model
+
+    def _continue(self, talks: list[_Talk], idle: EncodedPrompt, indices: list[int]) -> None:
+        """Samples what follows the results; a process without any samples for the sake of the others."""
+        batch = self._batch
+        batch.continued = [talk.whole or talk.prompt for talk in talks] or [idle]
+        try:
+            ids, logps = self._generate_single_turn(
+                [whole.input_ids.tolist() for whole in batch.continued], None, {}, num_generations=1
+            )
+        finally:
+            batch.continued = None
+        tools = [self._tools_of(i) for i in indices]
+        for i, talk in enumerate(talks):
+            room = self.max_completion_length - len(talk.ids)
+            new, before = ids[i][:room], talk.prompt.input_ids.tolist() + talk.ids
+            talk.append(new, None if logps is None else logps[i][:room], sampled=True)
+            if new:
+                talk.messages.append(parse_response(self._tokenizer, new, prefix=before, tools=tools[i]))
+
+    def _tools_of(self, index: int) -> Any:
+        if self.environment_factories is None:
+            return self.tools
+        return self._env_tools[self._batch_environments[index]]
+
+
+def with_whole_rows(factory: Callable[[], Any], rules: MediaRules) -> Callable[[], Any]:
+    """
+    Environments that are reset with their row as the dataset has it, media and all, and may show media themselves.
+
+    Args:
+        factory (`Callable`):
+            Makes an environment.
+        rules ([`~data.rules.MediaRules`]):
+            From where media may come, and how large they may be.
+
+    Returns:
+        `Callable`: Makes such an environment.
+    """
+
+    def make():
+        environment = factory()
+        own = getattr(environment, "reset", None)
+        if own is None:
+            return environment  # which TRL refuses
+
+        def reset(**row):
+            number, whole = row.pop(WHOLE_ROW)
+            dropped = {"environment"} - row.keys()  # which TRL keeps to itself where there are several
+            observation = own(**{key: value for key, value in whole.items() if key not in dropped})
+            if isinstance(observation, list):
+                return blocks_to_refs(observation, f"{type(environment).__name__}.reset", number, rules)
+            return observation
+
+        environment.reset = reset
+        return environment
+
+    return make
+
+
+def with_media(rollout_func: Callable) -> Callable:
+    """
+    A rollout of the user's for prompts with media, which are encoded as all others are.
+
+    Args:
+        rollout_func (`Callable`):
+            As for [`~trl.GRPOTrainer`].
+
+    Returns:
+        `Callable`: The same, which gets prompts with their media, and whose answer is checked.
+    """
+
+    def rollout(prompts, trainer):
+        if next(iter_refs(prompts), None) is None:
+            return rollout_func(prompts, trainer)
+        output = rollout_func(restore_media(prompts), trainer)
+        if not {"prompt_ids", "completion_ids"} <= output.keys():
+            return output  # which TRL refuses
+        expected, _, _ = trainer._tokenize_prompts(prompts)
+        placeholders = all_placeholder_ids(unwrapped(trainer.accelerator, trainer.model), trainer.processing_class)
+        for i, (prompt, given, ids) in enumerate(
+            zip(trainer._batch.prompts, output["prompt_ids"], output["completion_ids"], strict=True)
+        ):
+            if list(given) != expected[i]:
+                raise ValueError(
+                    f"`rollout_func` gave {len(given)} `prompt_ids` for completion {i}, not the {len(prompt)} "
+                    "of its prompt as the processor encodes it, placeholders of media and all; return those of "
+                    "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
+                )
+            if not placeholders.isdisjoint(ids):
+                raise ValueError(
+                    f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
+                    "nothing knows; use `tools` or `environment_factory` to show media to the model."
+                )
+        return output
+
+    return rollout
+
+
+async def _together(coroutines: list) -> list[Any]:
+    return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[dict[str, Any]]:
+    """What a tool returned, as the content of a message."""
+    if isinstance(result, Exception):
+        return str({"error": str(result)})
+    if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
+        return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, rules)
+    place = next((place for place, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
+    if place is not None:
+        raise MediaError(
+            f"the tool {name!r} returned a medium ({place}) that the model would not get; return a list of content "
+            "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
+        )
+    return str(result)
+
+
+def _is_causal(model, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
+    """Whether a prompt is to the model the same beside what tools returned as without it."""
+    positions = whole.position_ids[..., : len(prompt)]
+    same = torch.equal(positions, prompt.position_ids.expand_as(positions))
+    return same and all(mask is None for mask in linear_masks(model, whole, 0).values())
