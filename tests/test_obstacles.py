@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.by_hand import FAMILIES
+from helpers.by_hand import FAMILIES, gradients, own_logps
 from helpers.completions import random_completions
 from helpers.families import chat, image, template, text, tokenizer
 from trl.trainer.utils import add_fused_lm_head
@@ -33,35 +33,12 @@ PADDED = {
     "idefics": "a mask for each token (image_attention_mask)",
     "inkling2": "layers of type hybrid, hybrid_sliding",
     "unlimited_ocr": "layers of type reference_sliding_attention",
+    "minimax_m3_vl": "layers of type minimax_m3_sparse",
+    "mistral_large4": "layers of type indexed_attention",
 }
 
 # Whose head does more than TRL's fused one, or isn't found by it
 OWN_LOGITS = {"idefics", "inkling2", "nemotron_h_omni"}
-
-
-def own_logps(model, prompts, ids, mask):
-    """By the model's plain forward of each completion, alone, at the model's own positions."""
-    logps = torch.zeros(ids.shape)
-    for row, length in enumerate(mask.sum(1).tolist()):
-        prompt, completion = prompts[row], ids[row, :length]
-        # Masks of cross-attention go on as `generate` goes on with them
-        fields = {
-            name: torch.cat([f, (f[-1:] if f.dim() > 1 else 0 * f[-1:]).expand(length, *f.shape[1:])])[None]
-            for name, f in prompt.token_fields.items()
-        }
-        input_ids = torch.cat([prompt.input_ids, completion])[None]
-        logits = model(
-            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **fields, **prompt.media, use_cache=False
-        ).logits[0, -length - 1 : -1]
-        logps[row, :length] = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
-    return logps
-
-
-def gradients(model, logps):
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
-    model.zero_grad(set_to_none=True)
-    (logps * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

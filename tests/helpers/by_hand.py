@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 import transformers as hf
+from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, prompt_position_ids
 
@@ -23,6 +24,9 @@ TEXT = {
     "eos_token_id": 2,
 }
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {**TEXT, "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+del SMALL["intermediate_size"], SMALL["num_key_value_heads"]
+TOWER = {**VISION, "num_attention_heads": 2}
 CLIP = {**VISION, "image_size": 28, "patch_size": 14}
 
 
@@ -58,6 +62,12 @@ def encoded(model, ids, media=None, fields=None, kind="image") -> EncodedPrompt:
     media, fields = media or {}, fields or {}
     positions = prompt_position_ids(model, ids, media, fields)
     return EncodedPrompt(ids, fields, media, positions, modalities=frozenset([kind] if media else ()))
+
+
+def spliced(model, n_media: int, behind: int, media: dict, kind: str = "image", has_types: bool = False):
+    """A prompt of words, placeholders of its media without marks around them, and so many words."""
+    ids = torch.cat([words(3), torch.full((n_media,), IMAGE), words(behind)])
+    return encoded(model, ids, media, {"mm_token_type_ids": (ids == IMAGE).long()} if has_types else {}, kind)
 
 
 def of_images(model, media: Callable[[list], dict], tokens: Callable, *prompts: tuple[int, list, int]):
@@ -289,6 +299,179 @@ def instructblip():
     return blip2(hf.InstructBlipForConditionalGeneration, {**TEXT, "model_type": "llama", "num_hidden_layers": 2})
 
 
+def glmasr():
+    config = hf.GlmAsrConfig(
+        audio_config={
+            **TOWER,
+            "model_type": "glmasr_encoder",
+            "num_attention_heads": 4,
+            "num_mel_bins": 16,
+            "head_dim": 8,
+        },
+        text_config={**SMALL, "model_type": "llama", "intermediate_size": 64, "num_key_value_heads": 2},
+        audio_token_id=IMAGE,
+    )
+
+    model = random(hf.GlmAsrForConditionalGeneration, config)
+
+    def prompt(frames, behind):
+        media = {"input_features": pixels(1, 16, frames), "input_features_mask": torch.ones(1, frames).long()}
+        return spliced(model, (frames + 1) // 8, behind, media, kind="audio")
+
+    return model, [prompt(32, 4), prompt(48, 7), encoded(model, words(6))]
+
+
+def fun_asr_nano():
+    config = hf.FunAsrNanoConfig(
+        audio_config={
+            **TOWER,
+            "num_hidden_layers": 3,
+            "num_timestamp_prediction_layers": 1,
+            "num_mel_bins": 8,
+            "num_stacked_frames": 2,
+            "fsmn_kernel_size": 5,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        adaptor_config={
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "projector_hidden_size": 48,
+        },
+        text_config={**SMALL, "model_type": "qwen3", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8},
+        audio_token_id=IMAGE,
+    )
+
+    model = random(hf.FunAsrNanoForConditionalGeneration, config)
+
+    def prompt(frames, behind):
+        media = {"input_features": pixels(1, frames, 16), "input_features_mask": torch.ones(1, frames).long()}
+        return spliced(model, frames, behind, media, kind="audio")
+
+    return model, [prompt(9, 4), prompt(14, 7), encoded(model, words(6))]
+
+
+def minimax_m3_vl():
+    config = hf.MiniMaxM3VLConfig(
+        vision_config={**TOWER, "image_size": 32, "patch_size": 4},
+        text_config={
+            **SMALL,
+            "intermediate_size": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rotary_dim": 4,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 4,
+            "dense_intermediate_size": 64,
+            "shared_intermediate_size": 32,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        projector_hidden_size=32,
+    )
+
+    model = random(hf.MiniMaxM3SparseForConditionalGeneration, config)
+
+    def prompt(height, width, behind):
+        grid = torch.tensor([[1, height, width]])
+        media = {"pixel_values": pixels(height * width, 96), "image_grid_thw": grid}
+        return spliced(model, height * width // 4, behind, media)
+
+    return model, [prompt(4, 4, 4), prompt(4, 8, 9), encoded(model, words(6))]
+
+
+def mistral_large4():
+    config = hf.MistralLarge4Config(
+        vision_config={**TOWER, "model_type": "pixtral", "patch_size": 4, "image_size": 32, "hidden_act": "silu"},
+        text_config=MistralLarge4TextConfig(
+            **SMALL,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            index_topk=8,
+            index_head_dim=16,
+            index_n_heads=32,  # with few, many keys have a score of 0, and which of them count is left to `topk`
+            max_position_embeddings=256,
+        ),
+        image_token_index=IMAGE,
+    )
+
+    model = random(hf.MistralLarge4ForConditionalGeneration, config)
+
+    def prompt(height, width, behind):
+        media = {"pixel_values": pixels(1, 3, height, width), "image_sizes": torch.tensor([[height, width]])}
+        return spliced(model, height * width // 64, behind, media)
+
+    return model, [prompt(16, 16, 4), prompt(24, 16, 9), encoded(model, words(6))]
+
+
+def molmo2(kind="image"):
+    config = hf.Molmo2Config(
+        vision_config={
+            **TOWER,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "image_size": [8, 8],
+            "patch_size": 2,
+            "num_position_embeddings": 16,
+        },
+        adapter_config={
+            "vision_feature_layer": [-1, 0],
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "intermediate_size": 64,
+            "text_hidden_size": 32,
+        },
+        text_config={
+            **SMALL,
+            "additional_vocab_size": 16,
+            "intermediate_size": 64,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        image_patch_id=IMAGE,
+        **{f"{name}_token_id": 11 + i for i, name in enumerate(("image_start", "image_end", "low_res_image_start"))},
+    )
+    # A crop has 4 x 4 patches, and a token for each 2 x 2 of them
+    windows = torch.arange(16).view(2, 2, 2, 2).permute(0, 2, 1, 3).reshape(4, 4)
+
+    model = random(hf.Molmo2ForConditionalGeneration, config)
+
+    def prompt(crops, behind):
+        """An image for each number of crops, or a video with as many frames."""
+        total = sum(crops)
+        places = torch.cat([windows + 16 * i for i in range(total)])
+        places[-1, 0] = -1  # a patch that isn't there
+        values = pixels(total, 16, 12)
+        if kind == "video":
+            grids = torch.tensor([[total, 2, 2]])
+            media = {"pixel_values_videos": values, "video_token_pooling": places, "video_grids": grids}
+        else:
+            grids = torch.tensor([[2, 2, 2 * (n - 1), 2] for n in crops])
+            media = {"pixel_values": values, "image_token_pooling": places, "image_grids": grids}
+            media["image_num_crops"] = torch.tensor(crops)
+        return spliced(model, 4 * total, behind, media, kind, has_types=True)
+
+    return model, [prompt([2], 4), prompt([3, 2], 7), encoded(model, words(6))]
+
+
 FAMILIES: dict[str, Callable[[], tuple[hf.PreTrainedModel, list[EncodedPrompt]]]] = {
     "llama4": llama4,
     "minicpmv4_6": lambda: minicpm("MiniCPMV4_6"),
@@ -301,4 +484,38 @@ FAMILIES: dict[str, Callable[[], tuple[hf.PreTrainedModel, list[EncodedPrompt]]]
     "unlimited_ocr": unlimited_ocr,
     "blip2": blip2,
     "instructblip": instructblip,
+    "fun_asr_nano": fun_asr_nano,
+    "glmasr": glmasr,
+    "minimax_m3_vl": minimax_m3_vl,
+    "mistral_large4": mistral_large4,
+    "molmo2": molmo2,
+    "molmo2 video": lambda: molmo2("video"),
 }
+
+
+# What the models give by themselves
+
+
+def own_logps(model, prompts, ids, mask):
+    """By the model's plain forward of each completion, alone, at the model's own positions."""
+    logps = torch.zeros(ids.shape)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        prompt, completion = prompts[row], ids[row, :length]
+        # Masks of cross-attention go on as `generate` goes on with them
+        fields = {
+            name: torch.cat([f, (f[-1:] if f.dim() > 1 else 0 * f[-1:]).expand(length, *f.shape[1:])])[None]
+            for name, f in prompt.token_fields.items()
+        }
+        input_ids = torch.cat([prompt.input_ids, completion])[None]
+        logits = model(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **fields, **prompt.media, use_cache=False
+        ).logits[0, -length - 1 : -1]
+        logps[row, :length] = logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+    return logps
+
+
+def gradients(model, logps):
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad(set_to_none=True)
+    (logps * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
