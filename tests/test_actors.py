@@ -17,7 +17,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES, audio, chat, decoder, image, text, tokenizer, video
+from helpers.families import FAMILIES, audio, chat, decoder, every_family, image, text, tokenizer, video
 from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -222,7 +222,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 # Log-probabilities
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_family())
 def test_forward_equals_the_bare_model(name):
     actor = make(name, temperature=TEMPERATURE)
     for batch, expected in cases(name):
@@ -416,7 +416,7 @@ def test_gradients(name):
 # Packed samples
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_family())
 def test_packed_equals_padded(name):
     actor = make(name, temperature=TEMPERATURE, packing_samples=True)
     for batch, expected in cases(name):
@@ -1262,7 +1262,7 @@ def test_towers(name):
     assert found == TOWERS[name]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_family())
 @torch.no_grad()
 def test_towers_are_what_sees_and_hears(name):
     """Changing an encoder changes what the model makes of its media, and nothing else."""
@@ -1279,7 +1279,7 @@ def test_towers_are_what_sees_and_hears(name):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_family())
 def test_frozen_towers(name, lora_rank):
     """Nothing in a frozen encoder is trained or adapted, although its layers are called like those of the decoder."""
     towers = TOWERS[name]

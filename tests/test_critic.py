@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES
+from helpers.families import FAMILIES, every_family
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
 
 from trl_multimodal_rft.data.columns import MediaError
@@ -35,7 +35,7 @@ def gradients(critic, values, mask):
     return torch.cat([p.grad.flatten() for p in critic.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_family())
 def test_packed_equals_padded(name):
     critic, prompts, ids, mask, apart = build(name)
 

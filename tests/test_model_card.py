@@ -37,7 +37,9 @@ from trl_multimodal_rft.rewards import accuracy_reward
     ("trainer_class", "family", "rows", "kind", "pipeline"),
     [
         (MultimodalGRPOTrainer, "qwen2_audio", audio_rows, "audio", "audio-text-to-text"),
-        (MultimodalPPOTrainer, "qwen2_5_vl", image_rows, "image", "image-text-to-text"),
+        pytest.param(
+            MultimodalPPOTrainer, "qwen2_5_vl", image_rows, "image", "image-text-to-text", marks=pytest.mark.slow
+        ),
         pytest.param(MultimodalRLOOTrainer, "qwen2_5_vl", text_rows, None, None, marks=pytest.mark.slow),
     ],
 )

@@ -211,6 +211,7 @@ def test_every_option_is_among_the_pairs():
     assert added | {"advantage_estimator"} == PAIRS.keys() | ELSEWHERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_option_makes_another_update(name):
     one, other = (update_with(tuple(options.items())) for options in PAIRS[name])

@@ -163,7 +163,14 @@ def state(trainer) -> dict:
 NOT_COMPARED = {"buffered_inputs", "replay", "surplus", "metrics"}
 
 
-SLOW = {"one completion of a prompt", "divergence in the loss", "high entropies", "tied weights"}
+SLOW = {
+    "one completion of a prompt",
+    "divergence in the loss",
+    "high entropies",
+    "tied weights",
+    "adapter on a shared trunk",
+    "synchronised reference",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

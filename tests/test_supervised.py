@@ -9,7 +9,7 @@ import soundfile
 import torch
 import transformers
 from datasets import Audio, Dataset, Image
-from helpers.families import FAMILIES, RATE, audio, image
+from helpers.families import FAMILIES, RATE, audio, every_family, image
 from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -191,7 +191,7 @@ def test_token_that_would_reach_over_the_border():
     assert ids[0].tolist() == [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("voxtral", "paligemma")])
+@pytest.mark.parametrize("family", every_family(name for name in FAMILIES if name not in ("voxtral", "paligemma")))
 def test_every_family_that_has_a_chat_template(family):
     """Prompt and completion are together what the processor makes of both."""
     model, processor = FAMILIES[family].build()

@@ -12,7 +12,7 @@ import functools
 import io
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -1271,6 +1271,15 @@ FAMILIES = {
         ),
     ]
 }
+
+# In the default run of tests that say the same of every family; the slow run has all
+ONE_OF_EACH_KIND = {"qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "gemma3", "phi4_multimodal"}
+
+
+def every_family(names: Iterable[str] = FAMILIES) -> list:
+    """Parameters of a test that says the same of every family."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH_KIND)) for name in names]
+
 
 # Models that something is special about, for the tests of that alone
 SPECIAL = {

@@ -75,6 +75,8 @@ def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
     for model_type in sorted(known if only_known else known | classes.keys()):
         family = family_of(model_type)
         part = family.trained_part.get(model_type)
+        if part is None and model_type not in classes:
+            continue  # the text model of a family
         modalities = getattr(getattr(transformers, part or classes[model_type]), "input_modalities", ())
         kinds = [kind for kind in MODALITIES if kind in modalities]
         if kinds:
