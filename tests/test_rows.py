@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows are read once, ahead of need, with the same results; and one that can't be read doesn't end a run."""
 
+import errno
 import json
 import os
 import re
@@ -186,6 +187,19 @@ def test_processes_that_are_killed_between_rows_are_replaced():
         time.sleep(0.01)
     ahead.want([2, 3])
     assert [ahead.take(row)[0] for row in (2, 3)] == [2, 3]
+    ahead.close()
+
+
+def test_without_room_for_a_copy_of_the_process_rows_are_read_here(monkeypatch, caplog):
+    def fork():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    ahead = ReadAhead(lambda row: (row, os.getpid()))
+    with monkeypatch.context() as without:
+        without.setattr(os, "fork", fork)
+        ahead.want([3, 4])
+    assert "for want of memory" in caplog.text
+    assert [ahead.take(row) for row in (3, 4, 5)] == [(row, os.getpid()) for row in (3, 4, 5)]
     ahead.close()
 
 

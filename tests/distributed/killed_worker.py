@@ -344,7 +344,6 @@ def serve(answers) -> None:
 
 if __name__ == "__main__":
     command, argument = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells let programs in the background ignore
     tqdm.monitor_interval = 0  # no thread for progress bars
     tqdm.set_lock(threading.RLock())  # one that is shared by processes, a killed one may hold for ever
     saved("qwen2_audio")  # as long as each process thinks that it is alone

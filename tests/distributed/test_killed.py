@@ -455,7 +455,8 @@ def test_launcher_is_killed(launcher, name, saves, tmp_path):
         launched = subprocess.Popen(command, env=python_environment(), stdout=log, stderr=subprocess.STDOUT)
     left = []
     try:
-        wait_until((tmp_path / "resumed-0.json").exists, tmp_path)
+        begun = [tmp_path / f"resumed-{rank}.json" for rank in range(job["processes"])]
+        wait_until(lambda: all(file.exists() for file in begun), tmp_path)
         left = [int(pid) for pid in Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()]
         assert len(left) == job["processes"]
         launched.send_signal(signal.Signals[name])

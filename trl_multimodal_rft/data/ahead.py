@@ -13,8 +13,12 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .columns import MediaError
+
+
+logger = logging.get_logger(__name__)
 
 
 class ReadAhead:
@@ -22,7 +26,8 @@ class ReadAhead:
     Reads rows in other processes, which are copies of this one, made when the first row is asked for.
 
     Processes, since threads would hold up the one that feeds an accelerator. What they read comes back as a sequence
-    of bytes: tensors in shared memory need a file descriptor each, and more of that memory than containers have.
+    of bytes: tensors in shared memory need a file descriptor each, and more of that memory than containers have. Where
+    the machine has no room for a copy of this process, rows are read here when they are taken.
 
     Args:
         read (`Callable[[int], Any]`):
@@ -36,6 +41,7 @@ class ReadAhead:
         self._num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
         self._jobs: dict[int, Future] = {}
+        self._has_room = True
 
     def want(self, rows: Iterable[int]) -> None:
         """
@@ -95,11 +101,18 @@ class ReadAhead:
             self.want(others)
 
     def _submit(self, row: int) -> Future:
-        try:
-            return self._workers().submit(_work, row)
-        except BrokenProcessPool:  # killed since, by no fault of this row
-            self._pool = None
-            return self._workers().submit(_work, row)
+        if self._has_room:
+            try:
+                return self._workers().submit(_work, row)
+            except BrokenProcessPool:  # killed since, by no fault of this row
+                self._pool = None
+                return self._submit(row)
+            except OSError as error:  # of the system call that copies this process
+                logger.warning(f"Media aren't read ahead of need from here on, for want of memory: {error}")
+                self._has_room, self._pool = False, None
+        here: Future = Future()
+        here.set_result(None)
+        return here
 
     def _workers(self) -> ProcessPoolExecutor:
         if self._pool is None:
