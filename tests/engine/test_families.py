@@ -76,7 +76,7 @@ def difference(trainer, chat) -> float:
         if block["type"] == "audio":
             block["sampling_rate"] = RATE
     [row] = rows_to_messages([{"prompt": chat}])
-    with trainer._at_hand(rows=[row] * 2):
+    with trainer._at_hand(rows=[row] * 2, numbers=[0, 0], encoded=[None] * 2):
         prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]] * 2)
         trainer._generate_single_turn(prompt_ids, None, {})
     return trainer.differences[-1]
