@@ -60,14 +60,14 @@ def test_families(capsys):
     assert "image, video" in rows["qwen2_5_vl"] and "media" not in rows["qwen2_5_vl"]
     assert "image, video, audio" in rows["qwen3_omni_moe"] and "media" in rows["qwen3_omni_moe"]
     assert rows["qwen2_5_omni"].endswith("Qwen2_5OmniThinkerForConditionalGeneration")
-    assert "image" in rows["mllama"]  # of which nothing particular is known
+    assert "image" in rows["vipllava"]  # of which nothing particular is known
     assert "t5" not in rows and len(rows) > 80
 
 
 def test_known_families(capsys):
     main(["families", "--only_known"])
     output = capsys.readouterr().out
-    assert "granite_speech" in output and "mllama" not in output
+    assert "granite_speech" in output and "vipllava" not in output
 
 
 def measured(text):
