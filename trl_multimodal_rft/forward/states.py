@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Layers that carry a state along the row: the state behind a prompt starts each of its completions."""
 
+import functools
 import inspect
 import types
 
@@ -141,20 +142,22 @@ def _cache_name(mixer: nn.Module) -> str | None:
     return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHES), None)
 
 
-def names_in_code(module_class: type) -> tuple[set[str], set[str]]:
+@functools.cache
+def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
     """
-    Names in the code of a class of modules.
+    Names in the code of a class of modules, read once.
 
     Args:
         module_class (`type`):
             The class.
 
     Returns:
-        `tuple[set[str], set[str]]`: Functions and attributes, and keyword arguments.
+        `tuple[frozenset[str], frozenset[str]]`: Functions and attributes, and keyword arguments.
     """
     classes = [each for each in module_class.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
     functions = [f for each in classes for f in vars(each).values() if inspect.isfunction(f)]
     code = [inspect.unwrap(f).__code__ for f in functions]
     # The compiler keeps the names of a call's keyword arguments as a constant tuple
     constants = [value for each in code for value in each.co_consts if isinstance(value, tuple)]
-    return {name for each in code for name in each.co_names}, {name for names in constants for name in names}
+    names = (name for each in code for name in each.co_names)
+    return frozenset(names), frozenset(name for names in constants for name in names)
