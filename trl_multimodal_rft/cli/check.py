@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
@@ -21,6 +20,7 @@ from transformers.initialization import no_init_weights
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
 from ..data.features import undecoded
 from ..data.fetch import FetchOnce, Row
+from ..data.named import load_rows
 from ..data.rules import RULE_NAMES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
@@ -142,43 +142,6 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
     """
     with torch.device("meta"), no_init_weights():
         return model_class._from_config(config)
-
-
-def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """
-    Loads a dataset.
-
-    Args:
-        name (`str`):
-            Name on the Hub, folder or file.
-        config (`str`, *optional*):
-            Its configuration.
-        split (`str`):
-            Which rows.
-        streaming (`bool`):
-            Whether they are read as they are needed.
-
-    Returns:
-        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: The rows.
-
-    Raises:
-        `ValueError`: If there is no such dataset.
-    """
-    path = Path(name)
-    try:
-        if any((path / each).is_file() for each in ("dataset_dict.json", "state.json")):
-            rows: Any = datasets.load_from_disk(name)
-            if isinstance(rows, dict):
-                if split not in rows:
-                    raise ValueError(f"it has the splits {sorted(rows)}, not {split!r}")
-                rows = rows[split]
-        elif path.is_file():
-            rows = datasets.load_dataset(str(path.parent), data_files={split: path.name}, split=split)
-        else:
-            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the dataset {name!r} can't be read: {error}") from error
-    return rows
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:

@@ -1,0 +1,143 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scripts: how their arguments are read, and the prompts that they make."""
+
+import sys
+
+import pytest
+import yaml
+from datasets import Audio, Dataset, Features, IterableDataset, Value
+
+from trl_multimodal_rft.data.columns import Encoded
+from trl_multimodal_rft.data.features import undecoded
+from trl_multimodal_rft.rewards import choice_reward, format_reward
+from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.inputs import load_reward_funcs
+from trl_multimodal_rft.scripts.launching import split_arguments
+from trl_multimodal_rft.scripts.prompts import with_prompts
+
+
+CPU = ["--output_dir", "out", "--use_cpu", "--bf16", "False"]
+
+
+# Arguments
+
+
+def recipe(folder, **keys):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": "model", "use_cpu": True, "bf16": False, **keys}))
+    return str(path)
+
+
+def test_config_file_is_for_script_and_launcher(tmp_path):
+    keys = {"reward_funcs": "choice_reward", "accelerate_config": "multi_gpu", "num_processes": 3}
+    path = recipe(tmp_path, num_generations=4, multi_gpu=True, **keys)
+    command = ["--config", path, "--max_steps", "2", "--num_processes", "2", "--output_dir=out", "--seed=3"]
+    launcher, script = split_arguments(grpo.make_parser(), command)
+    assert launcher[0] == "--config_file" and launcher[1].endswith("accelerate_configs/multi_gpu.yaml")
+    assert launcher[2:] == ["--multi_gpu", "--num_processes", "3", "--num_processes", "2"]
+    assert script == ["--config", path, "--max_steps", "2", "--output_dir=out", "--seed=3"]
+    script_args, training_args, model_args = parse(grpo.make_parser(), script)
+    assert script_args.reward_funcs == ["choice_reward"] and model_args.model_name_or_path == "model"
+    assert (training_args.num_generations, training_args.max_steps, training_args.seed) == (4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "message"),
+    [
+        ({"num_generation": 4}, [], "'--num_generation'"),
+        ({}, ["--number_of_generations", "4"], "'--number_of_generations'"),
+        ({}, ["--max_steps", "2", "3"], "'3' belongs to no argument"),
+        ({"accelerate_config": "tpu"}, [], "not one of cpu, deepspeed_zero1"),
+    ],
+)
+def test_unknown_argument(keys, options, message, tmp_path):
+    command = ["--config", recipe(tmp_path, **keys), *CPU, *options]
+    for read in (split_arguments, parse):
+        with pytest.raises(ValueError, match=message):
+            read(grpo.make_parser(), command)
+
+
+def test_rewards_by_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def even(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = ["choice_reward", "trl_multimodal_rft.rewards.format_reward", "mine.even"]
+    first, second, third = load_reward_funcs(names)
+    assert (first, second, third.__name__) == (choice_reward, format_reward, "even")
+    for name in ("accuracy", "mine.odd", "theirs.even"):
+        with pytest.raises(ValueError, match=f"no reward function '{name}'"):
+            load_reward_funcs([name])
+
+
+# Prompts
+
+ROWS = {
+    "question": ["What is it?", "And {this}?"],
+    "n": [3, 4],
+    "audio": [{"bytes": b"no sound", "path": None}, {"bytes": b"none either", "path": None}],
+}
+FEATURES = Features({"question": Value("string"), "n": Value("int64"), "audio": Audio()})
+
+
+def rows_of(kind, rows=ROWS, features=FEATURES):
+    dataset = Dataset.from_dict(rows, features=features)
+    return dataset if kind == "dataset" else dataset.to_iterable_dataset()
+
+
+def read(dataset):
+    rows = undecoded(dataset)
+    return list(rows) if isinstance(dataset, IterableDataset) else rows.__getitems__(list(range(len(dataset))))
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+def test_prompts_are_filled_in(kind):
+    template = r"{question} Choose among {n}. \boxed{} {{n}} <audio>"
+    texts = [r"What is it? Choose among 3. \boxed{} {n} <audio>", r"And {this}? Choose among 4. \boxed{} {n} <audio>"]
+    made = with_prompts(rows_of(kind), template)
+    assert [row["prompt"] for row in read(made)] == texts
+    assert made.features == {**FEATURES, "prompt": Value("string")}
+    # Nothing was decoded, which of these bytes nothing can be
+    assert [row["audio"].value["bytes"] for row in read(made)] == [b"no sound", b"none either"]
+    assert all(isinstance(row["audio"], Encoded) for row in read(made))
+
+    both = with_prompts(rows_of(kind), template, "Be brief.")
+    for messages, text in zip((row["prompt"] for row in read(both)), texts, strict=True):
+        assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
+BLOCKS = [{"role": "user", "content": [{"type": "audio", "text": None}, {"type": "text", "text": "What?"}]}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+BLOCK = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("What?", [SYSTEM, {"role": "user", "content": "What?"}]),
+        ([{"role": "user", "content": "What?"}], [SYSTEM, {"role": "user", "content": "What?"}]),
+        (BLOCKS, [BLOCK, *BLOCKS]),
+    ],
+)
+def test_system_prompt_before_prompts(prompt, expected, kind):
+    dataset = Dataset.from_dict({"prompt": [prompt] * 2, "n": [1, 2]})
+    made = with_prompts(dataset if kind == "dataset" else dataset.to_iterable_dataset(), system="Be brief.")
+    assert [row["prompt"] for row in read(made)] == [expected] * 2 and [row["n"] for row in read(made)] == [1, 2]
+    with pytest.raises(ValueError, match="row 0, column 'prompt': it has a system message"):
+        list(with_prompts(made, system="Be long."))
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+def test_prompts_that_cant_be_made(kind):
+    with pytest.raises(ValueError, match=r"no column 'quest' .*\['audio', 'n', 'question'\]"):
+        with_prompts(rows_of(kind), "{quest}")
+    with pytest.raises(ValueError, match="'audio' has media.*`<audio>`"):
+        list(with_prompts(rows_of(kind), "{audio}"))
+    missing = rows_of(kind, {**ROWS, "question": ["What?", None]})
+    with pytest.raises(ValueError, match="row 1, column 'question': it is NoneType"):
+        list(with_prompts(missing, "{question}"))
+    feature = Features({"prompt": [{"role": Value("string"), "content": [{"audio": Audio()}]}]})
+    inside = Dataset.from_dict({"prompt": [[{"role": "user", "content": [{"audio": b"no sound"}]}]]}, features=feature)
+    with pytest.raises(ValueError, match="'prompt' has media.*into the column"):
+        with_prompts(inside if kind == "dataset" else inside.to_iterable_dataset(), system="Be brief.")

@@ -1,0 +1,109 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import ScriptArguments, TrlParser
+
+from .launching import launcher_arguments
+
+
+@dataclass
+class RFTScriptArguments(ScriptArguments):
+    """
+    Script arguments of what samples completions.
+
+    Args:
+        reward_funcs (`list[str]`, *optional*):
+            Names of functions in `trl_multimodal_rft.rewards`, or dotted paths to others, also of modules in the
+            working directory. If there is no reward model either, `accuracy_reward` and `format_reward`.
+        reward_model_name_or_path (`str`, *optional*):
+            A sequence classifier, on the Hub or in a folder, whose score is the first reward.
+        prompt (`str`, *optional*):
+            Makes the column `prompt` of a dataset without one, or another in its place: a text in which `{column}` is
+            what that column of the row holds. Other braces stay (`\\boxed{}`), and `{{word}}` is `{word}`.
+        system_prompt (`str`, *optional*):
+            Text of the system message that every prompt begins with.
+    """
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, or dotted paths. By default, if there "
+            "is no reward model either, `accuracy_reward` and `format_reward`."
+        },
+    )
+    reward_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "A sequence classifier, on the Hub or in a folder, whose score is the first reward."},
+    )
+    prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Makes the column `prompt`: a text in which `{column}` is what that column of the row holds. "
+            "Other braces stay, and `{{word}}` is `{word}`."
+        },
+    )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "Text of the system message that every prompt begins with."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.reward_funcs, str):  # one, in a config file
+            self.reward_funcs = [self.reward_funcs]
+
+
+@dataclass
+class PPOScriptArguments(RFTScriptArguments):
+    """
+    Script arguments of PPO.
+
+    Args:
+        value_model_name_or_path (`str`, *optional*):
+            Critic: a saved critic, a reward model or a backbone, of the policy's family, on the Hub or in a folder. If
+            `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
+        ptx_dataset_name (`str`, *optional*):
+            Path or name of the dataset for the supervised loss, with `ptx_coef`: columns `prompt` and `completion`, or
+            `messages`, and media columns.
+        ptx_dataset_config (`str`, *optional*):
+            Configuration of that dataset.
+        ptx_dataset_split (`str`, *optional*, defaults to `"train"`):
+            Split of that dataset.
+    """
+
+    value_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Critic: a saved critic, a reward model or a backbone, of the policy's family. By default a copy "
+            "of the policy, or a head on it with `shared_trunk`."
+        },
+    )
+    ptx_dataset_name: str | None = field(
+        default=None, metadata={"help": "Path or name of the dataset for the supervised loss, with `ptx_coef`."}
+    )
+    ptx_dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
+
+
+def parse(parser: TrlParser, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """
+    Reads the arguments of a script.
+
+    Args:
+        parser ([`~trl.TrlParser`]):
+            The script's parser.
+        argv (`Sequence[str]`, *optional*):
+            Arguments, those of the process by default.
+
+    Returns:
+        `tuple`: The parser's dataclasses.
+
+    Raises:
+        `ValueError`: If an argument, or a key of the config file, is neither the script's nor one of `accelerate
+            launch`, which has read its own.
+    """
+    *parsed, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    launcher_arguments(rest)
+    return tuple(parsed)

@@ -1,0 +1,127 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What scripts load by the names among their arguments."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
+
+from .. import rewards
+from ..data.named import load_rows
+from .arguments import RFTScriptArguments
+from .prompts import with_prompts
+
+
+def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
+    """
+    Reward functions by their names.
+
+    Args:
+        names (`Sequence[str]`):
+            Names of functions in `trl_multimodal_rft.rewards`, or dotted paths, also from the working directory.
+
+    Returns:
+        `list[Callable]`: The functions.
+
+    Raises:
+        `ValueError`: If there is no such function.
+    """
+    reward_funcs = []
+    for name in names:
+        module, _, function = name.rpartition(".")
+        if not module and name not in rewards.__all__:
+            raise ValueError(f"There is no reward function {name!r}; name one of {rewards.__all__}, or a dotted path.")
+        if module and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            reward_funcs.append(getattr(importlib.import_module(module) if module else rewards, function))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"There is no reward function {name!r}: {error}.") from error
+    return reward_funcs
+
+
+def load_split(script_args: ScriptArguments, split: str) -> Dataset | IterableDataset:
+    """
+    Rows of the dataset that the arguments name, with their prompts.
+
+    Args:
+        script_args ([`~trl.ScriptArguments`]):
+            Arguments, with `prompt` and `system_prompt` those of [`RFTScriptArguments`].
+        split (`str`):
+            Which rows.
+
+    Returns:
+        `Dataset` or `IterableDataset`: The rows.
+
+    Raises:
+        `ValueError`: If no dataset is named, or there is none of this name.
+    """
+    if script_args.dataset_name is None:
+        raise ValueError("There are no rows; set `--dataset_name` to a name on the Hub, a folder or a file.")
+    rows = load_rows(script_args.dataset_name, script_args.dataset_config, split, script_args.dataset_streaming)
+    if isinstance(script_args, RFTScriptArguments):
+        rows = with_prompts(rows, script_args.prompt, script_args.system_prompt)
+    return rows
+
+
+def trainer_inputs(script_args: ScriptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
+    """
+    Arguments of a trainer, of what script arguments name.
+
+    Args:
+        script_args ([`~trl.ScriptArguments`]):
+            Which dataset, and [`RFTScriptArguments`] also which rewards.
+        training_args (`TrainingArguments`):
+            The trainer's config. It gets how to load the model.
+        model_args ([`~trl.ModelConfig`]):
+            Which model, and which adapter and quantization.
+
+    Returns:
+        `dict[str, Any]`: Arguments by their names.
+
+    Raises:
+        `ValueError`: If no model or no dataset is named, or there is none of such a name.
+    """
+    if model_args.model_name_or_path is None:
+        raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    evaluates = training_args.eval_strategy != "no"
+    inputs = {
+        "model": model_args.model_name_or_path,
+        "args": training_args,
+        "train_dataset": load_split(script_args, script_args.dataset_train_split),
+        "eval_dataset": load_split(script_args, script_args.dataset_test_split) if evaluates else None,
+        **adapter_inputs(model_args),
+    }
+    if isinstance(script_args, RFTScriptArguments):
+        judge = script_args.reward_model_name_or_path
+        default = ["accuracy_reward", "format_reward"] if judge is None else []
+        functions = load_reward_funcs(default if script_args.reward_funcs is None else script_args.reward_funcs)
+        inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
+    return inputs
+
+
+def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
+    """
+    Arguments of a trainer about adapter and quantization.
+
+    Args:
+        model_args ([`~trl.ModelConfig`]):
+            Arguments.
+
+    Returns:
+        `dict[str, Any]`: Arguments by their names.
+    """
+    return {
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+    }
