@@ -4,19 +4,20 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.logging import get_logger
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import parse_response
 
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
 from ..data.features import restore_media
 from ..data.rules import MediaRules
 from ..encoding.conversations import called, conversation, encode_turn, so_far
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
 from ..models.trainer_mixin import TrainerMixin
@@ -30,21 +31,41 @@ logger = get_logger(__name__)
 WHOLE_ROW = "_whole_row"
 
 # What ends a conversation in the middle of a call
-_ENDS = ("length", "turns", "media")
+ENDS = ("length", "turns", "media")
 
 
 @dataclass
-class _Talk:
-    """One completion while tools are called in it."""
+class Talk:
+    """
+    One completion while tools are called in it.
+
+    Args:
+        prompt ([`EncodedPrompt`]):
+            Its prompt.
+        ids (`list[int]`):
+            Its ids.
+        messages (`list[dict]`):
+            What was said and returned in it.
+        history (`list[dict]`):
+            The conversation, as the chat template is to write it.
+        logps (`list[float]`, *optional*):
+            Log-probabilities of an engine.
+        mask (`list[int]`):
+            0 on what tools returned.
+        turns (`list[tuple[int, EncodedPrompt]]`, *optional*):
+            What tools returned, with its places in the completion.
+        whole ([`EncodedPrompt`], *optional*):
+            All of it up to the last result.
+    """
 
     prompt: EncodedPrompt
     ids: list[int]
-    messages: list[dict[str, Any]]  # of the completion
-    history: list[dict[str, Any]]  # as the chat template is to write it
+    messages: list[dict[str, Any]]
+    history: list[dict[str, Any]]
     logps: list[float | None] | None
-    mask: list[int]  # 0 on what tools returned
-    turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)  # with their places in the completion
-    whole: EncodedPrompt | None = None  # up to the last result
+    mask: list[int]
+    turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
+    whole: EncodedPrompt | None = None
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -61,12 +82,196 @@ class _Talk:
             self.logps = self.logps + (logps or [0.0] * len(ids))
 
 
+@dataclass(frozen=True)
+class Conversations:
+    """
+    Calls tools and samples what the model says to their results, until no completion ends with a call.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What encodes prompts.
+        complete (`Callable`):
+            Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts,
+            and with the indices of their completions.
+        tools (`Sequence[dict[str, Callable]]`):
+            Each completion's tools, by name.
+        max_length (`int`):
+            Tokens of a completion at most, results included.
+        max_turns (`int` or `float`):
+            How often a completion's calls are answered at most.
+        max_media (`int`, *optional*):
+            Media in a completion at most.
+        ends (`Collection[int]`):
+            Ids that end a turn.
+        template_kwargs (`dict[str, Any]`):
+            Arguments for `apply_chat_template`.
+        audio_overlong (`str`):
+            What happens to audio longer than the model's window.
+        media_rules ([`~data.rules.MediaRules`]):
+            From where media may come, and how large they may be.
+        apart (`str`, *optional*):
+            Which prompts get forwards of their own, see [`~policy.Remedies`].
+        anyone (`Callable[[bool], bool]`, *optional*):
+            Whether something is so on any process, for those that must complete equally often.
+        loop (`asyncio.AbstractEventLoop`, *optional*):
+            Where async tools run.
+    """
+
+    model: PreTrainedModel
+    processor: ProcessorMixin | PreTrainedTokenizerBase
+    complete: Callable[[list[EncodedPrompt], list[int]], tuple[list[list[int]], list[list[float | None]] | None]]
+    tools: Sequence[dict[str, Callable]]
+    max_length: int
+    max_turns: float
+    max_media: int | None
+    ends: Collection[int]
+    template_kwargs: dict[str, Any]
+    audio_overlong: Literal["raise", "truncate"]
+    media_rules: MediaRules
+    apart: str | None = None
+    anyone: Callable[[bool], bool] = bool
+    loop: Any = None
+
+    def run(self, talks: list[Talk]) -> Counter[str]:
+        """
+        Goes on with completions that end with calls.
+
+        Args:
+            talks (`list[Talk]`):
+                All completions, which are extended.
+
+        Returns:
+            `Counter[str]`: How many `calls` there were, how many `failures`, and how many completions ended by
+            `length`, `turns` and `media`.
+        """
+        counts: Counter[str] = Counter()
+        calling = {i: talk for i, talk in enumerate(talks) if talk.calls}
+        n_turns = 0
+        while self.anyone(bool(calling)) and n_turns < self.max_turns:
+            going_on = [i for i, talk in calling.items() if self._answer(i, talk, counts)]
+            if not self.anyone(bool(going_on)):
+                return counts
+            self._continue([talks[i] for i in going_on], talks[0].prompt, going_on)
+            calling = {i: talks[i] for i in going_on if talks[i].calls}
+            n_turns += 1
+        counts["turns"] += len(calling)
+        return counts
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
+
+    @property
+    def _text_config(self):
+        return self.model.config.get_text_config(decoder=True)
+
+    def _answer(self, index: int, talk: Talk, counts: Counter[str]) -> bool:
+        """Appends the results of a completion's calls, if they fit."""
+        results = self._call_tools(index, talk, counts)
+        turn, results = self._encode_results(talk, results, counts)
+        limit = getattr(self._text_config, "max_position_embeddings", None)
+        length = len(talk.ids) + len(turn)
+        if length > self.max_length or (limit is not None and len(talk.prompt) + length >= limit):
+            counts["length"] += 1
+            return False
+        n_media = sum(1 for message in [*talk.messages, *results] for _ in iter_refs(message))
+        if self.max_media is not None and n_media > self.max_media:
+            counts["media"] += 1
+            return False
+        talk.turns.append((len(talk.ids), turn))
+        talk.history += [called(results), *results]
+        talk.messages += results
+        talk.append(turn.input_ids.tolist(), None, sampled=False)
+        talk.whole = so_far(talk.prompt, talk.ids, talk.turns, self.model)
+        return True
+
+    def _call_tools(self, index: int, talk: Talk, counts: Counter[str]) -> list[dict[str, Any]]:
+        """What the tools of a completion return, as messages in the order of the calls."""
+        tools = self.tools[index]
+        results: list[Any] = []
+        for call in talk.calls:
+            counts["calls"] += 1
+            function = call.get("function", {})
+            name = function.get("name", call.get("name", "unknown"))
+            try:
+                if call["type"] != "function":
+                    raise ValueError(f"Unsupported tool call type: {call['type']}")
+                if name not in tools:
+                    raise ValueError(f"Tool {name} not found.")
+                results.append((name, tools[name](**function["arguments"])))
+            except Exception as error:
+                results.append((name, error))
+        coroutines = [result for _, result in results if inspect.iscoroutine(result)]
+        if coroutines:
+            awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
+            results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
+        counts["failures"] += sum(isinstance(result, Exception) for _, result in results)
+        row = index if talk.prompt.row is None else talk.prompt.row
+        return [
+            {"role": "tool", "name": name, "content": _content(name, result, row, self.media_rules)}
+            for name, result in results
+        ]
+
+    def _encode_results(
+        self, talk: Talk, results: list[dict[str, Any]], counts: Counter[str]
+    ) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
+        """Results as tokens, and as messages; an error stands for what can't be encoded."""
+        ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
+        options = {
+            "ends": [end for end in ends if end is not None],
+            "template_kwargs": self.template_kwargs,
+            "audio_overlong": self.audio_overlong,
+            "row": talk.prompt.row,
+        }
+        try:
+            turn = encode_turn(talk.history, results, self.processor, self.model, **options)
+            self._check_joins(talk, turn)
+        except MediaError as error:
+            with_media = [message for message in results if next(iter_refs(message), None) is not None]
+            failed = with_media or results  # texts that hold placeholders
+            counts["failures"] += len(failed)
+            logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
+            reason = str(error)
+            for token in placeholder_tokens(self.model, self.processor):
+                reason = reason.replace(token, "")
+            results = [
+                {**message, "content": str({"error": reason})} if message in failed else message for message in results
+            ]
+            turn = encode_turn(talk.history, results, self.processor, self.model, **options)
+        return turn, results
+
+    def _check_joins(self, talk: Talk, turn: EncodedPrompt) -> None:
+        """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
+        if (self.apart or family_of(self.model).apart) is None or not turn.media:
+            return
+        for before in (talk.prompt, *talk.media):
+            for name in before.media.keys() & turn.media.keys():
+                if before.media[name].shape[1:] != turn.media[name].shape[1:]:
+                    raise MediaError(
+                        f"{self._text_config.model_type} pads media of one conversation to one size, which changes "
+                        "what it sees of them; return media of the size of those before"
+                    )
+
+    def _continue(self, talks: list[Talk], idle: EncodedPrompt, indices: list[int]) -> None:
+        """Samples what follows the results; a process without any samples for the sake of the others."""
+        wholes = [talk.whole or talk.prompt for talk in talks] or [idle]
+        ids, logps = self.complete(wholes, indices)
+        for i, talk in enumerate(talks):
+            room = self.max_length - len(talk.ids)
+            new, before = ids[i][:room], talk.prompt.input_ids.tolist() + talk.ids
+            talk.append(new, None if logps is None else logps[i][:room], sampled=True)
+            if new:
+                tools: Any = list(self.tools[indices[i]].values())
+                talk.messages.append(parse_response(self.tokenizer, new, prefix=before, tools=tools))
+
+
 class ToolsMixin(TrainerMixin):
     """Gives a trainer that samples completions tools that may return media."""
 
     _batch: Any
     _kinds_seen: set[str]
-    _own_tokens: list[str]
     _completes_in_step: bool
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
@@ -77,10 +282,13 @@ class ToolsMixin(TrainerMixin):
             )
         logps = [None] * len(prompts) if logprobs is None else logprobs
         talks = [
-            _Talk(*each[:3], list(each[3]), each[4], [1] * len(each[1]))
+            Talk(*each[:3], list(each[3]), each[4], [1] * len(each[1]))
             for each in zip(batch.prompts, completion_ids, completions, prompts, logps, strict=True)
         ]
-        counts = self._converse(talks)
+        tools = [
+            {**plain, **waiting} for plain, waiting in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)
+        ]
+        counts = self._conversations(tools).run(talks)
         model = unwrapped(self.accelerator, self.model)
         batch.prompts = [
             conversation(talk.prompt, talk.turns, talk.whole, _is_causal(model, talk.prompt, talk.whole))
@@ -91,9 +299,9 @@ class ToolsMixin(TrainerMixin):
         batch.completions = [talk.messages for talk in talks]
         self._kinds_seen.update(*(each.modalities for each in batch.prompts))
         self._check_conversation(batch.prompts, [talk.ids for talk in talks])
-        ended = torch.tensor([*(counts[name] for name in _ENDS), len(talks)], device=self.accelerator.device)
+        ended = torch.tensor([*(counts[name] for name in ENDS), len(talks)], device=self.accelerator.device)
         *ended, total = self.accelerator.reduce(ended, reduction="sum").tolist()
-        for name, n in zip(_ENDS, ended, strict=True):
+        for name, n in zip(ENDS, ended, strict=True):
             self._metrics["train" if self.model.training else "eval"][f"tools/ended_by_{name}"].append(n / total)
         return (
             [talk.mask for talk in talks],
@@ -114,145 +322,35 @@ class ToolsMixin(TrainerMixin):
             logger.info(str(self._self_check))
             self.accelerator.print(self._self_check)
 
-    def _converse(self, talks: list[_Talk]) -> Counter[str]:
-        """Calls tools and samples what the model says to their results, until no completion ends with a call."""
-        counts: Counter[str] = Counter()
-        calling = {i: talk for i, talk in enumerate(talks) if talk.calls}
-        n_turns = 0
-        while self._anyone(calling) and n_turns < self.max_tool_calling_iterations:
-            going_on = [i for i, talk in calling.items() if self._answer(i, talk, counts)]
-            if not self._anyone(going_on):
-                return counts
-            self._continue([talks[i] for i in going_on], talks[0].prompt, going_on)
-            calling = {i: talks[i] for i in going_on if talks[i].calls}
-            n_turns += 1
-        counts["turns"] += len(calling)
-        return counts
+    def _conversations(self, tools: Sequence[dict[str, Callable]]) -> Conversations:
+        """How completions go on behind calls, each with its tools."""
+        return Conversations(
+            model=unwrapped(self.accelerator, self.model),
+            processor=self.processing_class,
+            complete=self._complete_continued,
+            tools=tools,
+            max_length=self.max_completion_length,
+            max_turns=self.max_tool_calling_iterations,
+            max_media=self.args.max_tool_media,
+            ends=self.eos_token_ids,
+            template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
+            audio_overlong=self.args.audio_overlong,
+            media_rules=self.args.media_rules,
+            apart=self._policy.remedies.apart,
+            anyone=self._any_process if self._completes_in_step else bool,
+            loop=getattr(self, "async_loop", None),
+        )
 
-    def _anyone(self, some: Any) -> bool:
-        """Whether there is something to do, here or on a process that must not do it alone."""
-        return self._any_process(bool(some)) if self._completes_in_step else bool(some)
-
-    # Tools
-
-    def _answer(self, index: int, talk: _Talk, counts: Counter[str]) -> bool:
-        """Appends the results of a completion's calls, if they fit."""
-        results = self._call_tools(index, talk, counts)
-        turn, results = self._encode_results(talk, results, counts)
-        limit = getattr(self._text_config, "max_position_embeddings", None)
-        length = len(talk.ids) + len(turn)
-        if length > self.max_completion_length or (limit is not None and len(talk.prompt) + length >= limit):
-            counts["length"] += 1
-            return False
-        n_media = sum(1 for message in [*talk.messages, *results] for _ in iter_refs(message))
-        if self.args.max_tool_media is not None and n_media > self.args.max_tool_media:
-            counts["media"] += 1
-            return False
-        talk.turns.append((len(talk.ids), turn))
-        talk.history += [called(results), *results]
-        talk.messages += results
-        talk.append(turn.input_ids.tolist(), None, sampled=False)
-        model = unwrapped(self.accelerator, self.model)
-        talk.whole = so_far(talk.prompt, talk.ids, talk.turns, model)
-        return True
-
-    @property
-    def _text_config(self):
-        return unwrapped(self.accelerator, self.model).config.get_text_config(decoder=True)
-
-    def _call_tools(self, index: int, talk: _Talk, counts: Counter[str]) -> list[dict[str, Any]]:
-        """What the tools of a completion return, as messages in the order of the calls."""
-        plain, waiting = self._sync_tool_dicts[index], self._async_tool_dicts[index]
-        results: list[Any] = []
-        for call in talk.calls:
-            counts["calls"] += 1
-            function = call.get("function", {})
-            name = function.get("name", call.get("name", "unknown"))
-            try:
-                if call["type"] != "function":
-                    raise ValueError(f"Unsupported tool call type: {call['type']}")
-                if name not in plain and name not in waiting:
-                    raise ValueError(f"Tool {name} not found.")
-                results.append((name, {**plain, **waiting}[name](**function["arguments"])))
-            except Exception as error:
-                results.append((name, error))
-        coroutines = [result for _, result in results if inspect.iscoroutine(result)]
-        if coroutines:
-            awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.async_loop).result())
-            results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
-        counts["failures"] += sum(isinstance(result, Exception) for _, result in results)
-        row = index if talk.prompt.row is None else talk.prompt.row
-        return [
-            {"role": "tool", "name": name, "content": _content(name, result, row, self.args.media_rules)}
-            for name, result in results
-        ]
-
-    def _encode_results(
-        self, talk: _Talk, results: list[dict[str, Any]], counts: Counter[str]
-    ) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
-        """Results as tokens, and as messages; an error stands for what can't be encoded."""
-        tokenizer = self._tokenizer
-        ends = tokenizer.convert_ids_to_tokens(sorted({*self.eos_token_ids, tokenizer.eos_token_id}))
-        options = {
-            "ends": [end for end in ends if end is not None],
-            "template_kwargs": {"chat_template": self.chat_template, **self.chat_template_kwargs},
-            "audio_overlong": self.args.audio_overlong,
-        }
-        model = unwrapped(self.accelerator, self.model)
-        try:
-            turn = encode_turn(talk.history, results, self.processing_class, model, **options, row=talk.prompt.row)
-            self._check_joins(talk, turn)
-        except MediaError as error:
-            with_media = [message for message in results if next(iter_refs(message), None) is not None]
-            failed = with_media or results  # texts that hold placeholders
-            counts["failures"] += len(failed)
-            logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
-            reason = str(error)
-            for token in self._own_tokens:
-                reason = reason.replace(token, "")
-            results = [
-                {**message, "content": str({"error": reason})} if message in failed else message for message in results
-            ]
-            turn = encode_turn(talk.history, results, self.processing_class, model, **options, row=talk.prompt.row)
-        return turn, results
-
-    def _check_joins(self, talk: _Talk, turn: EncodedPrompt) -> None:
-        """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
-        apart = self._policy.remedies.apart or family_of(unwrapped(self.accelerator, self.model)).apart
-        if apart is None or not turn.media:
-            return
-        for before in (talk.prompt, *talk.media):
-            for name in before.media.keys() & turn.media.keys():
-                if before.media[name].shape[1:] != turn.media[name].shape[1:]:
-                    raise MediaError(
-                        f"{self._text_config.model_type} pads media of one conversation to one size, which changes "
-                        "what it sees of them; return media of the size of those before"
-                    )
-
-    # The model
-
-    def _continue(self, talks: list[_Talk], idle: EncodedPrompt, indices: list[int]) -> None:
-        """Samples what follows the results; a process without any samples for the sake of the others."""
+    def _complete_continued(self, wholes: list[EncodedPrompt], indices: list[int]):
+        """What follows results of tools, by what samples in training."""
         batch = self._batch
-        batch.continued = [talk.whole or talk.prompt for talk in talks] or [idle]
+        batch.continued = wholes
         try:
-            ids, logps = self._generate_single_turn(
-                [whole.input_ids.tolist() for whole in batch.continued], None, {}, num_generations=1
+            return self._generate_single_turn(
+                [whole.input_ids.tolist() for whole in wholes], None, {}, num_generations=1
             )
         finally:
             batch.continued = None
-        tools = [self._tools_of(i) for i in indices]
-        for i, talk in enumerate(talks):
-            room = self.max_completion_length - len(talk.ids)
-            new, before = ids[i][:room], talk.prompt.input_ids.tolist() + talk.ids
-            talk.append(new, None if logps is None else logps[i][:room], sampled=True)
-            if new:
-                talk.messages.append(parse_response(self._tokenizer, new, prefix=before, tools=tools[i]))
-
-    def _tools_of(self, index: int) -> Any:
-        if self.environment_factories is None:
-            return self.tools
-        return self._env_tools[self._batch_environments[index]]
 
 
 def with_whole_rows(factory: Callable[[], Any], rules: MediaRules) -> Callable[[], Any]:
