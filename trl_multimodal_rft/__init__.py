@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .trainers.ppo_trainer import MultimodalPPOTrainer
     from .trainers.rloo_config import MultimodalRLOOConfig
     from .trainers.rloo_trainer import MultimodalRLOOTrainer
+    from .trainers.sft_config import MultimodalSFTConfig
+    from .trainers.sft_trainer import MultimodalSFTTrainer
 
 __version__ = "0.1.0"
 
@@ -36,5 +38,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "MultimodalPPOTrainer": "trainers.ppo_trainer",
         "MultimodalRLOOConfig": "trainers.rloo_config",
         "MultimodalRLOOTrainer": "trainers.rloo_trainer",
+        "MultimodalSFTConfig": "trainers.sft_config",
+        "MultimodalSFTTrainer": "trainers.sft_trainer",
     },
 )

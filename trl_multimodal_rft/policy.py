@@ -164,6 +164,7 @@ class PolicyForward:
         critic: Critic | ValueHead | None = None,
         supervised: Completions | None = None,
         logit_bias: dict[int, float] | None = None,
+        whole: bool = False,
     ) -> Scores:
         """
         Scores of completions, differentiable where gradients are on.
@@ -191,6 +192,8 @@ class PolicyForward:
             logit_bias (`dict[int, float]`, *optional*):
                 What an engine adds to the logits of tokens before it samples. Log-probabilities then come from the
                 model's own logits.
+            whole (`bool`, *optional*, defaults to `False`):
+                Whether `prompts` are whole sequences, see [`~forward.scoring.completion_scores`].
 
         Returns:
             [`~forward.scores.Scores`]: The scores. With more tokens than `max_tokens`, gradients come from
@@ -202,7 +205,8 @@ class PolicyForward:
         remedies = self.remedies if remedies is None else remedies
         parts, n_parts = [], 1
         if self.max_tokens is not None and torch.is_grad_enabled():
-            parts = split_by_tokens(prompts, completion_mask.sum(1).tolist(), self.max_tokens, packed)
+            lengths = [0] * len(prompts) if whole else completion_mask.sum(1).tolist()
+            parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
             n_parts = len(parts)
             if self.accelerator is not None:
                 n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=completion_ids.device)).max())
@@ -210,7 +214,9 @@ class PolicyForward:
         def score(index: int, part: list[int]) -> Scores:
             own = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
             own_supervised = supervised if index == 0 else None
-            return self._score_part(model, own, packed, remedies, compute_aux_loss, critic, own_supervised, logit_bias)
+            return self._score_part(
+                model, own, packed, whole, remedies, compute_aux_loss, critic, own_supervised, logit_bias
+            )
 
         if n_parts == 1:
             return score(0, list(range(len(prompts))))  # a part has an order of its own
@@ -265,7 +271,16 @@ class PolicyForward:
             return self._as_one_forward(model, values)[:n]
 
     def _score_part(
-        self, model, completions: Completions, packed, remedies, compute_aux_loss, critic, supervised, logit_bias
+        self,
+        model,
+        completions: Completions,
+        packed,
+        whole,
+        remedies,
+        compute_aux_loss,
+        critic,
+        supervised,
+        logit_bias,
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
@@ -287,6 +302,7 @@ class PolicyForward:
                 *completions,
                 output_router_logits=compute_aux_loss,
                 value_head=own_head,
+                whole=whole,
                 **options,
                 **head,
             ).tensors()

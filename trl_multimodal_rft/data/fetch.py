@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Reading rows of a dataset with their media."""
 
+import math
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -184,7 +185,7 @@ class LookAhead(Sampler):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        for _ in range(len(self) // self._length):
+        for _ in range(math.ceil(len(self) / self._length)):
             while len(self._coming) <= self._n:
                 self._coming.append(self._next_block())
             yield from self._coming.popleft()
@@ -279,13 +280,14 @@ class EndlessRows:
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
     """Arrow gives arrays back as lists, which Accelerate would copy number by number, for every completion."""
     media = {key: _as_array(row[key]) for key in MEDIA_COLUMNS if key in row}
-    if isinstance(row.get("prompt"), list):
-        media["prompt"] = [
-            {**message, "content": [_as_array(block) for block in message["content"]]}
-            if isinstance(message.get("content"), list)
-            else message
-            for message in row["prompt"]
-        ]
+    for column in ("prompt", "messages"):
+        if isinstance(row.get(column), list):
+            media[column] = [
+                {**message, "content": [_as_array(block) for block in message["content"]]}
+                if isinstance(message.get("content"), list)
+                else message
+                for message in row[column]
+            ]
     return {**row, **media}
 
 

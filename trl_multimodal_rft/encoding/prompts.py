@@ -412,16 +412,16 @@ def processor_outputs(
                 f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
-        options: dict[str, Any] = {"processor_kwargs": processor_kwargs} if processor_kwargs else {}
+        options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
+        if processor_kwargs:
+            options["processor_kwargs"] = processor_kwargs
         try:
             encoded = processor.apply_chat_template(
                 [replace_refs(messages, decoded)],
-                add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
                 **options,
-                **(template_kwargs or {}),
             )
         except ImportError:
             raise

@@ -1,16 +1,211 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of a supervised dataset as prompts and completions that a policy can score."""
+"""Rows of a supervised dataset: as prompts and completions that a policy can score, and as whole sequences."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..data.columns import iter_refs, rows_to_messages
+from ..data.columns import MediaError, iter_refs, rows_to_messages
+from ..data.fetch import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
-from .prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
+from ..families import family_of
+from .prompts import EncodedPrompt, all_placeholder_ids, continued_field, encode_messages, encode_prompt
+
+
+@dataclass(eq=False)
+class SupervisedSequence(EncodedPrompt):
+    """
+    A row of a supervised dataset, from its first token to its last.
+
+    Args:
+        learned (`torch.Tensor`):
+            Which tokens are learned, shape `(P,)`, boolean.
+    """
+
+    learned: Any = None
+
+    def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
+        """
+        A part of a sequence without media.
+
+        Args:
+            n (`int`):
+                Number of tokens.
+            from_end (`bool`, *optional*, defaults to `False`):
+                Whether they are the last ones.
+
+        Returns:
+            [`SupervisedSequence`]: The part, with positions from the first on.
+        """
+        part = slice(-n, None) if from_end else slice(n)
+        fields = {name: value[part] for name, value in self.token_fields.items()}
+        positions = self.position_ids[..., :n]
+        return replace(
+            self,
+            input_ids=self.input_ids[part],
+            token_fields=fields,
+            position_ids=positions,
+            learned=self.learned[part],
+            mask_cache={},
+        )
+
+
+def encode_sequence(
+    row: Mapping[str, Any],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    completion_only: bool | None = None,
+    assistant_only: bool = False,
+    template_kwargs: dict[str, Any] | None = None,
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+    ignored_media_columns: Collection[str] = (),
+    own_tokens: Collection[str] = (),
+    media_rules: MediaRules = DEFAULT_RULES,
+) -> SupervisedSequence:
+    """
+    Encodes a row with its media, and which of its tokens are learned.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            Row with `prompt` and `completion`, or with `messages`; and media columns. A prompt and a completion that
+            are both text, without media, are taken as they are, and the completion's end is added; all others are
+            written by the chat template. Errors name the `number` of a [`~data.fetch.Row`].
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The model's processor.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        completion_only (`bool`, *optional*):
+            Whether the completion alone is learned, by default of rows that have one.
+        assistant_only (`bool`, *optional*, defaults to `False`):
+            Whether the assistant's turns alone are learned, each from what the template writes before an answer on.
+        template_kwargs (`dict`, *optional*):
+            Arguments for `apply_chat_template`.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            See [`encode_prompt`].
+        ignored_media_columns (`Collection[str]`, *optional*, defaults to `()`):
+            Media columns that are not for the messages.
+        own_tokens (`Collection[str]`, *optional*, defaults to `()`):
+            The model's own placeholders.
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            From where media may come, and how large they may be.
+
+    Returns:
+        [`SupervisedSequence`]: The sequence.
+
+    Raises:
+        `ValueError`: If a row has nothing to learn, if the assistant says media, or if the chat template writes a
+            turn otherwise when others follow.
+        [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
+    """
+    number, template_kwargs = getattr(row, "number", 0), dict(template_kwargs or {})
+    whole = bool(row.get("messages"))
+    if whole and completion_only:
+        raise ValueError(
+            f"row {number}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
+            "`assistant_only_loss=True` to learn what the assistant says."
+        )
+    if whole:
+        chat, answer = list(row["messages"]), []
+    else:
+        chat, answer = _chat(row, f"row {number}", f"row {number}")
+    try:
+        placed = {number: {**row, "prompt": [*chat, *answer]}}
+        (placed_row,) = rows_to_messages(
+            [Row(number, placed.__getitem__)], ignored_media_columns, own_tokens, rules=media_rules
+        )
+        messages = placed_row["prompt"]
+        said = [message for message in messages if message["role"] == "assistant"]
+        if (medium := next(iter_refs(said), None)) is not None:
+            raise medium.error("what the assistant says is text; put media into the messages before it")
+        options = {"audio_overlong": audio_overlong, "row": number}
+        if whole:
+            own = {**template_kwargs, "add_generation_prompt": False}
+            before = encode_prompt(messages, processing_class, model, template_kwargs=own, **options)
+            ids = []
+        elif _is_text(row) and next(iter_refs(messages), None) is None:
+            before = encode_prompt(row["prompt"], processing_class, model, **options)
+            ids = _ids_after(
+                row["prompt"], row["prompt"] + _ended(row["completion"], processing_class), processing_class
+            )
+        else:
+            prompt, completion = messages[: len(chat)], messages[len(chat) :]
+            texts = _written(prompt, completion, processing_class, template_kwargs, f"row {number}")
+            before = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
+            ids = _ids_after(*texts, processing_class)
+    except MediaError as error:
+        if not whole:
+            raise
+        raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
+    _check_text_only(ids, processing_class, model, f"row {number}")
+    sequence = _followed(before, ids, model)
+    sequence.learned[:] = whole or completion_only is False
+    sequence.learned[len(before) :] = True
+    if assistant_only:
+        if _is_text(row) and not before.modalities:
+            raise ValueError(f"row {number}: `assistant_only_loss=True` needs messages, got text.")
+        sequence.learned &= _said_by_assistant(messages, sequence, processing_class, model, template_kwargs, options)
+    if not sequence.learned[1:].any():
+        raise ValueError(f"row {number} has nothing to learn: no token counts in the loss.")
+    if family_of(model).token_field_fill and sequence.learned[: len(before)].any():
+        raise ValueError(
+            f"row {number}: {model.config.model_type} reads what comes before an answer in both directions, so that "
+            "it can't be learned; give the row as `prompt` and `completion`, and leave `completion_only_loss` alone."
+        )
+    return sequence
+
+
+def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
+    """A prompt with text behind it, of which nothing is learned yet."""
+    n = len(ids)
+    return SupervisedSequence(
+        input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
+        token_fields={
+            name: continued_field(model, name, value[None], n)[0] for name, value in prompt.token_fields.items()
+        },
+        media=prompt.media,
+        position_ids=torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1),
+        modalities=prompt.modalities,
+        row=prompt.row,
+        learned=torch.zeros(len(prompt) + n, dtype=torch.bool),
+    )
+
+
+def _said_by_assistant(messages: list, sequence, processing_class, model, template_kwargs: dict, options: dict):
+    """
+    Which tokens of a conversation the assistant says. The template writes the conversation up to each turn; what media
+    add to that is the same wherever as many of them have come.
+    """
+    row, n_media = options["row"], len(list(iter_refs(messages)))
+    tokenizer, ids = _tokenizer(processing_class), sequence.input_ids.tolist()
+
+    def written(n: int, **own) -> list[int]:
+        text = processing_class.apply_chat_template(messages[:n], tokenize=False, **{**template_kwargs, **own})
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    added = {n_media: len(ids) - len(written(len(messages)))}
+    said = torch.zeros(len(ids), dtype=torch.bool)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, through = written(turn, add_generation_prompt=True), written(turn + 1)
+        seen = len(list(iter_refs(messages[:turn])))
+        if seen not in added:
+            own = {**template_kwargs, "add_generation_prompt": True}
+            prefix = encode_messages(messages[:turn], processing_class, model, template_kwargs=own, **options)
+            added[seen] = len(prefix.input_ids) - len(before)
+        start, end = len(before) + added[seen], len(through) + added[seen]
+        if through[: len(before)] != before or ids[start:end] != through[len(before) :]:
+            raise ValueError(
+                f"row {row}: the chat template writes message {turn} otherwise when others follow, so that what the "
+                "assistant says can't be told from the rest; pass a `chat_template` that doesn't."
+            )
+        said[start:end] = True
+    return said
 
 
 def encode_supervised(
@@ -55,9 +250,7 @@ def encode_supervised(
             can't write it after the prompt.
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    placeholders = all_placeholder_ids(model, processing_class)
-    chats = [_chat(row, index) for index, row in enumerate(rows)]
+    chats = [_chat(row, f"row {index} of `ptx_dataset`", f"row {index}") for index, row in enumerate(rows)]
     placed = rows_to_messages(
         [{**row, "prompt": [*chat, *completion]} for row, (chat, completion) in zip(rows, chats, strict=True)],
         ignored_media_columns,
@@ -73,7 +266,9 @@ def encode_supervised(
         if _is_text(row) and next(iter_refs(prompt), None) is None:
             prompt, before, whole = row["prompt"], row["prompt"], row["prompt"] + row["completion"]
         else:
-            before, whole = _written(prompt, completion, processing_class, template_kwargs or {}, index)
+            before, whole = _written(
+                prompt, completion, processing_class, template_kwargs or {}, f"row {index} of `ptx_dataset`"
+            )
         encoded.append(
             encode_prompt(
                 prompt,
@@ -84,10 +279,8 @@ def encode_supervised(
                 row=index,
             )
         )
-        ids = _ids_after(before, whole, tokenizer)
-        if not placeholders.isdisjoint(ids):
-            found = tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
-            raise ValueError(f"row {index} of `ptx_dataset`: the completion holds {found!r}, which stands for media.")
+        ids = _ids_after(before, whole, processing_class)
+        _check_text_only(ids, processing_class, model, f"row {index} of `ptx_dataset`")
         ends = [place for place, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
     padded = pad_sequence(completions, batch_first=True)
@@ -95,11 +288,28 @@ def encode_supervised(
     return encoded, padded, mask
 
 
-def _is_text(row: dict[str, Any]) -> bool:
+def _tokenizer(processing_class) -> PreTrainedTokenizerBase:
+    return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+
+
+def _ended(completion: str, processing_class) -> str:
+    """A completion with its end, as TRL's trainer adds it to text."""
+    end = _tokenizer(processing_class).eos_token or ""
+    return completion if completion.endswith(end) else completion + end
+
+
+def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, row: str) -> None:
+    placeholders = all_placeholder_ids(model, processing_class)
+    if not placeholders.isdisjoint(ids):
+        found = _tokenizer(processing_class).convert_ids_to_tokens(next(i for i in ids if i in placeholders))
+        raise ValueError(f"{row}: the completion holds {found!r}, which stands for media.")
+
+
+def _is_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
 
 
-def _chat(row: dict[str, Any], index: int) -> tuple[list, list]:
+def _chat(row: Mapping[str, Any], name: str, short: str) -> tuple[list, list]:
     """The messages of the prompt, and those of the completion."""
     prompt, completion, column = row.get("prompt"), row.get("completion"), "completion"
     if row.get("messages"):
@@ -107,24 +317,24 @@ def _chat(row: dict[str, Any], index: int) -> tuple[list, list]:
         completion = [last]
     if not prompt or not completion:
         raise ValueError(
-            f"row {index} of `ptx_dataset` has {sorted(key for key in row if row[key] is not None)}; it needs "
+            f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs "
             "`prompt` and `completion`, or `messages` with the assistant's answer at the end."
         )
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if completion[0]["role"] != "assistant":
         raise ValueError(
-            f"row {index}, column '{column}': the answer to learn must be the assistant's, got one of "
+            f"{short}, column '{column}': the answer to learn must be the assistant's, got one of "
             f"{completion[0]['role']!r}."
         )
     return prompt, completion
 
 
-def _written(prompt: list, completion: list, processing_class, template_kwargs: dict, index: int) -> tuple[str, str]:
+def _written(prompt: list, completion: list, processing_class, template_kwargs: dict, row: str) -> tuple[str, str]:
     """What the chat template writes, without the completion and with it."""
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
-            f"row {index} of `ptx_dataset`: {type(processing_class).__name__} has no chat template that could write "
+            f"{row}: {type(processing_class).__name__} has no chat template that could write "
             "an answer; pass one as `chat_template`."
         )
     before = processing_class.apply_chat_template(
@@ -133,14 +343,15 @@ def _written(prompt: list, completion: list, processing_class, template_kwargs: 
     whole = processing_class.apply_chat_template([*prompt, *completion], tokenize=False, **template_kwargs)
     if not whole.startswith(before):
         raise ValueError(
-            f"row {index} of `ptx_dataset`: the chat template writes the prompt otherwise when an answer follows, so "
+            f"{row}: the chat template writes the prompt otherwise when an answer follows, so "
             "that the answer can't be told from it; pass a `chat_template` that doesn't."
         )
     return before, whole
 
 
-def _ids_after(before: str, whole: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _ids_after(before: str, whole: str, processing_class) -> list[int]:
     """Ids of what `whole` has after `before`."""
+    tokenizer = _tokenizer(processing_class)
     first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
     if both[: len(first)] == first:
         return both[len(first) :]  # some tokenizers mark the start of a text, which this isn't

@@ -29,6 +29,8 @@ class Scores:
             Entropies of their distributions, `(B, C)`, where the head computes them.
         values (`torch.Tensor`, *optional*):
             Values of the states before each token, `(B, C)`, where there is a critic.
+        top1 (`torch.Tensor`, *optional*):
+            1 where a token is the most likely one, `(B, C)`, where the head computes that.
         aux_loss (`torch.Tensor`, *optional*):
             Load-balancing loss of a mixture of experts, a scalar of all completions.
         supervised (`torch.Tensor`, *optional*):
@@ -44,6 +46,7 @@ class Scores:
     logps: Any = _aligned()
     entropies: Any = _aligned()
     values: Any = _aligned()
+    top1: Any = _aligned()
     aux_loss: Any = None
     supervised: Any = None
     deferred: "DeferredParts | None" = None

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -80,6 +81,7 @@ def completion_scores(
     value_head: nn.Module | None = None,
     logits_temperature: float | None = None,
     logit_bias: dict[int, float] | None = None,
+    whole: bool = False,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -115,6 +117,9 @@ def completion_scores(
             default the fused head computes them, at its temperature.
         logit_bias (`dict[int, float]`, *optional*):
             With `logits_temperature`, what is added to the logits of tokens.
+        whole (`bool`, *optional*, defaults to `False`):
+            Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
+            sequence, and `completion_mask` is 1 where they are scored.
 
     Returns:
         [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the
@@ -122,7 +127,7 @@ def completion_scores(
     """
 
     def part(prompts, ids, mask):
-        batch = _batch(unwrapped_model, prompts, ids, mask, packed)
+        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole)
         router = {}
         if output_router_logits:
             router["output_router_logits"] = True
@@ -135,11 +140,14 @@ def completion_scores(
             if is_fused:
                 outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
             else:
-                outputs = _own_scores(model, unwrapped_model, batch, router, logits_temperature, logit_bias or {})
+                outputs = _own_scores(
+                    model, unwrapped_model, batch, router, logits_temperature, logit_bias or {}, with_top1=whole
+                )
         return Scores(
             logps=batch.of_completions(outputs.log_probs),
             entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
             values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(hidden[0]))),
+            top1=None if outputs.is_top1 is None else batch.of_completions(outputs.is_top1.float()),
             aux_loss=outputs.aux_loss,
         )
 
@@ -219,7 +227,7 @@ def _all_companions(prompts, part) -> bool:
 
 
 def _own_scores(
-    model, unwrapped_model, batch: "_Batch", router, temperature: float, bias: dict[int, float]
+    model, unwrapped_model, batch: "_Batch", router, temperature: float, bias: dict[int, float], with_top1: bool
 ) -> FusedCausalLMOutput:
     """What TRL's fused head returns with `shift_labels`, from the model's own logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
@@ -236,7 +244,9 @@ def _own_scores(
     logps, entropies = (
         batch.everywhere(torch.where(kept_labels != -100, values, 0.0)) for values in (logps, entropies)
     )
-    return FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=getattr(outputs, "aux_loss", None))
+    top1 = batch.everywhere((logits.argmax(-1) == kept_labels).to(logps.dtype)) if with_top1 else None
+    aux_loss = getattr(outputs, "aux_loss", None)
+    return FusedCausalLMOutput(log_probs=logps, entropy=entropies, is_top1=top1, aux_loss=aux_loss)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -278,9 +288,32 @@ class _Batch:
             self.injected["attention_mask"] = mask
 
 
-def _batch(model, prompts, completion_ids, completion_mask, packed: bool) -> _Batch:
+def _batch(model, prompts, completion_ids, completion_mask, packed: bool, whole: bool = False) -> _Batch:
     make = _packed_batch if packed else _padded_batch
-    return make(model, prompts, completion_ids, completion_mask)
+    if not whole:
+        return make(model, prompts, completion_ids, completion_mask)
+    batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0])
+    return _scoring_prompts(batch, prompts, completion_ids, completion_mask, packed)
+
+
+def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _Batch:
+    """A batch without completions, in which tokens of the prompts are scored by those that follow them."""
+    scored, device = mask.bool(), mask.device
+    if packed:
+        unique = list(group_by_prompt(prompts))
+        ends = dict(zip(unique, accumulate(map(len, unique)), strict=True))
+        first = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)
+        rows = torch.zeros_like(first)[:, None]
+    else:
+        first = torch.tensor([batch.labels.size(1) - len(prompt) for prompt in prompts], device=device)
+        rows = torch.arange(len(prompts), device=device)[:, None]
+    places = torch.where(scored, first[:, None] + torch.arange(mask.size(1), device=device), 0)
+    batch.labels[rows.expand_as(places)[scored], places[scored]] = following[scored]
+    return replace(
+        batch,
+        kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
+        of_completions=lambda values: torch.where(scored, values[rows, places], 0.0),
+    )
 
 
 def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils.hub import PushInProgress, hf_api
 
 from ..models.trainer_mixin import TrainerMixin
-from .model_card import write_card
+from .model_card import in_code, training_lines, write_card
 
 
 logger = get_logger(__name__)
@@ -46,7 +46,7 @@ def private_files(args) -> list[str]:
     Returns:
         `list[str]`: The tables of completions, and the files of TensorBoard if these show the tables.
     """
-    return ["completions/*", "*tfevents*"] if args.log_completions else ["completions/*"]
+    return ["completions/*", "*tfevents*"] if getattr(args, "log_completions", False) else ["completions/*"]
 
 
 def how_to_upload(repo: str, folder: str, patterns: Sequence[str], private: bool) -> str:
@@ -223,6 +223,11 @@ class PublishingMixin(TrainerMixin):
         super().create_model_card(model_name, dataset_name, sorted(tags | self._kinds_seen))
         if self.is_world_process_zero():
             write_card(self, model_name, dataset_name)
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        """What the card says about the method."""
+        rewards = ", ".join(map(in_code, self.reward_func_names))
+        return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
 
     def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         """What the card says about the folders beside the model."""

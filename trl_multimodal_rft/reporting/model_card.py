@@ -304,8 +304,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
             **_asked(trainer._asked),
         ),
         training=[
-            *training_lines(args.to_dict()),
-            ("Rewards", ", ".join(map(in_code, trainer.reward_func_names))),
+            *trainer._training_lines(),
             ("Updates", trainer.state.global_step),
             *held_out_lines(trainer.state.log_history),
         ],

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .ppo_trainer import MultimodalPPOTrainer
     from .rloo_config import MultimodalRLOOConfig
     from .rloo_trainer import MultimodalRLOOTrainer
+    from .sft_config import MultimodalSFTConfig
+    from .sft_trainer import MultimodalSFTTrainer
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -23,5 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "MultimodalPPOTrainer": "ppo_trainer",
         "MultimodalRLOOConfig": "rloo_config",
         "MultimodalRLOOTrainer": "rloo_trainer",
+        "MultimodalSFTConfig": "sft_config",
+        "MultimodalSFTTrainer": "sft_trainer",
     },
 )

@@ -56,6 +56,7 @@ from .setup import (
     check_engine_format,
     check_family,
     check_name,
+    check_processor_name,
     check_takes_media,
     check_takes_tools,
     has_unknown_columns,
@@ -98,7 +99,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         warn_of_truncation(args)
         factory = kwargs.get("environment_factory")
         if factory is None:  # environments read what columns they like
-            warn_of_unread(args, train_dataset=kwargs.get("train_dataset"), eval_dataset=kwargs.get("eval_dataset"))
+            warn_of_unread(args, {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
         elif isinstance(factory, dict):
             rules = args.media_rules
             kwargs["environment_factory"] = {name: with_whole_rows(each, rules) for name, each in factory.items()}
@@ -112,7 +113,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         loaded_here = isinstance(model, str)
         if loaded_here:
             model = load_policy(model, args, quantization_config)
-        check_name(model, args, processing_class, ref_model, kwargs.get("peft_config"))
+        check_processor_name(model, processing_class)
+        check_name(model, args, ref_model, kwargs.get("peft_config"))
         revision = (args.model_init_kwargs or {}).get("revision") if loaded_here else None
         self._processor_source: dict[str, Any] | None = None  # how to load the processor again
         if processing_class is None:
@@ -122,7 +124,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 "trust_remote_code": args.trust_remote_code,
             }
             processing_class = load_processor(*self._processor_source.values())
-        check_family(model, processing_class, args)
+        check_family(model, processing_class, args.max_completion_length)
         check_processor(processing_class)
         if kwargs.get("tools") or factory is not None:
             check_takes_tools(processing_class)
@@ -334,7 +336,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             name = "train_dataset" if self.model.training else "eval_dataset"
             if name in self._unseen:
                 self._unseen.remove(name)
-                warn_of_unread(self.args, whole=False, **{name: [dict(row) for row in inputs]})
+                warn_of_unread(self.args, {name: [dict(row) for row in inputs]}, whole=False)
         rows = originals = restore_rows(inputs, self.args.media_rules)
         if "prompt" in originals[0]:
             ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
@@ -638,11 +640,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
         self._last_loaded_step = -1  # another run may start with other weights
         epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
-        if self.state.global_step >= max_steps:
-            # Resumed after its last step, `Trainer` would go on to the end of the epoch, and stop one step too late
-            return n_epochs, 0
         # TRL's sampler draws one order after the other, and `Trainer` skips steps within an epoch only
-        if self._train_sampler is not None and self.shuffle_dataset:
+        if self.state.global_step < max_steps and self._train_sampler is not None and self.shuffle_dataset:
             for _ in range(epochs_trained):
                 torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
         return epochs_trained, steps_trained

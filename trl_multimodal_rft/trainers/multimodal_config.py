@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The arguments that every trainer of this package adds to TRL's."""
+"""The arguments that the trainers of this package add to TRL's: to all, and to those that sample."""
 
 import copy
 import logging
@@ -15,21 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class MultimodalArguments:
+class MediaArguments:
     r"""
-    Arguments about media and packing, for a TRL config to inherit.
+    Arguments about media, and about runs that go on, for a TRL config to inherit.
 
     Parameters:
         > Parameters that control the packing
 
-        packing (`str`, *optional*, defaults to `"prefix"`):
-            How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
-            completions, exactly; it falls back to padded rows, with a message, where a model can't share its prompt,
-            and silently where a generation batch has nothing to gain from it. `"padded"` uses one padded row per
-            completion, as TRL does.
-        keep_groups_together (`bool`, *optional*, defaults to `True`):
-            Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
-            completions as TRL does, which leaves less of the prompts to share.
         max_tokens_per_microbatch (`int`, *optional*):
             Tokens that are forwarded with their activations at once, at most: a micro-batch with more is forwarded and
             differentiated in parts of whole groups, with the loss and gradient of the whole. Memory then doesn't
@@ -45,9 +37,10 @@ class MultimodalArguments:
             into prompts. Other columns with media that nothing reads are an error where no row has media that are
             read, and a warning otherwise.
         media_prefetch (`int`, *optional*, defaults to `1`):
-            How many generation batches ahead the media of training rows are fetched, decoded and run through the
-            processor, by `dataloader_num_workers` processes, at least one, while the model samples and is trained. 0
-            does it when they are needed. Streams, and systems other than Linux, do as well.
+            How many generation batches ahead, in supervised training optimizer steps, the media of training rows are
+            fetched, decoded and run through the processor, by `dataloader_num_workers` processes, at least one, while
+            the model samples and is trained. 0 does it when they are needed. Streams, and systems other than Linux,
+            do as well.
         on_media_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row.
             `"skip"` puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves
@@ -75,36 +68,9 @@ class MultimodalArguments:
             Most pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds in which a download must be complete, all attempts together.
-        max_tool_media (`int`, *optional*):
-            Most images, sounds and videos that tools may return within a completion. A result with more ends it as
-            one does that is longer than the completion may be: it is left out, and nothing follows the call. `None`
-            allows any number.
-
-        > Parameters that control vLLM
-
-        vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
-            Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON. A
-            server has its own.
-        vllm_sync_adapter (`bool`, *optional*):
-            Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
-            into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
-            unquantized, and nothing is rounded to 4 bits. A server loads the adapter from a folder within
-            `output_dir`, which it must see under the same path.
-
-        > Parameters that control the logging
-
-        max_logged_media (`int`, *optional*, defaults to `8`):
-            How many prompts have their media in a table of completions, the first ones; `None` means all. Tables are
-            made with `log_completions=True`, and hold text only with `log_multimodal=False`.
-        max_logged_megabytes (`float`, *optional*, defaults to `32.0`):
-            How much the media of a prompt may take in such a table; those that take more are left out.
 
         > Parameters that control the checks
 
-        self_check (`bool`, *optional*, defaults to `True`):
-            Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
-            that the media change the log-probabilities, that prompts in one row don't see each other, and that
-            recomputed log-probabilities are those of sampling.
         max_skipped_updates (`int`, *optional*, defaults to `5`):
             Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
 
@@ -115,22 +81,9 @@ class MultimodalArguments:
             goes on from them. Costs reading them once more.
 
     Raises:
-        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
-            the remedy.
+        ValueError: If arguments are out of range. The message names them and the remedy.
     """
 
-    packing: str = field(
-        default="prefix",
-        metadata={
-            "help": "How completions are scored and trained on: 'prefix' forwards each prompt and its media once for "
-            "all its completions, 'padded' uses one padded row per completion.",
-            "choices": ["prefix", "padded"],
-        },
-    )
-    keep_groups_together: bool = field(
-        default=True,
-        metadata={"help": "Whether to put whole groups in a micro-batch and to balance its packed lengths."},
-    )
     max_tokens_per_microbatch: int | None = field(
         default=None,
         metadata={
@@ -208,6 +161,122 @@ class MultimodalArguments:
         default=DEFAULT_RULES.media_timeout,
         metadata={"help": "Seconds in which a download must be complete, all attempts together."},
     )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
+    )
+    checkpoint_manifest: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether checkpoints list sizes and checksums of their files, and are compared with the list "
+            "before a run goes on from them."
+        },
+    )
+
+    def __post_init__(self):
+        if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
+            # TRL's default is `True`, which transformers refuses here
+            self.bf16 = False
+            logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
+        super().__post_init__()
+        for name in ("audio_overlong", "on_media_error"):
+            check_choice(self, name)
+        check_ignored(self.ignored_media_columns)
+        _ = self.media_rules  # which checks them
+        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
+            raise ValueError(
+                f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` "
+                "doesn't split."
+            )
+        check_least(self, max_skipped_updates=0, media_prefetch=0, max_skipped_rows=0)
+
+    @property
+    def media_rules(self) -> MediaRules:
+        """What rows may name, and how much of it is read."""
+        return MediaRules(**{name: getattr(self, name) for name in RULE_NAMES})
+
+    def __getstate__(self):
+        # Saved with the model, and published with it
+        return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self):
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+@dataclass
+class MultimodalArguments(MediaArguments):
+    r"""
+    Arguments about media and packing, for a TRL config to inherit, beside those of [`MediaArguments`].
+
+    Parameters:
+        > Parameters that control the packing
+
+        packing (`str`, *optional*, defaults to `"prefix"`):
+            How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
+            completions, exactly; it falls back to padded rows, with a message, where a model can't share its prompt,
+            and silently where a generation batch has nothing to gain from it. `"padded"` uses one padded row per
+            completion, as TRL does.
+        keep_groups_together (`bool`, *optional*, defaults to `True`):
+            Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
+            completions as TRL does, which leaves less of the prompts to share.
+
+        > Parameters that control the media
+
+        max_tool_media (`int`, *optional*):
+            Most images, sounds and videos that tools may return within a completion. A result with more ends it as
+            one does that is longer than the completion may be: it is left out, and nothing follows the call. `None`
+            allows any number.
+
+        > Parameters that control vLLM
+
+        vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
+            Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON. A
+            server has its own.
+        vllm_sync_adapter (`bool`, *optional*):
+            Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
+            into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
+            unquantized, and nothing is rounded to 4 bits. A server loads the adapter from a folder within
+            `output_dir`, which it must see under the same path.
+
+        > Parameters that control the logging
+
+        max_logged_media (`int`, *optional*, defaults to `8`):
+            How many prompts have their media in a table of completions, the first ones; `None` means all. Tables are
+            made with `log_completions=True`, and hold text only with `log_multimodal=False`.
+        max_logged_megabytes (`float`, *optional*, defaults to `32.0`):
+            How much the media of a prompt may take in such a table; those that take more are left out.
+
+        > Parameters that control the checks
+
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
+            that the media change the log-probabilities, that prompts in one row don't see each other, and that
+            recomputed log-probabilities are those of sampling.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    packing: str = field(
+        default="prefix",
+        metadata={
+            "help": "How completions are scored and trained on: 'prefix' forwards each prompt and its media once for "
+            "all its completions, 'padded' uses one padded row per completion.",
+            "choices": ["prefix", "padded"],
+        },
+    )
+    keep_groups_together: bool = field(
+        default=True,
+        metadata={"help": "Whether to put whole groups in a micro-batch and to balance its packed lengths."},
+    )
     max_tool_media: int | None = field(
         default=None,
         metadata={"help": "Most images, sounds and videos that tools may return within a completion. `None`: any."},
@@ -244,38 +313,15 @@ class MultimodalArguments:
             "log-probabilities are those of sampling."
         },
     )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
-    )
-    checkpoint_manifest: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether checkpoints list sizes and checksums of their files, and are compared with the list "
-            "before a run goes on from them."
-        },
-    )
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
-        if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
-            # TRL's default is `True`, which transformers refuses here
-            self.bf16 = False
-            logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
         super().__post_init__()
-        for name in ("packing", "audio_overlong", "on_media_error"):
-            check_choice(self, name)
-        check_ignored(self.ignored_media_columns)
-        _ = self.media_rules  # which checks them
+        check_choice(self, "packing")
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
                 "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
-            )
-        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
-            raise ValueError(
-                f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` "
-                "doesn't split."
             )
         if self.max_logged_media is not None and self.max_logged_media < 1:
             raise ValueError(
@@ -284,26 +330,6 @@ class MultimodalArguments:
             )
         if self.max_logged_megabytes <= 0:
             raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
-        check_least(self, max_skipped_updates=0, media_prefetch=0, max_skipped_rows=0)
-
-    @property
-    def media_rules(self) -> MediaRules:
-        """What rows may name, and how much of it is read."""
-        return MediaRules(**{name: getattr(self, name) for name in RULE_NAMES})
-
-    def __getstate__(self):
-        # Saved with the model, and published with it
-        return {**self.__dict__, "hub_token": None}
-
-    def __copy__(self):
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __deepcopy__(self, memo):
-        copied = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
 
 
 def _has_bf16() -> bool:

@@ -157,7 +157,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             raise ValueError(
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
             )
-        warn_of_unread(args, ptx_dataset=ptx_dataset)
+        warn_of_unread(args, {"ptx_dataset": ptx_dataset}, supervised=True)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,

@@ -262,14 +262,14 @@ class ResumingMixin(TrainerMixin):
     def _save_beside_model(self, folder: Path) -> None:
         """Adds to a checkpoint what TRL leaves out."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
-        if self.args.sync_ref_model:
+        if self._reference_moves:
             save_whole(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        if self.args.sync_ref_model:
+        if self._reference_moves:
             if not Path(checkpoint, _REFERENCE).is_dir():
                 raise ValueError(
                     f"{checkpoint} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
@@ -284,6 +284,17 @@ class ResumingMixin(TrainerMixin):
             logger.warning(f"{checkpoint} has no state of the rollouts; the run goes on with new completions.")
         else:
             self._load_rollout_state(state)
+
+    @property
+    def _reference_moves(self) -> bool:
+        return getattr(self.args, "sync_ref_model", False)
+
+    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+        if self.state.global_step >= max_steps:
+            # Resumed after its last step, `Trainer` would go on to the end of the epoch, and stop one step too late
+            return n_epochs, 0
+        return epochs_trained, steps_trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -83,7 +83,7 @@ class RowsMixin(TrainerMixin):
         elif isinstance(dataset, IterableDataset):
             batch, n, repeats = self.num_generations_eval, self.num_generations_eval, 1
             if is_training:
-                batch, n, repeats = self.args.generation_batch_size, self.num_generations, self._steps_per_rollout
+                batch, n, repeats = self._rows_per_block, self.num_generations, self._steps_per_rollout
                 self._check_groups_are_whole()
             dataset = numbered(dataset, batch, n, repeats)
             self.data_collator = as_rows
@@ -117,6 +117,16 @@ class RowsMixin(TrainerMixin):
         return self.environment_factories is None and self.rollout_func is None
 
     @property
+    def _rows_per_block(self) -> int:
+        """Rows of all processes that come together, repeats included."""
+        return self.args.generation_batch_size
+
+    @property
+    def _blocks_ahead(self) -> int:
+        """How many blocks of rows to read ahead at most."""
+        return self.args.media_prefetch
+
+    @property
     def _steps_per_rollout(self) -> int:
         """Micro-batches between one generation batch and the next."""
         return self.args.steps_per_generation * self.num_iterations
@@ -125,12 +135,11 @@ class RowsMixin(TrainerMixin):
         """The sampler of training rows, as one that tells which rows come next."""
         if self._ahead is None:
             return sampler
-        args = self.args
-        self._order = LookAhead(sampler, args.generation_batch_size, self._steps_per_rollout, args.media_prefetch)
+        self._order = LookAhead(sampler, self._rows_per_block, self._steps_per_rollout, self._blocks_ahead)
         return self._order
 
     def _check_groups_are_whole(self) -> None:
-        per_process = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        per_process = self._rows_per_block // self.accelerator.num_processes
         if self.args.on_media_error == "skip" and per_process % self.num_generations != 0:
             raise ValueError(
                 "With `on_media_error='skip'` and a stream, a process takes an earlier row of its own in the place of "
@@ -230,11 +239,15 @@ class RowsMixin(TrainerMixin):
         """Has the rows of the next generation batches read while completions of these are sampled and trained on."""
         block, first = rows[0].block, self.accelerator.process_index * len(rows)
         if block is not None:  # else these are rows of dynamic sampling
-            steps = self.state.max_steps * self.args.gradient_accumulation_steps - self._step
-            left = math.ceil(steps / self._steps_per_rollout) - 1
-            n = max(0, min(self.args.media_prefetch, left))
+            n = max(0, min(self._blocks_ahead, self._blocks_left))
             self._coming = self._order.after(block, slice(first, first + len(rows)), n)
         ahead.want([*self._coming_extra_rows(), *self._coming])
+
+    @property
+    def _blocks_left(self) -> int:
+        """Blocks of rows that are still to come in this run."""
+        steps = self.state.max_steps * self.args.gradient_accumulation_steps - self._step
+        return math.ceil(steps / self._steps_per_rollout) - 1
 
     def _coming_extra_rows(self) -> list[int]:
         """Training rows that may be needed out of order."""

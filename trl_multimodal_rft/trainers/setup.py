@@ -65,7 +65,27 @@ def own_config(config_class: type[Config], args: Any, model) -> Config:
     return args
 
 
-def check_name(model, args, processing_class, ref_model, peft_config) -> None:
+_LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
+
+
+def check_processor_name(model, processing_class) -> None:
+    """
+    An instance that was built in memory has no name to load a processor by.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The policy.
+        processing_class ([`~transformers.ProcessorMixin`], *optional*):
+            What the user passed.
+
+    Raises:
+        `ValueError`: If a processor is to be loaded by a name.
+    """
+    if processing_class is None and not get_config_model_id(model.config):
+        raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
+
+
+def check_name(model, args, ref_model, peft_config) -> None:
     """
     An instance that was built in memory has no name to load anything else by.
 
@@ -74,34 +94,29 @@ def check_name(model, args, processing_class, ref_model, peft_config) -> None:
             The policy.
         args ([`MultimodalArguments`]):
             The config.
-        processing_class ([`~transformers.ProcessorMixin`], *optional*):
-            What the user passed.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             What the user passed.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Adapter to come, without which the policy is its own reference.
 
     Raises:
-        `ValueError`: If a processor, a reference or an engine is to be loaded by a name.
+        `ValueError`: If a reference or an engine is to be loaded by a name.
     """
     if get_config_model_id(model.config):
         return
-    lacks = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
-    if processing_class is None:
-        raise ValueError(f"{lacks} its processor would be loaded; pass `processing_class`.")
     if args.use_vllm:
         raise ValueError(
-            f"{lacks} vLLM would load it; save the model and its processor with `save_pretrained`, and load them from "
-            "there, or set `use_vllm=False`."
+            f"{_LACKS} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
+            "from there, or set `use_vllm=False`."
         )
     if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
-            f"{lacks} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
+            f"{_LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
         )
 
 
-def check_family(model, processing_class, args) -> None:
+def check_family(model, processing_class, max_completion_length: int | None) -> None:
     """
     A few families can't be trained at all, which the user is to know before anything is loaded or sampled.
 
@@ -110,13 +125,13 @@ def check_family(model, processing_class, args) -> None:
             The policy.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
             What encodes prompts.
-        args ([`MultimodalArguments`]):
-            The config.
+        max_completion_length (`int`, *optional*):
+            Tokens that are sampled of a completion at most.
 
     Raises:
         `ValueError`: If the model is of one of them.
     """
-    reason = training_obstacle(model, processing_class, args.max_completion_length)
+    reason = training_obstacle(model, processing_class, max_completion_length)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
@@ -171,20 +186,21 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
             )
 
 
-def warn_of_unread(args, *, whole: bool = True, **datasets) -> None:
+def warn_of_unread(args, datasets: dict[str, Any], *, whole: bool = True, supervised: bool = False) -> None:
     """
     Warns of media that nothing reads, or raises, see [`check_columns`].
 
     Args:
         args ([`MultimodalArguments`]):
             The config.
+        datasets (`dict[str, Any]`):
+            Datasets, dictionaries of them and `None`, under the name of their argument.
         whole (`bool`, *optional*, defaults to `True`):
             Whether the datasets have all their rows.
-        datasets:
-            Datasets, dictionaries of them and `None`, under the name of their argument.
+        supervised (`bool`, *optional*, defaults to `False`):
+            Whether their rows have completions.
     """
     for argument, given in datasets.items():
-        supervised = argument == "ptx_dataset"
         reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
         ignored = args.ignored_media_columns or ()
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
@@ -354,7 +370,7 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo")]
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft")]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:

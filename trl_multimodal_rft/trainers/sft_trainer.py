@@ -1,0 +1,396 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Supervised fine-tuning with media."""
+
+import json
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.logging import get_logger
+from accelerate.utils import set_seed
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import RandomSampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template
+from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
+
+from ..data.columns import MediaError
+from ..data.fetch import Row
+from ..encoding.processors import check_processor, load_processor
+from ..encoding.prompts import DecodedPrompt, placeholder_tokens
+from ..encoding.supervised import SupervisedSequence, encode_sequence
+from ..families import family_of
+from ..forward.attention import install_prefix_attention
+from ..forward.head import head_rule
+from ..forward.masks import sharing_obstacle
+from ..forward.token_budget import backward_by_parts
+from ..models.quantization import keep_differentiable
+from ..models.wrapped import unwrapped
+from ..policy import PolicyForward, Remedies
+from ..reporting.hub import PublishingMixin
+from ..reporting.model_card import conversation_of
+from .finite_updates import FiniteMixin
+from .resumable import ResumingMixin
+from .rows import RowsMixin
+from .setup import (
+    check_family,
+    check_processor_name,
+    has_unknown_columns,
+    load_policy,
+    measured_head,
+    no_warning_about_init_kwargs,
+    own_config,
+    refuse_several_runs,
+    refuse_unchecked_steps,
+    warn_of_unread,
+)
+from .sft_config import MultimodalSFTConfig
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig
+
+
+logger = get_logger(__name__)
+
+# What TRL's constructor is told instead, so that it leaves the dataset as it is and makes no collator: rows are
+# encoded here
+_TO_TRL: dict[str, Any] = {
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "packing": False,
+    "eval_packing": None,
+    "assistant_only_loss": False,
+    "max_length": None,
+    "enable_jit_checkpoint": False,
+}
+
+
+class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
+    """
+    Trainer for supervised fine-tuning (SFT) of models that see and hear.
+
+    [`~trl.SFTTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Rows have the
+    columns of reinforcement training, and are encoded as there, so that what is trained here goes on in
+    [`MultimodalGRPOTrainer`] and [`MultimodalPPOTrainer`] with the same tokens and features.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as for [`~trl.SFTTrainer`].
+        args ([`MultimodalSFTConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with `prompt` and `completion`, each text or messages, or with `messages`; and with the media
+            columns that [`MultimodalGRPOTrainer`] takes. Of a completion all is learned; of `messages` all, or with
+            `assistant_only_loss` what the assistant says in each turn.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        optimizer_cls_and_kwargs (`tuple`, *optional*):
+            Optimizer class and its arguments, as for [`~trl.SFTTrainer`].
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model.
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the model can't be trained, if rows are to be sharded along their length, or if a processor is
+            to be loaded by the name of a model that has none.
+    """
+
+    _tag_names = ["trl", "sft", "trl-multimodal-rft"]
+    _name = "SFT"
+    _paper = {
+        "title": "Training language models to follow instructions with human feedback",
+        "id": "2203.02155",
+        "citation": textwrap.dedent("""\
+            @inproceedings{ouyang2022training,
+                title     = {{Training language models to follow instructions with human feedback}},
+                author    = {Long Ouyang and Jeff Wu and Xu Jiang and Diogo Almeida and others},
+                year      = 2022,
+                booktitle = {Advances in Neural Information Processing Systems 35},
+            }"""),
+    }
+    # Nothing is sampled here, and rows come once
+    num_generations = num_generations_eval = 1
+    environment_factories = rollout_func = tools = None
+    use_vllm = False
+    chat_template_kwargs: dict[str, Any] = {}
+    max_completion_length = 256  # of the code on the card
+    _steps_per_rollout = 1
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        args: MultimodalSFTConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: "PeftConfig | None" = None,
+    ):
+        args = own_config(MultimodalSFTConfig, args, model)
+        refuse_several_runs(args)
+        refuse_unchecked_steps(args)
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        warn_of_unread(args, datasets, supervised=True)
+        set_seed(args.seed)  # as TRL does before it loads a model
+        loaded_here = isinstance(model, str)
+        if loaded_here:
+            model = load_policy(model, args, quantization_config)
+        check_processor_name(model, processing_class)
+        if processing_class is None:
+            init_kwargs: Any = args.model_init_kwargs or {}
+            revision = init_kwargs.get("revision") if loaded_here else None
+            processing_class = load_processor(get_config_model_id(model.config), revision, args.trust_remote_code)
+        check_family(model, processing_class, max_completion_length=0)
+        check_processor(processing_class)
+
+        self._train_sampler: Any = None
+        self._kinds_seen: set[str] = set()  # media of the rows so far, for the model card
+        self._columns_seen: set[str] = set()
+        self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
+        self._self_check = None
+        # Datasets whose rows are looked at when the first ones come
+        self._unseen = {name for name, dataset in datasets.items() if has_unknown_columns(dataset)}
+        stand_in = Dataset.from_dict({"prompt": ["-"]})  # TRL looks into the first row, and would decode its media
+        with (
+            no_warning_about_init_kwargs(loaded_here),
+            measured_head(type(self)),
+            patch.multiple(args, **_TO_TRL),
+        ):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=list,
+                train_dataset=stand_in if isinstance(train_dataset, Dataset) else train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+        self.train_dataset = train_dataset
+        parallelism = self.accelerator.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError(
+                "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
+                "`max_tokens_per_microbatch` for long rows."
+            )
+        # Whatever the model takes, the loss is normalized here, as TRL's
+        self.model_accepts_loss_kwargs = True
+        if args.assistant_only_loss:
+            self.chat_template = _training_template(self.processing_class)
+        own = self._unwrapped(self.model)
+        self._own_tokens = placeholder_tokens(own, self.processing_class)
+        obstacle = sharing_obstacle(own)
+        if obstacle and (args.packing or args.eval_packing):
+            logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
+        remedies = Remedies(can_pack=not obstacle, apart=family_of(own).apart, own_logits=head_rule(own) is None)
+        if remedies.own_logits:
+            logger.warning(
+                f"{own.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+                "log-probabilities are taken from its own logits, which needs more memory."
+            )
+        if remedies.can_pack and (args.packing or args.eval_packing):
+            install_prefix_attention(own)
+        self._policy = PolicyForward(
+            self.accelerator, self.processing_class, remedies, max_tokens=args.max_tokens_per_microbatch
+        )
+        keep_differentiable(self.model)
+        self._set_signals()
+
+    def _unwrapped(self, model) -> PreTrainedModel:
+        return unwrapped(self.accelerator, model)
+
+    # Rows
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs"]
+        self._signature_columns = list(dict.fromkeys([*columns, *self._signature_columns]))
+
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, RandomSampler):
+            # What Accelerate puts in its place, the same on all processes
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler = SeedableRandomSampler(sampler.data_source, generator=torch.Generator(), data_seed=seed)
+        self._train_sampler = sampler
+        return None if sampler is None else self._looking_ahead(sampler)
+
+    def _init_training_state(self, *args):
+        epochs_trained, steps_trained = super()._init_training_state(*args)
+        if isinstance(self._train_sampler, SeedableRandomSampler):
+            self._train_sampler.set_epoch(epochs_trained)
+        return epochs_trained, steps_trained
+
+    @property
+    def _rows_per_block(self) -> int:
+        return self.args.per_device_train_batch_size * self.accelerator.num_processes
+
+    @property
+    def _blocks_ahead(self) -> int:
+        return self.args.media_prefetch * self.args.gradient_accumulation_steps
+
+    @property
+    def _blocks_left(self) -> int:
+        return (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+
+    def _read_row(self, row: Row) -> tuple[Row, SupervisedSequence, DecodedPrompt | None]:
+        args, tools = self.args, row.get("tools")
+        own = row.get("chat_template_kwargs") or {}
+        template = {"chat_template": self.chat_template, "tools": _parsed(tools) or None, **own}
+        sequence = encode_sequence(
+            row,
+            self.processing_class,
+            self._unwrapped(self.model),
+            completion_only=args.completion_only_loss,
+            assistant_only=args.assistant_only_loss,
+            template_kwargs=template,
+            audio_overlong=args.audio_overlong,
+            ignored_media_columns=args.ignored_media_columns or (),
+            own_tokens=self._own_tokens,
+            media_rules=args.media_rules,
+        )
+        if args.max_length is not None and len(sequence) > args.max_length:
+            if sequence.modalities:
+                raise MediaError(
+                    f"row {row.number} has {len(sequence)} tokens with its media, more than `max_length` "
+                    f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows "
+                    "out with `on_media_error='skip'`"
+                )
+            sequence = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        return row, sequence, None
+
+    def _encode_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """A micro-batch: sequences, and the labels that `Trainer` counts."""
+        name = "train_dataset" if self.model.training else "eval_dataset"
+        read, sequences = cast(tuple[list[Row], list[SupervisedSequence]], self._encode_rows(rows))
+        if name in self._unseen:
+            self._unseen.remove(name)
+            warn_of_unread(self.args, {name: [dict(row) for row in read]}, supervised=True, whole=False)
+        self._kinds_seen.update(*(each.modalities for each in sequences))
+        self._columns_seen.update(*read)
+        if len(self._asked) < 2:
+            self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)
+        labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
+        return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        # Labels are counted over the micro-batches of an update before the first one is forwarded
+        return super().get_batch_samples(map(self._encode_batch, epoch_iterator), num_batches, device)
+
+    def _prepare_inputs(self, inputs):
+        if isinstance(inputs, list):  # rows to evaluate
+            inputs = self._encode_batch(inputs)
+        return super()._prepare_inputs(inputs)
+
+    # Update
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if return_outputs:
+            raise ValueError(
+                "Logits aren't kept, so there are no predictions; `evaluate()` gives the loss and the metrics, and "
+                "`trl_multimodal_rft.evaluation.evaluate` answers."
+            )
+        found = []
+        lengths = torch.tensor(list(map(len, inputs["sequences"])), device=inputs["labels"].device)
+        loss = super().compute_loss(
+            partial(self._score, model, inputs["sequences"], found),  # in the place of the model
+            {"labels": inputs["labels"], "attention_mask": lengths},  # which TRL sums up
+            num_items_in_batch=num_items_in_batch,
+        )
+        (scores,) = found
+        if scores.deferred is None:
+            return loss
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["token_budget/parts"].append(float(len(scores.deferred.parts)))
+        metrics["token_budget/extra_time"].append(scores.deferred.seconds)
+        return backward_by_parts(
+            self.accelerator,
+            model,
+            loss,
+            scores.deferred,
+            1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps,
+        )
+
+    def _score(self, model, sequences, found: list, labels, **kwargs) -> FusedCausalLMOutput:
+        """What TRL's fused head gives for padded rows."""
+        following = labels[:, 1:]
+        mask = following != -100
+        args, n = self.args, len(sequences)
+        packing = args.packing if self.model.training or args.eval_packing is None else args.eval_packing
+        scores = self._policy.score(
+            model,
+            sequences,
+            following.clamp(min=0),
+            mask.long(),
+            packed=packing and self._policy.worth_packing(sequences, [0] * n, n),
+            compute_aux_loss=self.aux_loss_enabled,
+            whole=True,
+        )
+        found.append(scores)
+        return FusedCausalLMOutput(
+            log_probs=scores.logps,
+            entropy=scores.entropies,
+            is_top1=scores.top1,
+            label_mask=mask,
+            aux_loss=scores.aux_loss,
+        )
+
+    # Checkpoints and card
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {
+            "metrics": dict(self._metrics["train"]),
+            "n_skipped": self._n_skipped,
+            "skipped_rows": self._skipped,
+            "num_tokens": self._total_train_tokens,
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        self._metrics["train"].update(state["metrics"])
+        self._n_skipped, self._skipped = state["n_skipped"], state["skipped_rows"]
+        self._total_train_tokens = state["num_tokens"]
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        args = self.args
+        learned = "the assistant's turns" if args.assistant_only_loss else "completions, or whole conversations"
+        if args.completion_only_loss is False and not args.assistant_only_loss:
+            learned = "whole rows"
+        return [("Loss", f"`{args.loss_type}` of {learned}"), ("`learning_rate`", f"`{args.learning_rate}`")]
+
+
+def _training_template(processing_class) -> str | None:
+    """TRL's form of a template that writes earlier turns otherwise, where it has one."""
+    try:
+        return get_training_chat_template(processing_class)
+    except ValueError:  # unknown
+        return None
+
+
+def _parsed(tools: Any) -> Any:
+    return json.loads(tools) if isinstance(tools, str) else tools
