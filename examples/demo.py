@@ -8,22 +8,23 @@ import io
 import json
 import math
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, Value
 from PIL import Image as PILImage
 from transformers import PreTrainedModel, ProcessorMixin
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ScriptArguments, TrlParser
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.training import finish, train
 
 
 # What the demos have in common
@@ -42,38 +43,6 @@ DEMO_ARGUMENTS = {
 
 
 # Arguments
-
-
-@dataclass
-class PPOScriptArguments(ScriptArguments):
-    """
-    Script arguments of the PPO examples.
-
-    Args:
-        value_model_name_or_path (`str`, *optional*):
-            Critic: a saved critic, a reward model or a backbone, of the policy's family, on the Hub or in a folder. If
-            `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
-        ptx_dataset_name (`str`, *optional*):
-            Path or name of the dataset for the supervised loss, with `ptx_coef`: columns `prompt` and `completion`, or
-            `messages`, and media columns.
-        ptx_dataset_config (`str`, *optional*):
-            Configuration of that dataset.
-        ptx_dataset_split (`str`, *optional*, defaults to `"train"`):
-            Split of that dataset.
-    """
-
-    value_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Critic: a saved critic, a reward model or a backbone, of the policy's family. By default a copy "
-            "of the policy, or a head on it with `shared_trunk`."
-        },
-    )
-    ptx_dataset_name: str | None = field(
-        default=None, metadata={"help": "Path or name of the dataset for the supervised loss, with `ptx_coef`."}
-    )
-    ptx_dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
-    ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
 
 class DemoParser(TrlParser):
@@ -109,13 +78,21 @@ class DemoParser(TrlParser):
         return parsed
 
 
-def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
-    """How a model by name is loaded."""
-    return {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    }
+def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object]) -> None:
+    """
+    Reads arguments, and runs the script with them, or the demo if they name no model.
+
+    Args:
+        script (`ModuleType`):
+            A module of `trl_multimodal_rft.scripts`.
+        demo (`Callable`):
+            Takes what the script's `main` takes.
+        demo_arguments (`dict`):
+            Names and values of the demo's arguments.
+    """
+    arguments = parse(DemoParser(script.make_parser().dataclass_types, demo_arguments))
+    by_name = arguments[-1].model_name_or_path is not None
+    (script.main if by_name else demo)(*arguments)
 
 
 def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path) -> str:
@@ -198,6 +175,29 @@ class HeldOutAccuracy(GenerationEvalCallback):
             f"{trainer.args.output_dir} has the model, its curves (training_curves.png), its card (README.md) and "
             "these numbers (demo_metrics.json)."
         )
+
+
+def train_and_measure(
+    trainer: MultimodalGRPOTrainer, script_args: ScriptArguments, held_out: Dataset, name: str
+) -> None:
+    """
+    Runs a demo's training, with accuracies on held-out rows.
+
+    Args:
+        trainer ([`MultimodalGRPOTrainer`]):
+            Trainer.
+        script_args ([`~trl.ScriptArguments`]):
+            Arguments.
+        held_out ([`~datasets.Dataset`]):
+            Rows with the columns `prompt` and `solution` and their media.
+        name (`str`):
+            What they are, for what is printed.
+    """
+    accuracy = HeldOutAccuracy(trainer, held_out, name)
+    trainer.add_callback(accuracy)
+    train(trainer, script_args)
+    accuracy.write()
+    finish(trainer, script_args)
 
 
 # Noise

@@ -26,14 +26,14 @@ accelerate launch examples/grpo_vision.py \
 ```
 """
 
-from datasets import load_dataset
-from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, model_init_kwargs
+from demo import DEMO_ARGUMENTS, start, train_and_measure
 from small_models import digit_model
 from tasks import handwritten_digits, leading_answer_reward
-from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, TrainingCurvesCallback
-from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 
 DEMO = {
@@ -43,43 +43,21 @@ DEMO = {
 }
 
 
-def main(script_args, training_args, model_args):
-    demo = model_args.model_name_or_path is None
-    if demo:
-        model, processor = digit_model()
-        dataset = handwritten_digits()
-        reward_funcs = [accuracy_reward, leading_answer_reward]
-    else:
-        model, processor = model_args.model_name_or_path, None
-        training_args.model_init_kwargs = model_init_kwargs(model_args)
-        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
-        reward_funcs = [accuracy_reward, format_reward]
-
+def demo(script_args, training_args, model_args):
+    model, processor = digit_model()
+    dataset = handwritten_digits()
     trainer = MultimodalGRPOTrainer(
         model=model,
-        reward_funcs=reward_funcs,
+        reward_funcs=[accuracy_reward, leading_answer_reward],
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
         processing_class=processor,
         callbacks=[TrainingCurvesCallback()],
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        **adapter_inputs(model_args),
     )
-    if demo:
-        held_out = HeldOutAccuracy(trainer, dataset["test"], "digits")
-        trainer.add_callback(held_out)
-
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    if demo:
-        held_out.write()
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    train_and_measure(trainer, script_args, dataset["test"], "digits")
 
 
 if __name__ == "__main__":
-    parser = DemoParser((ScriptArguments, MultimodalGRPOConfig, ModelConfig), DEMO)
-    main(*parser.parse_args_and_config())
+    start(grpo, demo, DEMO)

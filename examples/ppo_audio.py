@@ -37,14 +37,15 @@ accelerate launch examples/ppo_audio.py \
 `--ptx_dataset_name path/to/answers --ptx_coef 0.05` adds the supervised loss on a dataset with `completion`.
 """
 
-from datasets import load_dataset
-from demo import DEMO_ARGUMENTS, DemoParser, HeldOutAccuracy, PPOScriptArguments, model_init_kwargs, with_noise
+from demo import DEMO_ARGUMENTS, start, train_and_measure, with_noise
 from small_models import spoken_digit_model
 from tasks import leading_answer_reward, spoken_digits
-from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer, TrainingCurvesCallback
-from trl_multimodal_rft.rewards import accuracy_reward, format_reward
+from trl_multimodal_rft import MultimodalPPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft.scripts import ppo
+from trl_multimodal_rft.scripts.inputs import adapter_inputs
+from trl_multimodal_rft.scripts.ppo import critic_inputs
 
 
 DEMO = {
@@ -57,51 +58,23 @@ DEMO = {
 }
 
 
-def main(script_args, training_args, model_args):
-    demo = model_args.model_name_or_path is None
-    ptx_dataset = None
-    if demo:
-        model, processor = spoken_digit_model()
-        dataset = spoken_digits()
-        dataset["train"] = with_noise(dataset["train"])
-        reward_funcs = [accuracy_reward, leading_answer_reward]
-    else:
-        model, processor = model_args.model_name_or_path, None
-        training_args.model_init_kwargs = model_init_kwargs(model_args)
-        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
-        reward_funcs = [accuracy_reward, format_reward]
-    if script_args.ptx_dataset_name is not None:
-        ptx_dataset = load_dataset(
-            script_args.ptx_dataset_name, name=script_args.ptx_dataset_config, split=script_args.ptx_dataset_split
-        )
-
+def demo(script_args, training_args, model_args):
+    model, processor = spoken_digit_model()
+    dataset = spoken_digits()
+    dataset["train"] = with_noise(dataset["train"])
     trainer = MultimodalPPOTrainer(
         model=model,
-        reward_funcs=reward_funcs,
+        reward_funcs=[accuracy_reward, leading_answer_reward],
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
         processing_class=processor,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
         callbacks=[TrainingCurvesCallback()],
-        value_model=script_args.value_model_name_or_path,
-        ptx_dataset=ptx_dataset,
+        **adapter_inputs(model_args),
+        **critic_inputs(script_args),
     )
-    if demo:
-        held_out = HeldOutAccuracy(trainer, dataset["test"], "voices")
-        trainer.add_callback(held_out)
-
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    if demo:
-        held_out.write()
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    train_and_measure(trainer, script_args, dataset["test"], "voices")
 
 
 if __name__ == "__main__":
-    parser = DemoParser((PPOScriptArguments, MultimodalPPOConfig, ModelConfig), DEMO)
-    main(*parser.parse_args_and_config())
+    start(ppo, demo, DEMO)

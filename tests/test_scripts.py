@@ -1,11 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scripts: how their arguments are read, and the prompts that they make."""
 
+import json
+import re
+import subprocess
 import sys
 
 import pytest
 import yaml
 from datasets import Audio, Dataset, Features, IterableDataset, Value
+from small_models import spoken_digit_model
+from tasks import spoken_digits
 
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
@@ -141,3 +146,48 @@ def test_prompts_that_cant_be_made(kind):
     inside = Dataset.from_dict({"prompt": [[{"role": "user", "content": [{"audio": b"no sound"}]}]]}, features=feature)
     with pytest.raises(ValueError, match="'prompt' has media.*into the column"):
         with_prompts(inside if kind == "dataset" else inside.to_iterable_dataset(), system="Be brief.")
+
+
+# Commands
+
+
+def command(name, *options, cwd):
+    code = "from trl_multimodal_rft.cli import main; main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code, name, *options], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    return run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_train_and_evaluate(tmp_path):
+    for part in spoken_digit_model():
+        part.save_pretrained(tmp_path / "model")
+    for split, rows in spoken_digits(train_rows=40, test_rows=10).items():
+        rows = rows.remove_columns("prompt").add_column("unit", ["digit"] * len(rows))
+        rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    (tmp_path / "mine.py").write_text(
+        "def brief(completions, unit, **kwargs):\n    return [float(len(u)) for u in unit]\n"
+    )
+    given = {
+        "dataset_name": "data",
+        "prompt": "Which {unit} is spoken?",
+        "reward_funcs": ["accuracy_reward", "mine.brief"],
+    }
+    how = {"output_dir": "trained", "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8}
+    logs = {"max_completion_length": 4, "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False}
+    path = recipe(tmp_path, **given, **how, **logs, accelerate_config="fsdp2")
+    output = command("grpo", "--config", path, "--accelerate_config", "cpu", "--max_steps=2", cwd=tmp_path)
+    assert re.findall(r"'rewards/brief/mean': '?(\d)", output) == ["5", "5"] and "rewards/accuracy_reward" in output
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+    card = (tmp_path / "trained" / "README.md").read_text()
+    assert "Which digit is spoken?" in card
+
+    options = [*("--model_name_or_path", "trained", "--dataset_name", "data", "--prompt", "Which {unit} is spoken?")]
+    options += [*("--reward_funcs", "mine.brief", "--max_completion_length", "4", "--accelerate_config", "cpu")]
+    command("evaluate", *options, "--system_prompt", "Listen.", "--output_dir", "results", cwd=tmp_path)
+    metrics = json.loads((tmp_path / "results" / "metrics.json").read_text())["metrics"]
+    assert metrics["rows"] == 10 and metrics["reward/brief"] == 5
+    (prompt,) = set(Dataset.from_parquet(str(tmp_path / "results" / "rows.parquet"))["prompt"])
+    assert "Listen." in prompt and "<audio>" in prompt and "Which digit is spoken?" in prompt

@@ -7,7 +7,15 @@ import sys
 from collections.abc import Sequence
 
 
+# Run by `accelerate launch`
+LAUNCHED = {
+    "grpo": "train a model with GRPO",
+    "rloo": "train a model with RLOO",
+    "ppo": "train a model with PPO, beside a critic",
+    "evaluate": "accuracy, pass@k and votes of a model on a dataset or benchmark",
+}
 COMMANDS = {
+    **LAUNCHED,
     "check": "which rows of a dataset would not train and why, and how long the others are",
     "estimate": "does a training run fit into the memory of its GPUs, and what to change if not",
     "families": "the models that see and hear, and what is particular to them",
@@ -24,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv and argv[0] in COMMANDS else None
+    if name in LAUNCHED:
+        importlib.import_module(".launch", __name__).run(name, argv[1:])
+        return
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="trl-multimodal-rft" if name is None else f"trl-multimodal-rft {name}",

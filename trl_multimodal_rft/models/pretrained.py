@@ -4,10 +4,13 @@
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
+from ..encoding.processors import load_processor
 from ..families import family_of
 
 
@@ -49,6 +52,41 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
     """
     kwargs.setdefault("architecture", trained_part(name, **kwargs))
     return create_model_from_path(name, **kwargs)
+
+
+def load_trained(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs
+) -> tuple[PreTrainedModel, ProcessorMixin | PreTrainedTokenizerBase]:
+    """
+    Loads what a trainer has saved, a model or an adapter, and what encodes its prompts.
+
+    Args:
+        name (`str`):
+            Name or folder of a model, or of an adapter, whose base is loaded, too.
+        revision (`str`, *optional*):
+            Branch, tag or commit.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code that comes with a model is run.
+        kwargs:
+            Arguments of `from_pretrained` for the model.
+
+    Returns:
+        `tuple`: The model, with its adapter if there is one, and its processor.
+    """
+    source = {"revision": revision or "main"}
+    kwargs["trust_remote_code"] = trust_remote_code
+    if find_adapter_config_file(name, **source) is None:
+        model, holder = load_model(name, **source, **kwargs), name
+    else:
+        from peft import PeftConfig, PeftModel
+
+        config = PeftConfig.from_pretrained(name, **source)
+        base, of_base = config.base_model_name_or_path, {"revision": config.revision or "main"}
+        model = PeftModel.from_pretrained(load_model(base, **of_base, **kwargs), name, **source)
+        # An adapter may have been saved with or without the processor
+        saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
+        holder, source = (name, source) if saved else (base, of_base)
+    return model, load_processor(holder, trust_remote_code=trust_remote_code, **source)
 
 
 def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:

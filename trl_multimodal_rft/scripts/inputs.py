@@ -88,12 +88,7 @@ def trainer_inputs(script_args: ScriptArguments, training_args: Any, model_args:
     """
     if model_args.model_name_or_path is None:
         raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
+    training_args.model_init_kwargs = model_init_kwargs(model_args) | (training_args.model_init_kwargs or {})
     evaluates = training_args.eval_strategy != "no"
     inputs = {
         "model": model_args.model_name_or_path,
@@ -108,6 +103,24 @@ def trainer_inputs(script_args: ScriptArguments, training_args: Any, model_args:
         functions = load_reward_funcs(default if script_args.reward_funcs is None else script_args.reward_funcs)
         inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
     return inputs
+
+
+def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
+    """
+    How a model by name is loaded.
+
+    Args:
+        model_args ([`~trl.ModelConfig`]):
+            Arguments.
+
+    Returns:
+        `dict[str, Any]`: Arguments of `from_pretrained`.
+    """
+    return {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
 
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 """Which arguments are for `accelerate launch`, and which for the script that it launches."""
 
 import importlib.resources
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from trl import TrlParser
 
@@ -50,10 +52,14 @@ def split_arguments(parser: TrlParser, argv: Sequence[str]) -> tuple[list[str], 
     Raises:
         `ValueError`: If an argument is of neither.
     """
-    argv = _with_path(argv, "--config", "recipes")
-    *_, of_file, unknown = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    argv = words = _with_path(argv, "--config", "recipes")
+    of_file: list[str] = []
+    if "--config" in argv:
+        place = argv.index("--config")
+        words = [*argv[:place], *argv[place + 2 :]]
+        of_file = _of_file(parser, argv[place + 1])
+    # The config itself is made in the processes that are launched, as it takes hold of their devices
+    _, unknown = parser.parse_known_args(words)
     script, left = [], list(unknown)  # which are among the arguments, in this order
     for argument in argv:
         if left and argument == left[0]:
@@ -61,6 +67,15 @@ def split_arguments(parser: TrlParser, argv: Sequence[str]) -> tuple[list[str], 
         else:
             script.append(argument)
     return launcher_arguments([*of_file, *unknown]), script
+
+
+def _of_file(parser: TrlParser, path: str) -> list[str]:
+    """Gives the parser what a config file says, as [`~trl.TrlParser`] does. What it doesn't know, as words."""
+    keys = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(keys, dict):
+        raise ValueError(f"{path} has no names with values.")
+    os.environ.update({name: str(value) for name, value in (keys.pop("env", None) or {}).items()})
+    return parser.set_defaults_with_config(**keys)
 
 
 def launcher_arguments(argv: Sequence[str]) -> list[str]:
@@ -108,7 +123,9 @@ def _with_path(argv: Sequence[str], option: str, folder: str) -> list[str]:
     words: list[str] = []
     for word in argv:
         words += [option, word.removeprefix(f"{option}=")] if word.startswith(f"{option}=") else [word]
-    if option in words[:-1]:
-        place = words.index(option) + 1
-        words[place] = shipped(folder, words[place])
+    if words and words[-1] == option:
+        raise ValueError(f"`{option}` names no file.")
+    for place in range(1, len(words)):
+        if words[place - 1] == option:
+            words[place] = shipped(folder, words[place])
     return words

@@ -1,0 +1,173 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Accuracy of a model on the rows of a dataset, see `trl-multimodal-rft evaluate --help`."""
+
+from dataclasses import dataclass, field
+
+from accelerate import Accelerator
+from datasets import Dataset
+from trl import ModelConfig, TrlParser, get_quantization_config
+
+from ..data import load_avqa, load_geo3k, load_mmau
+from ..evaluation import EvaluationConfig, evaluate
+from ..models.pretrained import load_trained
+from .arguments import RFTScriptArguments, parse
+from .inputs import load_reward_funcs, load_split, model_init_kwargs
+from .prompts import with_prompts
+
+
+BENCHMARKS = {
+    "mmau": (load_mmau, ["choice_reward", "format_reward"]),
+    "avqa": (load_avqa, ["choice_reward", "format_reward"]),
+    "geo3k": (load_geo3k, ["accuracy_reward", "format_reward"]),
+}
+
+
+@dataclass
+class EvaluationArguments:
+    """
+    What to evaluate on, and where the results go.
+
+    Args:
+        benchmark (`str`, *optional*):
+            `"mmau"`, `"avqa"` or `"geo3k"`: layout of `dataset_name`. If `None`, it has this package's columns.
+        audio_dir (`str`, *optional*):
+            Folder with the audio files of a benchmark.
+        max_rows (`int`, *optional*):
+            Number of rows, from the first on. By default all.
+        audio_overlong (`str`, *optional*, defaults to `"raise"`):
+            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        output_dir (`str`, *optional*, defaults to `"outputs/evaluate"`):
+            Folder for `metrics.json` and `rows.parquet`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code that comes with a model is run.
+    """
+
+    benchmark: str | None = field(
+        default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
+    )
+    audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
+    max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
+    audio_overlong: str = field(
+        default="raise",
+        metadata={"help": "What happens to audio longer than the model's window.", "choices": ["raise", "truncate"]},
+    )
+    output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
+
+
+def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments) -> Dataset:
+    """
+    The rows to answer.
+
+    Args:
+        script_args ([`RFTScriptArguments`]):
+            Which dataset.
+        evaluation_args ([`EvaluationArguments`]):
+            Of which benchmark it is, if of any, and how many rows.
+
+    Returns:
+        [`~datasets.Dataset`]: The rows.
+
+    Raises:
+        `ValueError`: If no dataset is named, or if arguments don't go together.
+    """
+    name, split, benchmark = script_args.dataset_name, script_args.dataset_test_split, evaluation_args.benchmark
+    if name is None:
+        raise ValueError("There is nothing to evaluate on; set `--dataset_name`.")
+    if script_args.dataset_streaming:
+        raise ValueError("An evaluation counts its rows; leave out `--dataset_streaming`, and set `--max_rows`.")
+    audio = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
+    if audio and benchmark not in ("mmau", "avqa"):
+        raise ValueError("`--audio_dir` is for `--benchmark mmau` and `avqa`; leave it out.")
+    if benchmark is None:
+        dataset = load_split(script_args, split)
+    else:
+        dataset = with_prompts(
+            BENCHMARKS[benchmark][0](name, split, **audio), script_args.prompt, script_args.system_prompt
+        )
+    return dataset if evaluation_args.max_rows is None else dataset.take(evaluation_args.max_rows)
+
+
+def main(
+    script_args: RFTScriptArguments,
+    evaluation_args: EvaluationArguments,
+    config: EvaluationConfig,
+    model_args: ModelConfig,
+) -> None:
+    """
+    Evaluates a model, prints the metrics and writes them, with all rows.
+
+    Args:
+        script_args ([`RFTScriptArguments`]):
+            Dataset, prompts and rewards.
+        evaluation_args ([`EvaluationArguments`]):
+            What to evaluate on, and where the results go.
+        config ([`EvaluationConfig`]):
+            How to sample and count.
+        model_args ([`~trl.ModelConfig`]):
+            The model, or an adapter that a trainer has saved.
+
+    Raises:
+        `ValueError`: If no model or no dataset is named, or if arguments don't go together.
+    """
+    name = model_args.model_name_or_path
+    if name is None:
+        raise ValueError("There is nothing to evaluate; set `--model_name_or_path`.")
+    if model_args.use_peft:
+        raise ValueError(
+            "`--use_peft` makes a new adapter; to evaluate one, name its folder as `--model_name_or_path`."
+        )
+    if script_args.reward_model_name_or_path is not None:
+        raise ValueError(
+            "`--reward_model_name_or_path` gives a score, which doesn't tell what is correct; leave it out."
+        )
+    accelerator = Accelerator()
+    default = ["accuracy_reward", "format_reward"]
+    names = script_args.reward_funcs or BENCHMARKS.get(evaluation_args.benchmark, (None, default))[1]
+    reward_funcs = load_reward_funcs(names)
+    with accelerator.main_process_first():
+        dataset = load_rows(script_args, evaluation_args)
+    init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
+    if accelerator.num_processes > 1:
+        init_kwargs["device_map"] = {"": accelerator.device}
+    model, processor = load_trained(name, trust_remote_code=evaluation_args.trust_remote_code, **init_kwargs)
+    result = evaluate(
+        model,
+        processor,
+        dataset,
+        reward_funcs,
+        config,
+        accelerator=accelerator,
+        audio_overlong=evaluation_args.audio_overlong,
+    )
+    result.settings |= {
+        "model": name,
+        "dataset": script_args.dataset_name,
+        "split": script_args.dataset_test_split,
+        "benchmark": evaluation_args.benchmark,
+    }
+    result.save(evaluation_args.output_dir)
+    for name, value in result.metrics.items():
+        accelerator.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    accelerator.end_training()
+
+
+def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
+    """
+    Parser of the script's arguments.
+
+    Args:
+        prog (`str`, *optional*):
+            Name of the program.
+        epilog (`str`, *optional*):
+            What its help ends with.
+
+    Returns:
+        [`~trl.TrlParser`]: The parser.
+    """
+    types = (RFTScriptArguments, EvaluationArguments, EvaluationConfig, ModelConfig)
+    return TrlParser(types, prog=prog, epilog=epilog)
+
+
+if __name__ == "__main__":
+    main(*parse(make_parser()))
