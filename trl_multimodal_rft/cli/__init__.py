@@ -19,6 +19,7 @@ COMMANDS = {
     "check": "which rows of a dataset would not train and why, and how long the others are",
     "estimate": "does a training run fit into the memory of its GPUs, and what to change if not",
     "families": "the models that see and hear, and what is particular to them",
+    "prepare": "a published dataset, or one in another tool's layout, as a folder of rows to train on",
 }
 
 

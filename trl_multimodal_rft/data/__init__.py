@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loaders of published benchmarks, and rules for media."""
+"""Loaders of published benchmarks and of other tools' layouts, folders of Parquet, and rules for media."""
 
 from typing import TYPE_CHECKING
 
@@ -8,14 +8,20 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .benchmarks import load_avqa, load_geo3k, load_mmau
+    from .folders import write_folder
+    from .layouts import load_conversations, load_easyr1, load_video_r1
     from .rules import MediaRules
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "load_avqa": "benchmarks",
+        "load_conversations": "layouts",
+        "load_easyr1": "layouts",
         "load_geo3k": "benchmarks",
         "load_mmau": "benchmarks",
+        "load_video_r1": "layouts",
         "MediaRules": "rules",
+        "write_folder": "folders",
     },
 )

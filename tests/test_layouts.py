@@ -1,0 +1,234 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows of other tools' layouts come out of `prepare` with their media in their places."""
+
+import json
+import shutil
+
+import pytest
+import soundfile
+from datasets import Dataset, Features, Image, List, Value, load_dataset
+from helpers.families import RATE, audio, image
+from helpers.trainer_utils import load, saved
+
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.data import load_conversations, load_easyr1, load_video_r1
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.features import undecoded
+from trl_multimodal_rft.encoding.supervised import encode_supervised
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Pictures and sounds of all layouts, and a function that writes rows beside them."""
+    (tmp_path / "data" / "media").mkdir(parents=True)
+    for i in range(3):
+        image(56 + 28 * i, 56, seed=i)["image"].save(tmp_path / "data" / "media" / f"{i}.png")
+        soundfile.write(tmp_path / "data" / "media" / f"{i}.wav", audio(0.3, i)["audio"], RATE)
+
+    def write(rows, name="rows.json"):
+        (tmp_path / "data" / name).write_text(json.dumps(rows))
+        return tmp_path / "data" / name
+
+    return write
+
+
+def blocks(message):
+    return [block["text"] or block["type"] for block in message["content"]]
+
+
+LLAVA = [
+    {
+        "id": "a",
+        "image": "media/0.png",
+        "conversations": [
+            {"from": "human", "value": "<image>\nIs there a cat?"},
+            {"from": "gpt", "value": "No."},
+            {"from": "human", "value": "A dog?"},
+            {"from": "gpt", "value": "Yes."},
+        ],
+    },
+    {
+        "id": "b",
+        "image": ["media/1.png", "media/2.png"],
+        "conversations": [
+            {"from": "human", "value": "Is <image> <image>?"},
+            {"from": "gpt", "value": "The <image> is not."},
+        ],
+    },
+    {"id": "c", "conversations": [{"from": "human", "value": "Is red blue?"}, {"from": "gpt", "value": "No."}]},
+]
+
+
+def test_llava_is_written_and_learned_from(files, tmp_path, capsys):
+    """Down to the tokens of a supervised batch, after the files are gone."""
+    main(["prepare", "llava", str(files(LLAVA)), "--output_dir", str(tmp_path / "out")])
+    assert "train: 3 rows of messages, images, id" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "data")
+    dataset = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    rows = list(dataset)
+    assert [blocks(message) for message in rows[0]["messages"]] == [
+        ["image", "\nIs there a cat?"],
+        ["No."],
+        ["A dog?"],
+        ["Yes."],
+    ]
+    assert blocks(rows[1]["messages"][0]) == ["Is ", "image", " ", "image", "?"]
+    assert blocks(rows[1]["messages"][1]) == ["The <image> is not."]  # what assistants say is text
+    assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
+    assert [[each.width for each in row["images"]] for row in rows] == [[56], [84, 112], []]
+    model, processor = load("qwen2_5_vl")
+    stored = undecoded(dataset).__getitems__([0, 1, 2])
+    prompts, completions, _ = encode_supervised(stored, processor, model, [processor.tokenizer.eos_token_id])
+    counts = [int((prompt.input_ids == model.config.image_token_id).sum()) for prompt in prompts]
+    assert counts == [2 * 2, 3 * 2 + 4 * 2, 0]
+    assert "Yes." in processor.decode(completions[0]) and "is not" in processor.decode(completions[1])
+
+
+def test_llava_as_prompts(files):
+    dataset = load_conversations(files(LLAVA), task="rl")
+    assert dataset.column_names == ["prompt", "images", "solution", "id"]
+    assert dataset["solution"][:] == ["Yes.", "The <image> is not.", "No."]
+    assert [[blocks(message) for message in prompt] for prompt in dataset["prompt"][:]] == [
+        [["image", "\nIs there a cat?"], ["No."], ["A dog?"]],
+        [["Is ", "image", " ", "image", "?"]],
+        [["Is red blue?"]],
+    ]
+    (first,) = rows_to_messages([dataset.cast_column("images", List(Image(decode=False)))[0]])
+    assert first["prompt"][0]["content"][0]["image"].source["path"].endswith("data/media/0.png")
+
+
+def test_sharegpt(files):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "<audio>Who <image>?"},
+                {"role": "assistant", "content": "A cat."},
+            ],
+            "audios": ["media/0.wav"],
+            "images": ["media/0.png"],
+            "system": "Be brief.",
+        },
+        {
+            "messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A dog."}],
+            "images": ["media/1.png"],
+        },
+    ]
+    dataset = load_conversations(files(rows))
+    assert dataset.column_names == ["messages", "images", "audios"]
+    first, second = dataset["messages"][:]
+    assert [message["role"] for message in first] == ["system", "user", "assistant"]
+    assert [blocks(message) for message in first] == [["Be brief."], ["audio", "Who ", "image", "?"], ["A cat."]]
+    assert blocks(second[0]) == ["image", "What is it?"]  # without a mark it comes first
+
+
+def test_ms_swift(files):
+    rows = [
+        {"messages": [{"role": "user", "content": "<audio>Who?"}], "audios": ["media/0.wav"], "solution": "A cat"},
+        {"query": "<audio>And now?", "history": [["Who?", "A cat."]], "audios": ["media/1.wav"], "solution": "A dog"},
+        {"conversation": [{"human": "Who?", "assistant": "A bird."}], "system": "Listen.", "audios": ["media/2.wav"]},
+    ]
+    dataset = load_conversations(files(rows), task="rl")
+    assert dataset["solution"][:] == ["A cat", "A dog", "A bird."]
+    assert [[message["role"] for message in prompt] for prompt in dataset["prompt"][:]] == [
+        ["user"],
+        ["user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert blocks(dataset[1]["prompt"][2]) == ["audio", "And now?"] and blocks(dataset[2]["prompt"][1])[0] == "audio"
+
+
+def test_easyr1_as_its_files_and_as_a_dataset(files, tmp_path):
+    """The dataset keeps bytes without a feature, as its Parquet files often do."""
+    rows = [
+        {"problem": f"{'<image>' * n}Find $x$. {n}", "answer": str(n), "images": [f"media/{i}.png" for i in range(n)]}
+        for n in (1, 2)
+    ]
+    dataset = load_easyr1(files(rows))
+    assert dataset["solution"][:] == ["1", "2"]
+    asked = "Find $x$. 2 Output the final answer in <answer> </answer>."
+    assert blocks(dataset[1]["prompt"][0]) == ["image", "image", asked]
+    data = [[{"bytes": (tmp_path / "data" / each).read_bytes(), "path": None} for each in r["images"]] for r in rows]
+    features = {"question": Value("string"), "answer": Value("string")}
+    features["images"] = List({"bytes": Value("binary"), "path": Value("string")})
+    stored = {"question": [r["problem"] for r in rows], "answer": ["1", "2"], "images": data}
+    Dataset.from_dict(stored, Features(features)).to_parquet(tmp_path / "rows.parquet")
+    again = load_easyr1(tmp_path / "rows.parquet", prompt_key="question")
+    assert again["prompt"][:] == dataset["prompt"][:] and again.features["images"] == List(Image())
+    assert [each.size for each in again[1]["images"]] == [each.size for each in dataset[1]["images"]]
+
+
+VIDEO_R1 = {
+    "problem_id": 2,
+    "problem": "What appears?",
+    "data_type": "video",
+    "problem_type": "multiple choice",
+    "options": ["A. A cat", "B. A dog"],
+    "solution": "<answer>B</answer>",
+    "path": "./media/0.mp4",
+    "data_source": "STAR",
+}
+
+
+def test_video_r1(files, tmp_path):
+    (tmp_path / "data" / "media" / "0.mp4").write_bytes(b"a clip")
+    other = {"data_type": "image", "path": "./media/0.png", "options": [], "solution": "<answer>2</answer>"}
+    dataset = load_video_r1(files([VIDEO_R1, {**VIDEO_R1, **other, "problem_type": "numerical"}]))
+    assert dataset["choices"][:] == [["A cat", "A dog"], None] and dataset[0]["problem_type"] == "multiple choice"
+    asked = "What appears?\nA. A cat\nB. A dog\nOutput the final answer in <answer> </answer>."
+    assert blocks(dataset[0]["prompt"][0]) == ["video", asked]
+    assert blocks(dataset[1]["prompt"][0])[0] == "image"
+    assert [len(videos) for videos in dataset["videos"][:]] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "message"),
+    [
+        ("llava", {"image": "media/9.png"}, r"row 1, column 'image': there is no file '.*9.png'; name the folder"),
+        ("llava", {"image": ["media/0.png"] * 2}, "row 1, column 'images': 2 for 1 '<image>' in the text"),
+        ("llava", {"image": None}, "row 1, column 'images': there is none for '<image>'"),
+        ("llava", {"image": 3}, "row 1, column 'image': 3 is no path"),
+        ("sharegpt", {"conversations": LLAVA[0]["conversations"][:1]}, "row 1, column 'conversations': the last mess"),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}]}, r"'conversations\[0\]': .* is no"),
+        ("ms-swift", {"conversations": None}, "row 1 has no 'messages' or 'conversations' or 'query'"),
+        ("ms-swift", {"objects": {"bbox": [[1, 2, 3, 4]]}}, "row 1, column 'objects': boxes depend on the model"),
+        ("ms-swift", {"id": 3}, "column 'id': its values are of several types"),
+        ("easyr1", {}, "row 0 has no 'problem'"),
+        ("video-r1", {}, "row 0 has no 'data_type'"),
+        ("mmau", {}, "row 0 has no 'audio_path' or 'audio' or 'audio_id'"),
+    ],
+)
+def test_what_is_wrong_is_named(files, tmp_path, capsys, layout, row, message):
+    path = files([LLAVA[0], {**LLAVA[0], **row}], "mmau-rows.json")
+    with pytest.raises(SystemExit) as exit:
+        main(["prepare", layout, str(path), "--output_dir", str(tmp_path / "out")])
+    assert exit.value.code == 1 and not (tmp_path / "out").exists()
+    pytest.raises(ValueError, _raise, capsys.readouterr().err).match(message)
+
+
+def _raise(text):
+    raise ValueError(text)
+
+
+def test_options_and_rules(files, tmp_path, capsys):
+    path, out = str(files(LLAVA)), str(tmp_path / "out")
+    for options, message in (
+        (
+            ["--template", "{problem}"],
+            r"`--template` means nothing to the layout 'llava', which takes \['--media_dir'",
+        ),
+        (
+            ["--allowed_media_folders", str(tmp_path / "other")],
+            r"row 0, column 'images\[0\]': .*allowed_media_folders",
+        ),
+        (["--output_dir", str(tmp_path / "data")], "data' isn't an empty folder"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["prepare", "llava", path, "--output_dir", out, *options])
+        pytest.raises(ValueError, _raise, capsys.readouterr().err).match(message)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["data"]
+    main(["prepare", "llava", path, "--output_dir", out, "--splits", "dev", "--task", "rl"])
+    shown = capsys.readouterr().out
+    assert "dev: 3 rows of prompt, images, solution, id" in shown
+    command = shown.strip().splitlines()[-1].split()[1:]
+    main([*command[:-1], str(saved("qwen2_5_vl")), "--num_workers", "0"])
+    assert "All 3 rows would train." in capsys.readouterr().out

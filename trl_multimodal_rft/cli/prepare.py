@@ -1,0 +1,105 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft prepare`: datasets of other layouts as folders of rows that the trainers take."""
+
+import argparse
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+
+from ..data.benchmarks import load_avqa, load_geo3k, load_mmau
+from ..data.folders import check_empty, write_folder
+from ..data.layouts import load_conversations, load_easyr1, load_video_r1
+from ..data.rules import RULE_NAMES, MediaRules
+
+
+LAYOUTS: dict[str, Callable[..., Dataset]] = {
+    "avqa": load_avqa,
+    "mmau": load_mmau,
+    "geometry3k": load_geo3k,
+    "video-r1": load_video_r1,
+    "easyr1": load_easyr1,
+    "sharegpt": load_conversations,
+    "llava": load_conversations,
+    "ms-swift": load_conversations,
+}
+# Options of some layouts, by the names of their loaders' arguments
+_OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Options of the command.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
+    add = parser.add_argument
+    add("layout", choices=LAYOUTS, help="how the dataset is laid out")
+    add("path", help="file or folder, or name of a dataset on the Hub")
+    add("--output_dir", required=True, help="folder to write, which `--dataset_name` then names")
+    add("--splits", nargs="+", help="splits of a dataset; a file is one, which gets the name that is given")
+    add("--media_dir", help="folder with the files of media; by default paths start from the folder of the file")
+    add("--template", help="prompt, with {question} and {choices}, {problem}, or {problem} and {options}")
+    add("--skip_missing", action="store_true", default=None, help="leave out rows whose sound isn't there")
+    add("--task", choices=("sft", "rl"), help="whole conversations (by default), or prompts with a solution")
+    add("--prompt_key", help="column of the problem")
+    add("--answer_key", help="column of the answer")
+    for rule in fields(MediaRules):
+        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
+        add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
+
+
+def convert(args: argparse.Namespace) -> DatasetDict:
+    """
+    Reads and converts a dataset.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Returns:
+        [`~datasets.DatasetDict`]: Its splits.
+
+    Raises:
+        `ValueError`: If it can't be read, or an option isn't one of its layout.
+    """
+    load = LAYOUTS[args.layout]
+    known = inspect.signature(load).parameters
+    given = {name: getattr(args, name, None) for name in _OPTIONS}
+    if "audio_dir" in known:
+        given["audio_dir"] = given.pop("media_dir")
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in known:
+            takes = [f"--{each}" for each in _OPTIONS if each in known and each != "audio_dir"]
+            raise ValueError(
+                f"`--{name}` means nothing to the layout {args.layout!r}, which takes {takes}; remove it."
+            )
+    splits = {}
+    for split in args.splits or [known["split"].default]:
+        try:
+            splits[split] = load(args.path, split, **given)
+        except (OSError, KeyError) as error:
+            raise ValueError(f"{args.path!r} can't be read as {args.layout!r}: {error}") from error
+    return DatasetDict(splits)
+
+
+def run(args: argparse.Namespace) -> None:
+    """
+    Converts a dataset, writes it, and prints what came out.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+    """
+    check_empty(args.output_dir)
+    dataset = convert(args)
+    write_folder(dataset, args.output_dir, MediaRules(**{name: getattr(args, name) for name in RULE_NAMES}))
+    for split, rows in dataset.items():
+        print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
+    print(f"Written to {args.output_dir}. What would fail in training, `trl-multimodal-rft check` tells:")
+    print(f"trl-multimodal-rft check --dataset {args.output_dir} --dataset_split {next(iter(dataset))} --model MODEL")
