@@ -8,7 +8,7 @@ import torch
 from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, every_family
-from helpers.more_families import ALL_FAMILIES
+from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
 from helpers.trainer_utils import image_rows
 from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,52 +21,9 @@ from trl_multimodal_rft.forward import attention, layout
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.attention import _gather, install_prefix_attention
 from trl_multimodal_rft.forward.layout import group_by_prompt, micro_batch_order, pack, packed_length, split_samples
-from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
+from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.forward.scoring import completion_scores
-
-
-def build(name, attention="sdpa"):
-    model, processor = ALL_FAMILIES[name].build()
-    if attention != "sdpa":
-        model.get_decoder().set_attn_implementation(attention)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    assert sharing_obstacle(model) is None
-    install_prefix_attention(model)
-    prompts = encode_chats(model, processor, ALL_FAMILIES[name].prompts())
-    return model, [prompt for prompt in prompts for _ in range(G)]
-
-
-def backward(model, logps, entropies, mask):
-    """Gradients of an objective in which every token has another weight."""
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
-    model.zero_grad(set_to_none=True)
-    ((logps * weights) * mask + 0.1 * entropies * mask).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def padded_reference(model, prompts, ids, mask):
-    """Each prompt's completions in a padded batch of their own, which no other prompt can disturb."""
-    parts = [
-        completion_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G], packed=False)
-        for i in range(0, len(prompts), G)
-    ]
-    logps, entropies = (torch.cat(values) for values in zip(*((p.logps, p.entropies) for p in parts), strict=True))
-    return logps, entropies, backward(model, logps, entropies, mask)
-
-
-def relative_difference(a, b):
-    assert a.keys() == b.keys()
-    difference = torch.stack([(a[name] - b[name]).norm() for name in a]).norm()
-    return (difference / torch.stack([value.norm() for value in a.values()]).norm()).item()
-
-
-def enable_checkpointing(model):
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    for module in model.modules():
-        if isinstance(module, (torch.nn.Dropout, torch.nn.modules.batchnorm._BatchNorm)):
-            module.eval()
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointing"])

@@ -3,10 +3,9 @@
 
 import pytest
 import torch
-from helpers.four_bits import NF4, save_wide
-from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, norm, relative_difference
-from peft import LoraConfig, PeftModel
-from transformers import AutoProcessor
+from helpers.four_bits import NF4, save_wide, trained
+from helpers.trainer_utils import audio_rows, image_rows, norm, relative_difference
+from peft import PeftModel
 
 from trl_multimodal_rft.lightrft import ActorAL
 
@@ -15,21 +14,6 @@ bnb = pytest.importorskip("bitsandbytes")
 
 CASES = {"audio": ("qwen2_audio", audio_rows), "image": ("qwen2_5_vl", image_rows)}
 TOWERS = {"audio": "audio_tower", "image": "visual"}
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-
-
-def trained(folder, model, rows, output):
-    """The trainer, the update of each parameter with a gradient, and all parameters before."""
-    options = {"beta": 0.1, "learning_rate": 1.0, "self_check": True}
-    processor = AutoProcessor.from_pretrained(folder)
-    objects = {"model": model, "processing_class": processor, "peft_config": LORA}
-    if isinstance(model, str):
-        objects["quantization_config"] = NF4
-        options["model_init_kwargs"] = {"dtype": "float32"}
-    trainer = make_trainer(InjectedOurs, None, rows(), output, objects=objects, **options)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    return trainer, {n: p.detach() - before[n] for n, p in trainer.model.named_parameters() if p.requires_grad}, before
 
 
 @pytest.mark.parametrize("kind", CASES)

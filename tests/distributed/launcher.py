@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs `worker.py` in one or several processes on the CPU and reads what each of them wrote."""
+"""Runs `worker.py` in one or several processes, on the CPU if nothing else is said, and reads what each wrote."""
 
 import json
 import subprocess
@@ -26,17 +26,22 @@ class Run:
             scenarios do.
         folder (`Path`):
             New folder for results and logs.
+        device (`str`, *optional*, defaults to `"cpu"`):
+            `"cuda"` for one GPU. A single process on it has an engine, too; several talk through gloo.
     """
 
-    def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path):
+    def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path, device: str = "cpu"):
         self.processes, self.scenarios, self.folder = processes, scenarios, folder
         folder.mkdir()
+        splits = processes > 1 or (device == "cuda" and engine != "ddp")
         # Without either, accelerate starts independent runs of one process each
-        switch = "ACCELERATE_USE_DEEPSPEED" if engine.startswith("zero") and processes > 1 else "ACCELERATE_USE_CPU"
+        switches = {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
+        if engine.startswith("zero") and splits:
+            switches = {"ACCELERATE_USE_DEEPSPEED": "true"}
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
-                python_command([HERE / "worker.py", engine, folder, *scenarios], processes),
-                env=python_environment(**{switch: "true"}),
+                python_command([HERE / "worker.py", engine, folder, *scenarios], processes, splits),
+                env=python_environment(TESTS_DEVICE=device, **switches),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -28,6 +28,10 @@ from trl_multimodal_rft import (
 
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+ON_CPU = os.environ.get("TESTS_DEVICE", "cpu") == "cpu"
+SHARES_GPU = not ON_CPU and int(os.environ.get("WORLD_SIZE", 1)) > 1  # which NCCL refuses
+if SHARES_GPU:
+    os.environ["LOCAL_RANK"] = "0"
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}  # stages of DeepSpeed
 GROUP = 4  # completions of a prompt
 
@@ -186,6 +190,8 @@ def start(**options):
     """Forgets the accelerator and the engine of the scenario before; gives the state of the processes."""
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
+    if not ON_CPU:
+        return PartialState(**options, **({"backend": "gloo"} if SHARES_GPU else {}))
     if ENGINE in ZERO and "WORLD_SIZE" in os.environ:
         return PartialState(backend="gloo", **options)  # accelerate refuses DeepSpeed with `cpu=True`
     return PartialState(cpu=True, **options)
@@ -193,15 +199,18 @@ def start(**options):
 
 def engine_options(state):
     """Arguments of a config."""
-    if ENGINE in ZERO and state.num_processes > 1:
+    splits = state.num_processes > 1 or not ON_CPU  # GPUs have engines of one process, too
+    if ENGINE in ZERO and splits:
         zero = {"stage": ZERO[ENGINE]}
         if zero["stage"] == 3:
             # No weight is too small to be split
             zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
         config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
         config |= {"gradient_clipping": "auto", "zero_optimization": zero}
-        return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
-    return {"use_cpu": True, "fsdp": ENGINE == "fsdp2" and state.num_processes > 1}
+        own_state = {"accelerator_config": {"use_configured_state": True}} if ON_CPU else {}
+        return {"deepspeed": config, "use_cpu": False, **own_state}
+    own_backend = {"ddp_backend": "gloo"} if SHARES_GPU else {}
+    return {"use_cpu": ON_CPU, "fsdp": ENGINE == "fsdp2" and splits, **own_backend}
 
 
 def weights(model):

@@ -16,13 +16,13 @@ import torch
 from accelerate import PartialState
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
 from safetensors.torch import save_file
-from training import ENGINE, FOLDER, SCENARIOS, start
+from training import ENGINE, FOLDER, ON_CPU, SCENARIOS, start
 
 
 def main():
     gc.freeze()  # every run collects garbage, which would go through all that is imported
     torch.set_num_threads(1)
-    if ENGINE == "fsdp2":
+    if ENGINE == "fsdp2" and ON_CPU:
         enable_fsdp2_on_cpu()
     # A process that waits in vain fails after a minute, and says where
     rank = start(timeout=timedelta(minutes=1)).process_index

@@ -4,14 +4,17 @@
 import copy
 
 import torch
-from transformers import BitsAndBytesConfig
+from peft import LoraConfig
+from transformers import AutoProcessor, BitsAndBytesConfig
 
 from helpers.families import FAMILIES
+from helpers.trainer_utils import InjectedOurs, make_trainer
 
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
 )
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 def save_wide(family, folder):
@@ -33,3 +36,17 @@ def save_wide(family, folder):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return type(model)
+
+
+def trained(folder, model, rows, output, **more):
+    """The trainer, the update of each parameter with a gradient, and all parameters before."""
+    options = {"beta": 0.1, "learning_rate": 1.0, "self_check": True, **more}
+    processor = AutoProcessor.from_pretrained(folder)
+    objects = {"model": model, "processing_class": processor, "peft_config": LORA}
+    if isinstance(model, str):
+        objects["quantization_config"] = NF4
+        options["model_init_kwargs"] = {"dtype": "float32"}
+    trainer = make_trainer(InjectedOurs, None, rows(), output, objects=objects, **options)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    return trainer, {n: p.detach() - before[n] for n, p in trainer.model.named_parameters() if p.requires_grad}, before

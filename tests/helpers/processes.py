@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How tests start scripts in one or several processes of their own, on the CPU."""
+"""How tests start scripts in one or several processes of their own."""
 
 import os
 import socket
@@ -17,10 +17,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def python_command(script: Sequence[str | Path], processes: int = 1) -> list[str]:
-    """Runs a script with its arguments; several processes of it talk to each other."""
+def python_command(script: Sequence[str | Path], processes: int = 1, is_group: bool = False) -> list[str]:
+    """Runs a script with its arguments; several processes of it talk to each other, and one to itself as a group."""
     launcher = []
-    if processes > 1:
+    if processes > 1 or is_group:
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     return [sys.executable, *launcher, *map(str, script)]

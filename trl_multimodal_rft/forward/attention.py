@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Attention over a packed row: the prompt once, then all its branches, each seeing the prompt and itself."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,4 +163,6 @@ def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=Non
         )
     from torch.nn.attention.varlen import varlen_attn  # which takes longer to import than all of this folder
 
-    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    # Before torch 2.13 it takes fewer heads of keys without being told
+    told = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), **told)

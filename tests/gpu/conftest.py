@@ -1,0 +1,24 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a GPU computes (`make test-gpu`). Each test runs on the CPU too (`make test-slow`), so that it is right itself."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.devices import GPU
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+# Before CUDA starts: without it cuBLAS may add in another order each time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=GPU), pytest.param("cpu", marks=pytest.mark.slow)])
+def device(request, monkeypatch):
+    """Where the test runs, with products of float32 numbers in float32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    return request.param

@@ -1,0 +1,116 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Packed equals padded in the dtypes and with the kernels of GPUs, and so does generation with one prefill."""
+
+import pytest
+import torch
+from helpers.completions import random_completions
+from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
+from test_generation import build as build_to_sample
+from test_generation import config
+from torch.nn.attention import varlen
+
+from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.generation.transformers import generate_completions
+
+
+KINDS = {
+    "qwen2_5_vl": "M-RoPE",
+    "qwen2_audio": "sound",
+    "gemma3": "sliding windows, images that see themselves",
+    "paligemma": "prompts that see themselves",
+    "qwen3_vl_moe": "experts",
+    "qwen3_5": "linear attention",
+}
+# Of a model's layers some are plain causal for each prompt of the tests, so that variable-length kernels take them
+CAUSAL = {"qwen2_5_vl", "qwen2_audio", "qwen3_vl_moe", "qwen3_5"}
+# What packed rows may add to the rounding of padded ones: both round at random
+WORSE = 1.25
+
+
+def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=False, seed=0):
+    """Log-probabilities and entropies in one vector, and gradients, in float32."""
+    model, prompts = build(name, attention, device, dtype)
+    if checkpointing:
+        enable_checkpointing(model)
+    ids, mask = (each.to(device) for each in random_completions(len(prompts), seed=seed))
+    if packed:
+        result = completion_scores(model, model, prompts, ids, mask, apart=family_of(model).apart)
+        logps, entropies = result.logps, result.entropies
+        gradients = backward(model, logps, entropies, mask)
+    else:
+        logps, entropies, gradients = padded_reference(model, prompts, ids, mask)
+    values = torch.cat([(each * mask).detach().float() for each in (logps, entropies)])
+    return values, {name: gradient.float() for name, gradient in gradients.items()}
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Calls of torch's kernel for sequences of unequal length."""
+    calls, kernel = [], varlen.varlen_attn
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs))
+    return calls
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "checkpointing"])
+@pytest.mark.parametrize("name", KINDS)
+def test_float32(name, attention, device):
+    options = {"checkpointing": True} if attention == "checkpointing" else {"attention": attention}
+    packed, packed_gradients = scores(name, device, torch.float32, **options)
+    padded, gradients = scores(name, device, torch.float32, packed=False, **options)
+    assert (packed - padded).abs().max() <= 1e-4
+    assert relative_difference(gradients, packed_gradients) <= 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_bfloat16(name, checkpointing, device, kernel_calls):
+    """With torch's own kernel for sequences of unequal length where layers are plain causal."""
+    check_bfloat16(name, device, "sdpa", checkpointing)
+    assert bool(kernel_calls) == (device == "cuda" and name in CAUSAL)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_flash_attention(name, device):
+    pytest.importorskip("flash_attn", reason="needs flash-attn")
+    if device == "cpu":
+        pytest.skip("flash-attn runs on GPUs")
+    check_bfloat16(name, device, "flash_attention_2")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_flex_attention(name, device):
+    """Packed rows go the way of sdpa, and everything else that of flex attention."""
+    if device == "cpu":
+        pytest.skip("flex attention is compiled for minutes there")
+    packed, packed_gradients = scores(name, device, torch.float32, "flex_attention")
+    padded, gradients = scores(name, device, torch.float32, packed=False)
+    assert (packed - padded).abs().max() <= 1e-4
+    assert relative_difference(gradients, packed_gradients) <= 1e-4
+
+
+def check_bfloat16(name, device, attention, checkpointing=False):
+    """Packed rows are as near to float32 as padded ones, over several draws of completions."""
+    errors = {"packed": [], "padded": []}
+    for seed in range(3):
+        truth, gradients = scores(name, device, torch.float32, packed=False, seed=seed)
+        for kind, found in errors.items():
+            options = {"packed": kind == "packed", "checkpointing": checkpointing, "seed": seed}
+            values, own = scores(name, device, torch.bfloat16, attention, **options)
+            found.append([(values - truth).square().mean(), relative_difference(gradients, own) ** 2])
+    packed, padded = (torch.tensor(found).mean(0).sqrt() for found in errors.values())
+    assert (packed <= WORSE * padded).all(), (packed, padded)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_shared_prefill_equals_generate(name, device):
+    model, plain, processor, prompts = build_to_sample(name)
+    model, plain, tokenizer = model.to(device), plain.to(device), processor.tokenizer
+    arguments = (config(tokenizer, do_sample=True), tokenizer.pad_token_id, model.device)
+    for part in split_samples(prompts, "media"):
+        rows = [prompts[i] for i in part]
+        torch.manual_seed(0)
+        expected = generate_completions(plain, plain, rows, *arguments, share_prefill=False)
+        torch.manual_seed(0)
+        assert generate_completions(model, model, rows, *arguments).equal(expected)

@@ -1,0 +1,35 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Engines on one GPU: a process with FSDP2 or DeepSpeed, which talks to itself through NCCL, and two with DDP, which NCCL
+refuses on one GPU, through gloo. On the CPU they are tested in `tests/distributed`.
+"""
+
+import pytest
+from helpers.devices import GPU
+from launcher import Run
+from test_distributed import assert_same_update
+
+
+pytestmark = GPU
+
+SCENARIOS = ["whole_groups_checkpointed", "hybrid"]
+PROCESSES = {"ddp": 2, "fsdp2": 1, "zero2": 1, "zero3": 1}
+TIMEOUT = 200  # seconds
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What a single process without an engine returned."""
+    return Run("ddp", 1, SCENARIOS, tmp_path_factory.mktemp("one") / "run", "cuda").results(TIMEOUT)
+
+
+@pytest.mark.parametrize("engine", PROCESSES)
+def test_trains_as_one_process(engine, one, tmp_path):
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+    found = Run(engine, PROCESSES[engine], SCENARIOS, tmp_path / "run", "cuda").results(TIMEOUT)
+    for scenario in SCENARIOS:
+        expected = one[scenario][0]["update"]
+        for rank in found[scenario]:
+            assert rank["sharded"] == (engine == "fsdp2")
+            assert_same_update(rank["update"], expected, tolerance=1e-3)

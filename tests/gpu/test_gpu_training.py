@@ -1,0 +1,178 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Training on a GPU: in half precision, with adapters, with weights in 4 bits, resumed; and the memory it takes."""
+
+import argparse
+
+import pytest
+import torch
+from helpers.four_bits import LORA, NF4, save_wide, trained
+from helpers.resumed_runs import REUSED, Recording, checkpoint, logged, same_weights
+from helpers.trainer_utils import (
+    Injected,
+    InjectedOurs,
+    InjectedTRL,
+    audio_rows,
+    image_rows,
+    load,
+    make_trainer,
+    norm,
+    relative_difference,
+    run,
+    video_rows,
+)
+from policy_update import PRESETS, build_dataset, build_model, build_processor
+from transformers import Qwen2_5_VLProcessor
+from trl.trainer import utils as trl_utils
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.cli import estimate
+from trl_multimodal_rft.cli.fake_run import Watch
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [
+        ("qwen2_5_vl", image_rows),
+        ("qwen2_audio", audio_rows),
+        ("gemma3", image_rows),
+        ("qwen3_vl_moe", video_rows),
+        ("qwen3_5", image_rows),
+    ],
+)
+def test_self_check_in_bfloat16(family, rows, device, tmp_path):
+    """With its tolerances nothing has to be remedied, in updates of all weights."""
+    model, processor = load(family)
+    model.config.get_text_config().output_router_logits = False  # `generate` fails with it
+    options = {"bf16": True, "gradient_checkpointing": True, "use_cpu": device == "cpu"}
+    options["objects"] = {"model": model, "processing_class": processor}
+    trainer = make_trainer(MultimodalGRPOTrainer, None, rows(), tmp_path, **options)
+    trainer.train()
+    check = trainer._self_check
+    assert trainer.accelerator.device.type == device and trainer.state.global_step == 2
+    assert check.tolerance > 1e-3 and max(check.padded, check.packed, check.rows, check.sampled) <= check.tolerance
+    assert check.remedies.can_pack and check.remedies.share_prefill and not check.remedies.own_logits
+    assert min(check.media.values()) > 0
+
+
+@pytest.mark.parametrize("objects", [{}, {"peft_config": LORA}])
+def test_equals_trl(objects, device):
+    """In float32, with all weights and with an adapter."""
+    options = {"use_cpu": device == "cpu", "learning_rate": 1e-1, "objects": objects}
+    theirs = run(InjectedTRL, "qwen2_5_vl", image_rows(), **options)
+    ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **options, self_check=False, keep_groups_together=False)
+    assert all(ours.trainer.scored_packed) and ours.trainer.accelerator.device.type == device
+    if objects:
+        moved = [name for name, value in theirs.update.items() if value.any()]
+        assert moved and all("lora_" in name for name in moved)
+    assert norm(theirs.update) > 0 and relative_difference(theirs.update, ours.update) <= 1e-4
+
+
+@pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
+def test_weights_in_4_bits(family, rows, device, tmp_path):
+    """An adapter trains as it does on the same weights in full."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    model_class = save_wide(family, tmp_path / "model")
+    options = {"use_cpu": device == "cpu"}
+    _, update, _ = trained(tmp_path / "model", str(tmp_path / "model"), rows, tmp_path / "four", **options)
+    full = model_class.from_pretrained(
+        tmp_path / "model", quantization_config=NF4, dtype=torch.float32, device_map={"": device}
+    )
+    _, expected, _ = trained(tmp_path / "model", full.dequantize(), rows, tmp_path / "full", **options)
+    assert norm(update) > 0.01 and relative_difference(expected, update) <= 1e-3
+
+
+class RecordingGRPO(Recording, MultimodalGRPOTrainer):
+    pass
+
+
+@pytest.fixture
+def deterministic():
+    """Kernels that add in the same order each time, or an error that names one that doesn't."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_resumed_run_is_the_uninterrupted_run(bf16, device, deterministic, tmp_path):
+    """Bit for bit, with completions that are sampled on the device."""
+    options = {**REUSED, "bf16": bf16, "use_cpu": device == "cpu"}
+
+    def make(folder, **more):
+        return make_trainer(RecordingGRPO, "qwen2_5_vl", image_rows(5), folder, **{**options, **more})
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    resumed = make(tmp_path / "resumed", save_strategy="no")
+    resumed.train(resume_from_checkpoint=checkpoint(straight, 3))
+    assert resumed.trained_on == straight.trained_on[3 * REUSED["gradient_accumulation_steps"] :]
+    assert same_weights(straight, resumed) and logged(resumed, set()) == logged(straight, set())
+
+
+class Measured(Injected, MultimodalGRPOTrainer):
+    """Samples nothing: each completion has the most tokens that it may have."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        self.prompt_tokens = len(prompt_ids[0])
+        ids = torch.randint(50, 200, (len(prompt_ids), self.max_completion_length)).tolist()
+        return ids, None
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatch):
+    """
+    The most that a step with AdamW takes, of a model of 3B in bfloat16 on a GPU, and of a tiny one elsewhere, where
+    the tensors that are alive are counted.
+    """
+    on_gpu = device == "cuda"
+    if not on_gpu:  # or TRL's tile of the logits is most of a tiny model's memory
+        monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
+    preset, group, completion, side = ("3b", 8, 512, 448) if on_gpu else ("tiny", 4, 48, 112)
+    processor = build_processor()
+    plain = Qwen2_5_VLProcessor(**{name: getattr(processor, name) for name in processor.get_attributes()})
+    plain.chat_template = processor.chat_template
+    plain.save_pretrained(tmp_path)
+    model = build_model(PRESETS[preset], processor, device, 0)
+    model.config.save_pretrained(tmp_path)
+    rows = build_dataset(argparse.Namespace(image_size=(side // 28, side // 28), questions=("What is it?",)), 1, 0)
+    args = MultimodalGRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        per_device_train_batch_size=group,
+        num_generations=group,
+        max_completion_length=completion,
+        max_steps=2,
+        optim="adamw_torch",
+        gradient_checkpointing=checkpointing,
+        self_check=False,
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
+        report_to="none",
+        save_strategy="no",
+    )
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 17) for ids in completion_ids]
+
+    trainer = Measured(model, reward, args, rows, processing_class=plain)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        with Watch(trainer.model.parameters()) as watch:
+            trainer.train()
+        peak = watch.peak + sum(parameter.nbytes for parameter in trainer.model.parameters())
+
+    parser = argparse.ArgumentParser()
+    estimate.add_arguments(parser)
+    said = parser.parse_args(
+        [
+            *("--model", str(tmp_path), "--device", device, "--optim", "adamw_torch"),
+            *("--dtype", "bfloat16" if on_gpu else "float32", "--bf16" if on_gpu else "--no-bf16"),
+            *("--prompt_tokens", str(trainer.prompt_tokens), "--completion_tokens", str(completion)),
+            *("--images", "1", "--image_size", str(side)),
+            *("--per_device_train_batch_size", str(group), "--num_generations", str(group)),
+            "--gradient_checkpointing" if checkpointing else "--no-gradient_checkpointing",
+        ]
+    )
+    assert peak == pytest.approx(estimate.memory(said, estimate.measure(said))["update"], rel=0.1)
