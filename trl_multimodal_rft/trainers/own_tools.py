@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
@@ -31,6 +32,9 @@ class OwnToolsMixin(TrainerMixin):
         self.tools: list[Callable] = []
         self.environment_factories = self.environments = self.chat_template = None
         self.rollout_func = rollout_func
+        kwargs["reward_funcs"] = [] if kwargs.get("reward_funcs") is None else kwargs["reward_funcs"]
+        if kwargs.get("train_dataset") is None:
+            kwargs["train_dataset"] = _empty_rows(environment_factory, kwargs["args"])
         super().__init__(*args, **kwargs)
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
@@ -145,6 +149,20 @@ class OwnToolsMixin(TrainerMixin):
         counts = torch.stack([batch["completion_mask"].sum(), self._loss_mask(batch).sum()])
         n_tokens, n_sampled = self.accelerator.reduce(counts, reduction="sum").tolist()
         self._metrics["train" if self.model.training else "eval"][name][-1] *= n_tokens / max(n_sampled, 1)
+
+
+def _empty_rows(environment_factory: Any, args: Any) -> Dataset:
+    """Rows to which an environment gives their prompts, as many as one generation batch has."""
+    if environment_factory is None:
+        raise ValueError("`train_dataset` is required, unless an `environment_factory` has the data.")
+    if isinstance(environment_factory, dict):
+        raise ValueError(
+            "With multiple environments, `train_dataset` is required: its column `environment` names that of each row."
+        )
+    if args.max_steps <= 0:
+        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else tells when to stop.")
+    n_rows = args.generation_batch_size // args.num_generations
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * n_rows})
 
 
 def _tools_of(environment: Any) -> dict[str, Callable]:
