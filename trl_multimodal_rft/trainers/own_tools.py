@@ -5,10 +5,11 @@ import atexit
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
@@ -31,6 +32,9 @@ class OwnToolsMixin(TrainerMixin):
         self.tools: list[Callable] = []
         self.environment_factories = self.environments = self.chat_template = None
         self.rollout_func = rollout_func
+        kwargs["reward_funcs"] = [] if kwargs.get("reward_funcs") is None else kwargs["reward_funcs"]
+        if kwargs.get("train_dataset") is None:
+            kwargs["train_dataset"] = _empty_rows(environment_factory, kwargs["args"])
         super().__init__(*args, **kwargs)
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
@@ -41,8 +45,8 @@ class OwnToolsMixin(TrainerMixin):
             self._set_environments(environment_factory)
         if not self.reward_funcs:
             raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
-        if self.tools and not is_chat_template_prefix_preserving(self.processing_class):
-            self.chat_template = get_training_chat_template(self.processing_class)
+        if self.tools:
+            self.chat_template = template_for_tools(self.processing_class)
         if not self._has_async_funcs and any(map(is_async_callable, [*self.tools, *self.reward_funcs])):
             self._has_async_funcs = True
             thread, self.async_loop, ready = start_event_loop_in_daemon(name=f"{type(self).__name__}-AsyncLoop")
@@ -57,12 +61,12 @@ class OwnToolsMixin(TrainerMixin):
         for name, (environment,) in self._environment_pool.items():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
-            methods = list(_tools_of(environment).values())
+            methods = list(tools_of(environment).values())
             self._env_tools[name] = self._standalone_tools + methods
             self.tools += [method for method in methods if method not in self.tools]
         kinds = {type(environment): None for (environment,) in self._environment_pool.values()}
         for kind in (each for each in kinds if hasattr(each, "get_reward")):
-            self.reward_funcs.append(_reward_of(kind))
+            self.reward_funcs.append(reward_of(kind))
             self.reward_func_names.append(kind.__name__)
             self.reward_processing_classes.append(None)
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
@@ -75,7 +79,7 @@ class OwnToolsMixin(TrainerMixin):
         if self.tools:
             own = self.environments or [None] * len(inputs)
             tools = [
-                {**{tool.__name__: tool for tool in self._standalone_tools}, **_tools_of(environment)}
+                {**{tool.__name__: tool for tool in self._standalone_tools}, **tools_of(environment)}
                 for environment in own
             ]
             self._sync_tool_dicts, self._async_tool_dicts = (
@@ -86,26 +90,8 @@ class OwnToolsMixin(TrainerMixin):
 
     def _enter_environments(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Resets an environment for each row, and adds to its prompt what that shows."""
-        factories: Any = self.environment_factories
         self._batch_environments = [row.get("environment") if self._multi_environment else None for row in inputs]
-        for name in self._batch_environments:
-            if name not in factories:
-                raise ValueError(
-                    f"A row has `environment={name!r}`, which `environment_factory` doesn't have; it has "
-                    f"{list(factories)}."
-                )
-        taken: Counter[Any] = Counter()
-        self.environments, rows = [], []
-        for name, row in zip(self._batch_environments, inputs, strict=True):
-            pool = self._environment_pool[name]
-            if taken[name] == len(pool):
-                pool.append(factories[name]())
-            environment = pool[taken[name]]
-            taken[name] += 1
-            self.environments.append(environment)
-            kept = {key: value for key, value in row.items() if key != "environment" or not self._multi_environment}
-            prompt = row.get("prompt", [{"role": "user", "content": ""}])
-            rows.append({**row, "prompt": _with_observation(prompt, environment.reset(**kept))})
+        self.environments, rows = enter(inputs, self.environment_factories, self._environment_pool)
         return rows
 
     def _generate(self, prompts):
@@ -147,14 +133,103 @@ class OwnToolsMixin(TrainerMixin):
         self._metrics["train" if self.model.training else "eval"][name][-1] *= n_tokens / max(n_sampled, 1)
 
 
-def _tools_of(environment: Any) -> dict[str, Callable]:
-    """The public methods of an environment, by name."""
+def _empty_rows(environment_factory: Any, args: Any) -> Dataset:
+    """Rows to which an environment gives their prompts, as many as one generation batch has."""
+    if environment_factory is None:
+        raise ValueError("`train_dataset` is required, unless an `environment_factory` has the data.")
+    if isinstance(environment_factory, dict):
+        raise ValueError(
+            "With multiple environments, `train_dataset` is required: its column `environment` names that of each row."
+        )
+    if args.max_steps <= 0:
+        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else tells when to stop.")
+    n_rows = args.generation_batch_size // args.num_generations
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * n_rows})
+
+
+def template_for_tools(processing_class: Any) -> str | None:
+    """
+    The chat template with which a conversation can go on as it began.
+
+    Args:
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What encodes prompts.
+
+    Returns:
+        `str` or `None`: TRL's, where the own one writes earlier turns in another way once others follow; else `None`.
+    """
+    preserves = is_chat_template_prefix_preserving(processing_class)
+    return None if preserves else get_training_chat_template(processing_class)
+
+
+def enter(
+    rows: Sequence[dict[str, Any]], factories: dict[str | None, Callable], pool: dict[str | None, list[Any]]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """
+    Resets an environment for each row.
+
+    Args:
+        rows (`Sequence[dict]`):
+            The rows. With several kinds of environments, the column `environment` names each row's.
+        factories (`dict[str | None, Callable]`):
+            What makes environments, by name; the only one has the name `None`.
+        pool (`dict[str | None, list]`):
+            Environments that there are, by name, to which those are added that lack.
+
+    Returns:
+        `tuple`: Environments, and rows whose prompts end with what these show.
+
+    Raises:
+        `ValueError`: If a row names an environment that there isn't.
+    """
+    several = None not in factories
+    names = [row.get("environment") if several else None for row in rows]
+    for name in names:
+        if name not in factories:
+            raise ValueError(
+                f"A row has `environment={name!r}`, which `environment_factory` doesn't have; it has "
+                f"{list(factories)}."
+            )
+    taken: Counter[Any] = Counter()
+    environments, shown = [], []
+    for name, row in zip(names, rows, strict=True):
+        if taken[name] == len(pool[name]):
+            pool[name].append(factories[name]())
+        environment = pool[name][taken[name]]
+        taken[name] += 1
+        environments.append(environment)
+        kept = {key: value for key, value in row.items() if key != "environment" or not several}
+        prompt = row.get("prompt", [{"role": "user", "content": ""}])
+        shown.append({**row, "prompt": _with_observation(prompt, environment.reset(**kept))})
+    return environments, shown
+
+
+def tools_of(environment: Any) -> dict[str, Callable]:
+    """
+    The public methods of an environment.
+
+    Args:
+        environment (`Any`):
+            The environment.
+
+    Returns:
+        `dict[str, Callable]`: Its tools, by name.
+    """
     names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
     return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
 
 
-def _reward_of(kind: type) -> Callable:
-    """A reward function that asks environments of a kind, and says nothing of others."""
+def reward_of(kind: type) -> Callable:
+    """
+    A reward function that asks environments of a kind, and says nothing of others.
+
+    Args:
+        kind (`type`):
+            Their class, with a method `get_reward`, plain or async.
+
+    Returns:
+        `Callable`: The function, which gets `environments`.
+    """
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def reward(environments, **kwargs):

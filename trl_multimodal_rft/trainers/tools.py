@@ -56,6 +56,8 @@ class Talk:
             What tools returned, with its places in the completion.
         whole ([`EncodedPrompt`], *optional*):
             All of it up to the last result.
+        counts (`Counter[str]`, *optional*):
+            How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it.
     """
 
     prompt: EncodedPrompt
@@ -66,6 +68,7 @@ class Talk:
     mask: list[int]
     turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
     whole: EncodedPrompt | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -134,30 +137,25 @@ class Conversations:
     anyone: Callable[[bool], bool] = bool
     loop: Any = None
 
-    def run(self, talks: list[Talk]) -> Counter[str]:
+    def run(self, talks: list[Talk]) -> None:
         """
         Goes on with completions that end with calls.
 
         Args:
             talks (`list[Talk]`):
                 All completions, which are extended.
-
-        Returns:
-            `Counter[str]`: How many `calls` there were, how many `failures`, and how many completions ended by
-            `length`, `turns` and `media`.
         """
-        counts: Counter[str] = Counter()
         calling = {i: talk for i, talk in enumerate(talks) if talk.calls}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            going_on = [i for i, talk in calling.items() if self._answer(i, talk, counts)]
+            going_on = [i for i, talk in calling.items() if self._answer(i, talk)]
             if not self.anyone(bool(going_on)):
-                return counts
+                return
             self._continue([talks[i] for i in going_on], talks[0].prompt, going_on)
             calling = {i: talks[i] for i in going_on if talks[i].calls}
             n_turns += 1
-        counts["turns"] += len(calling)
-        return counts
+        for talk in calling.values():
+            talk.counts["turns"] += 1
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -167,18 +165,18 @@ class Conversations:
     def _text_config(self):
         return self.model.config.get_text_config(decoder=True)
 
-    def _answer(self, index: int, talk: Talk, counts: Counter[str]) -> bool:
+    def _answer(self, index: int, talk: Talk) -> bool:
         """Appends the results of a completion's calls, if they fit."""
-        results = self._call_tools(index, talk, counts)
-        turn, results = self._encode_results(talk, results, counts)
+        results = self._call_tools(index, talk)
+        turn, results = self._encode_results(talk, results)
         limit = getattr(self._text_config, "max_position_embeddings", None)
         length = len(talk.ids) + len(turn)
         if length > self.max_length or (limit is not None and len(talk.prompt) + length >= limit):
-            counts["length"] += 1
+            talk.counts["length"] += 1
             return False
         n_media = sum(1 for message in [*talk.messages, *results] for _ in iter_refs(message))
         if self.max_media is not None and n_media > self.max_media:
-            counts["media"] += 1
+            talk.counts["media"] += 1
             return False
         talk.turns.append((len(talk.ids), turn))
         talk.history += [called(results), *results]
@@ -187,12 +185,12 @@ class Conversations:
         talk.whole = so_far(talk.prompt, talk.ids, talk.turns, self.model)
         return True
 
-    def _call_tools(self, index: int, talk: Talk, counts: Counter[str]) -> list[dict[str, Any]]:
+    def _call_tools(self, index: int, talk: Talk) -> list[dict[str, Any]]:
         """What the tools of a completion return, as messages in the order of the calls."""
         tools = self.tools[index]
         results: list[Any] = []
         for call in talk.calls:
-            counts["calls"] += 1
+            talk.counts["calls"] += 1
             function = call.get("function", {})
             name = function.get("name", call.get("name", "unknown"))
             try:
@@ -207,16 +205,14 @@ class Conversations:
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
-        counts["failures"] += sum(isinstance(result, Exception) for _, result in results)
+        talk.counts["failures"] += sum(isinstance(result, Exception) for _, result in results)
         row = index if talk.prompt.row is None else talk.prompt.row
         return [
             {"role": "tool", "name": name, "content": _content(name, result, row, self.media_rules)}
             for name, result in results
         ]
 
-    def _encode_results(
-        self, talk: Talk, results: list[dict[str, Any]], counts: Counter[str]
-    ) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
+    def _encode_results(self, talk: Talk, results: list[dict[str, Any]]) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
         """Results as tokens, and as messages; an error stands for what can't be encoded."""
         ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
         options = {
@@ -231,7 +227,7 @@ class Conversations:
         except MediaError as error:
             with_media = [message for message in results if next(iter_refs(message), None) is not None]
             failed = with_media or results  # texts that hold placeholders
-            counts["failures"] += len(failed)
+            talk.counts["failures"] += len(failed)
             logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
             reason = str(error)
             for token in placeholder_tokens(self.model, self.processor):
@@ -288,7 +284,8 @@ class ToolsMixin(TrainerMixin):
         tools = [
             {**plain, **waiting} for plain, waiting in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)
         ]
-        counts = self._conversations(tools).run(talks)
+        self._conversations(tools).run(talks)
+        counts = sum((talk.counts for talk in talks), Counter())
         model = unwrapped(self.accelerator, self.model)
         batch.prompts = [
             conversation(talk.prompt, talk.turns, talk.whole, _is_causal(model, talk.prompt, talk.whole))
