@@ -119,6 +119,13 @@ def test_conversational_completions_are_read_from_their_last_message():
     completions = [[{"role": "assistant", "content": "Seven"}], called]
     assert accuracy_reward(completions=completions, solution=["seven", "seven"]) == [1.0, 1.0]
     assert format_reward(completions=completions) == [0.0, 1.0]
+    # What a tool says is no answer, and may be a picture
+    unanswered = [
+        [called[0], {"role": "tool", "content": content}]
+        for content in ("<answer>seven</answer>", [{"type": "image", "image": None}])
+    ]
+    assert accuracy_reward(completions=unanswered, solution=["seven", "seven"]) == [0.0, 0.0]
+    assert format_reward(completions=unanswered) == [0.0, 0.0]
 
 
 def test_rows_without_a_reference_are_not_applicable():

@@ -25,6 +25,8 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
     Returns:
         [`~transformers.PreTrainedModel`]: The model itself.
     """
+    if isinstance(model, PreTrainedModel):
+        return model  # nothing is around it; Accelerate looks through all installed packages to tell
     own: Any = model if accelerator is None else accelerator.unwrap_model(model)
     return own.get_base_model() if is_peft_model(own) else own
 

@@ -108,9 +108,13 @@ def completion_text(completion: str | list[dict[str, str]]) -> str:
             Completion, plain or conversational.
 
     Returns:
-        `str`: The text, of a conversational completion that of its last message.
+        `str`: The text, of a conversational completion that of its last message; nothing if that is a tool's, which
+        the model left without an answer.
     """
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    if isinstance(completion, str):
+        return completion
+    last = completion[-1]
+    return "" if last["role"] == "tool" else last["content"]
 
 
 def extract_answer(text: str) -> str:
