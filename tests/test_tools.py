@@ -28,6 +28,7 @@ from helpers.trainer_utils import (
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.encoding.conversations import Conversation
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 
 
 class Talking(Recording, Scripted, MultimodalGRPOTrainer):
@@ -378,6 +379,93 @@ def test_runs_go_on_inside_a_batch_of_conversations(options, tmp_path):
         resumed.train(resume_from_checkpoint=checkpoint(straight, step))
         assert resumed.trained_on == straight.trained_on[step * straight.args.gradient_accumulation_steps :]
         assert same_weights(straight, resumed)
+
+
+class Shown(Gallery):
+    """Shows a row's image, then smaller ones, and counts them."""
+
+    def reset(self, image, **row):
+        self.image, self.n = image, 0
+        return [{"type": "text", "text": " Look closer."}]
+
+    def show(self, number: int) -> list:
+        """
+        Shows a part.
+
+        Args:
+            number: Which one.
+
+        Returns:
+            It.
+        """
+        self.n += 1
+        return [{"type": "image", "image": self.image.resize((56, 56))}, TEXT]
+
+    def get_reward(self) -> float:
+        return float(self.n)
+
+
+def test_evaluation_runs_environments(tmp_path, monkeypatch):
+    """First turns are scripted, what follows is what the model's own `generate` says to the whole conversation."""
+    rows = image_rows(4)
+    objects = talking("qwen3_vl")
+    model, processor = objects.values()
+    generate, tokenizer, seen = type(model).generate, processor.tokenizer, []
+
+    def scripted(self, **inputs):
+        if tokenizer.decode(inputs["input_ids"].flatten()).count("<tool_call>") > 0:
+            return generate(self, **inputs)
+        end = tokenizer.eos_token_id
+        # The third doesn't call
+        said = [
+            [*tokenizer(call(number=i) if i != 2 else "No")["input_ids"], end] for i in range(len(inputs["input_ids"]))
+        ]
+        width = max(map(len, said))
+        said = torch.tensor([[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in said])
+        return torch.cat([inputs["input_ids"], said], 1)
+
+    def truth(i, suppressed):
+        block = {"type": "image", "image": rows[i]["image"]}
+        question = [block, {"type": "text", "text": rows[i]["prompt"][0]["content"]}, *Shown().reset(**rows[i])]
+        shown = [{"type": "image", "image": rows[i]["image"].resize((56, 56))}, TEXT]
+        said = [{"type": "text", "text": call(number=i)}]
+        messages = [("user", question), ("assistant", said), ("tool", shown)]
+        inputs = encode(processor, [{"role": role, "content": content} for role, content in messages])
+        options = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": suppressed}
+        return generate(model, **inputs, **options)[0, inputs["input_ids"].size(1) :].tolist()
+
+    def first(completions, environments, **kwargs):
+        seen.append((completions, environments))
+        return [environment.get_reward() for environment in environments]
+
+    monkeypatch.setattr(type(model), "generate", scripted)
+    config = EvaluationConfig(max_completion_length=200, max_tool_calling_iterations=1, batch_size=4)
+    options = {"max_completion_length": 200, "max_tool_calling_iterations": 1}
+    makers = {**objects, "environment_factory": Shown}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen3_vl", rows, tmp_path, reward=first, objects=makers, **options)
+    suppressed = trainer.generation_config.suppress_tokens
+    alone = evaluate(model, processor, rows, first, config, environment_factory=Shown)
+    within = evaluate_trainer(trainer, rows, args=config)
+    assert alone.rows == within.rows and alone.metrics == within.metrics
+    assert alone.metrics["accuracy"] == alone.metrics["reward/Shown"] == 0.75
+    ended = {f"tools/ended_by_{name}": 0.0 for name in ("length", "turns", "media")}
+    expected = {"tools/call_frequency": 0.75, "tools/failure_frequency": 0.0, **ended}
+    assert expected.items() <= alone.metrics.items()
+    assert [row["tool_calls"] for row in alone.rows] == [[1], [1], [0], [1]]
+    (completions, environments), (_, others) = seen
+    assert not {*map(id, environments)} & {*map(id, others)}
+    for i, completion in enumerate(completions):
+        if i == 2:
+            assert alone.rows[i]["completions"] == ["No"] == [completion[0]["content"]]
+            continue
+        assert completion[1]["content"][0]["image"].size == (56, 56)
+        answer = truth(i, suppressed)[: alone.rows[i]["completion_lengths"][0]]
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        said, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
+        assert len(text) > 3 and said.startswith(text)
+        assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(said)
+    (file,) = [alone.save(tmp_path / "results") or tmp_path / "results" / "rows.parquet"]
+    assert load_dataset("parquet", data_files=str(file), split="train")["ended_by"][0] == [None]
 
 
 @pytest.mark.slow

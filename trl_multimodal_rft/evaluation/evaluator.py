@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from ..data.fetch import FetchOnce, Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.processors import check_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import family_of
 from ..forward.processes import refuse_runs_apart
 from ..generation.transformers import as_generation_config, trim_after_eos
@@ -50,7 +50,10 @@ from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.choices import named_choice
 from ..trainers.multimodal import MultimodalMixin
+from ..trainers.own_tools import enter, reward_of, template_for_tools, tools_of
 from ..trainers.random_state import kept_random_state
+from ..trainers.setup import check_takes_tools
+from ..trainers.tools import ENDS, WHOLE_ROW, Conversations, Talk, said, with_whole_rows
 from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
 
 
@@ -89,6 +92,11 @@ class EvaluationConfig:
             Smallest value of the first reward function at which a completion counts as correct.
         group_by (`str`, *optional*):
             Column by whose values accuracy is told apart too, such as `"task"` of MMAU.
+        max_tool_calling_iterations (`int`, *optional*):
+            How often a completion's calls of tools are answered at most. By default as often as the trainer does, if
+            there is one, or else as often as the completion has room for.
+        max_tool_media (`int`, *optional*):
+            Media that tools return in a completion at most. By default as many as with the trainer, if there is one.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -122,6 +130,12 @@ class EvaluationConfig:
     )
     group_by: str | None = field(
         default=None, metadata={"help": "Column by whose values accuracy is told apart too, such as `task` of MMAU."}
+    )
+    max_tool_calling_iterations: int | None = field(
+        default=None, metadata={"help": "How often a completion's calls of tools are answered at most."}
+    )
+    max_tool_media: int | None = field(
+        default=None, metadata={"help": "Media that tools return in a completion at most."}
     )
     confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
     seed: int = field(default=0, metadata={"help": "Seed of sampling."})
@@ -173,14 +187,18 @@ class EvaluationResult:
             the ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length`
             in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
             samples the first reward function all gave a value; `skipped_rows`, those that couldn't be read and aren't
-            counted, where they are left out; `accuracy/<value>` of each value of `group_by`; and
-            `metric/<name>`, means over batches of what reward functions gave to `log_metric`. `None` where there is
-            nothing to take a mean of, or too little for an interval.
+            counted, where they are left out; `accuracy/<value>` of each value of `group_by`; with tools,
+            `tools/call_frequency` (calls per completion), `tools/failure_frequency` (of calls) and
+            `tools/ended_by_length`, `..._turns` and `..._media` (of completions); and `metric/<name>`, means over
+            batches of what reward functions gave to `log_metric`. `None` where there is nothing to take a mean of, or
+            too little for an interval.
         rows (`list[dict]`):
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which media are marks such
             as `"<audio>"`; lists with an entry for each completion: `completions`, `extracted_answers`, `correct`,
             `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions gave to
-            `log_extra`; and the dataset's other columns, if they hold text and numbers and have none of these names.
+            `log_extra`; with tools, `tool_calls`, `tool_failures` and `ended_by`, while `completions` are the whole
+            conversations as text; and the dataset's other columns, if they hold text and numbers and have none of
+            these names.
         settings (`dict`):
             What was evaluated, and how.
         skipped (`dict[int, str]`):
@@ -211,6 +229,23 @@ class EvaluationResult:
 
 
 @dataclass
+class _Environments:
+    """What makes environments, by name, and those that there are."""
+
+    factories: dict[str | None, Callable]
+    pool: dict[str | None, list[Any]]
+
+
+class _Asked(NamedTuple):
+    """What one completion answers: a row, its prompt as messages and encoded, and the environment it is in."""
+
+    row: Row
+    messages: Any
+    prompt: EncodedPrompt
+    environment: Any = None
+
+
+@dataclass
 class _Policy:
     """
     What completes prompts.
@@ -218,7 +253,8 @@ class _Policy:
     `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `complete(prompts,
     config)` gives the ids of completions, each up to its end. With `in_step`, processes must call it equally often;
     with `keep_decoded`, it takes the prompts' media, too, as they were decoded. With
-    `on_media_error="skip"`, rows that can't be read are left out.
+    `on_media_error="skip"`, rows that can't be read are left out. With `conversations`, `tools` and those of
+    `environments` are called.
     """
 
     model: nn.Module
@@ -233,6 +269,14 @@ class _Policy:
     in_step: bool = False
     keep_decoded: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
+    tools: Sequence[Callable] = ()
+    environments: _Environments | None = None
+    conversations: Callable[..., Conversations] | None = None
+
+    def tools_in(self, environment: Any) -> dict[str, Callable]:
+        """Tools by name."""
+        own = {} if environment is None else tools_of(environment)
+        return {**{tool.__name__: tool for tool in self.tools}, **own}
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -243,13 +287,15 @@ def evaluate(
     model: PreTrainedModel | nn.Module,
     processing_class: ProcessorMixin | PreTrainedTokenizerBase,
     dataset: Dataset | Sequence[dict[str, Any]],
-    reward_funcs: Callable | list[Callable],
+    reward_funcs: Callable | list[Callable] | None,
     args: EvaluationConfig | None = None,
     *,
     accelerator: Accelerator | None = None,
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     media_rules: MediaRules = DEFAULT_RULES,
+    tools: list[Callable] | None = None,
+    environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
 ) -> EvaluationResult:
     """
     Lets a model complete the prompts of a dataset and counts what is right.
@@ -270,7 +316,8 @@ def evaluate(
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`):
             Rows with the column `prompt`, media columns, and what reward functions ask for, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
-            Reward functions as the trainers take them, plain or async. The first tells what is correct.
+            Reward functions as the trainers take them, plain or async. The first tells what is correct. `None` where
+            environments give the reward, which otherwise comes after these.
         args ([`EvaluationConfig`], *optional*):
             How to sample and count. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
@@ -281,6 +328,10 @@ def evaluate(
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
         media_rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
+        tools (`list[Callable]`, *optional*):
+            Tools that the model may call, as for [`MultimodalGRPOTrainer`].
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Environments, as for [`MultimodalGRPOTrainer`].
 
     Returns:
         [`EvaluationResult`]: Metrics and rows, the same on each process.
@@ -321,7 +372,30 @@ def evaluate(
         return trim_after_eos(output, config.eos_token_id)
 
     policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong, media_rules)
-    return _evaluate(policy, dataset, reward_funcs, args or EvaluationConfig(), accelerator)
+    if tools or environment_factory is not None:
+        check_takes_tools(processing_class)
+        policy.template_kwargs = {"chat_template": template_for_tools(processing_class), **policy.template_kwargs}
+        policy.tools = tools or ()
+        policy.conversations = functools.partial(
+            Conversations,
+            model=base,
+            processor=processing_class,
+            max_turns=math.inf,
+            max_media=None,
+            template_kwargs=policy.template_kwargs,
+            audio_overlong=audio_overlong,
+            media_rules=media_rules,
+            apart=forward.remedies.apart,
+        )
+    reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+    if environment_factory is not None:
+        factories = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
+        factories = {name: with_whole_rows(factory, media_rules) for name, factory in factories.items()}
+        with kept_random_state():
+            policy.environments = _Environments(factories, {name: [factory()] for name, factory in factories.items()})
+        kinds = {type(environment): None for [environment] in policy.environments.pool.values()}
+        reward_funcs += [reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
+    return _evaluate(policy, dataset, _named(reward_funcs), args or EvaluationConfig(), accelerator)
 
 
 def evaluate_trainer(
@@ -335,7 +409,7 @@ def evaluate_trainer(
     ZeRO-3 spread over processes. Nothing that training depends on is changed.
 
     Completions are sampled by what the trainer samples with, transformers or vLLM, with its chat template and its
-    `audio_overlong` and rules for media.
+    `audio_overlong` and rules for media. They call its tools; environments are made anew.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -377,7 +451,14 @@ def evaluate_trainer(
         keep_decoded=trainer.use_vllm,
         trainer_state=trainer.state,
     )
-    return _evaluate(policy, dataset, reward_funcs or list(trainer.reward_funcs), args, trainer.accelerator)
+    if trainer.tools:
+        policy.tools = trainer._standalone_tools
+        policy.conversations = trainer._conversations
+    if trainer.environment_factories is not None:
+        factories: Any = trainer.environment_factories
+        policy.environments = _Environments(factories, {name: [] for name in factories})
+    named = _named(reward_funcs) if reward_funcs else _named(list(trainer.reward_funcs), trainer.reward_func_names)
+    return _evaluate(policy, dataset, named, args, trainer.accelerator)
 
 
 def _check_trainer(trainer: MultimodalMixin) -> None:
@@ -392,11 +473,10 @@ def _check_trainer(trainer: MultimodalMixin) -> None:
 def _evaluate(
     policy: _Policy,
     dataset: Dataset | Sequence[dict[str, Any]],
-    reward_funcs: Callable | list[Callable],
+    named_funcs: dict[str, Callable],
     args: EvaluationConfig,
     accelerator: Accelerator,
 ) -> EvaluationResult:
-    named_funcs = _named(reward_funcs)
     if not isinstance(dataset, (Dataset, Sequence)) or len(dataset) == 0:
         raise ValueError(
             f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with at least "
@@ -408,6 +488,8 @@ def _evaluate(
     is_table = isinstance(dataset, Dataset)
 
     def look(at, whole: bool) -> None:
+        if policy.environments is not None:
+            return  # environments read what columns they like
         ignored = policy.ignored_media_columns
         warning = check_columns(at, "The dataset", ignored, needs_prompt=is_table and whole, whole=whole)
         if warning is not None:
@@ -427,7 +509,7 @@ def _evaluate(
         kept_random_state(),
         evaluation_mode(policy.model),
         as_generation_config(policy.base, config),
-        reward_loop([*named_funcs.values()]) as loop,
+        reward_loop([*named_funcs.values(), *_callables(policy)]) as loop,
     ):
         for first in range(0, len(batches), accelerator.num_processes):
             place = first + accelerator.process_index
@@ -438,11 +520,12 @@ def _evaluate(
                 batch = rows.__getitems__(indices)
                 if first == 0 and not columns_known(dataset):
                     look(batch, whole=False)
-                read, failed = _read(policy, batch)
+                read, failed = _read(policy, batch, args.num_samples)
                 answered, metrics = _answer(policy, read, named_funcs, config, args, loop)
                 if place < len(batches):
                     skipped |= failed
-                    for (row, _, _), record in zip(read, answered, strict=True):
+                    for asked, record in zip(read[:: args.num_samples], answered, strict=True):
+                        row = asked.row
                         record = {"index": row.number, **record}
                         others = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
                         left_out.update(name for name, value in others.items() if not _is_plain(value))
@@ -487,7 +570,17 @@ class _Rows:
         return [Row(index, self._rows.__getitem__) for index in indices]
 
 
-def _named(reward_funcs: Callable | list[Callable]) -> dict[str, Callable]:
+def _callables(policy: _Policy) -> list[Callable]:
+    """All tools that there may be, of which some may be async."""
+    if policy.environments is None:
+        return list(policy.tools)
+    pool = policy.environments.pool
+    for name, factory in policy.environments.factories.items():
+        pool[name] = pool[name] or [factory()]
+    return [tool for [environment, *_] in pool.values() for tool in policy.tools_in(environment).values()]
+
+
+def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
     """Reward functions by the names of their metrics."""
     reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if not reward_funcs:
@@ -498,7 +591,7 @@ def _named(reward_funcs: Callable | list[Callable]) -> dict[str, Callable]:
                 "A reward model can't be called like a function; pass `RewardModel(model, processor)` or functions as "
                 "`reward_funcs`."
             )
-    names = [get_callable_name(reward_func) for reward_func in reward_funcs]
+    names = names or [get_callable_name(reward_func) for reward_func in reward_funcs]
     if len(set(map(id, reward_funcs))) < len(reward_funcs):
         raise ValueError(f"Reward functions must have different names, but are called {names}; one is there twice.")
     return dict(zip(distinct_names(names), reward_funcs, strict=True))
@@ -525,31 +618,53 @@ def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationCon
     )
 
 
-def _read(policy: _Policy, rows: Sequence[Row]) -> tuple[list[tuple[Row, Any, EncodedPrompt]], dict[int, str]]:
-    """Rows, their messages and their encoded prompts; and rows that are left out, and why."""
-    for row in rows:
+def _read(policy: _Policy, rows: Sequence[Row], n_samples: int) -> tuple[list[_Asked], dict[int, str]]:
+    """What each completion of rows answers; and rows that are left out, and why."""
+    for row in rows if policy.environments is None else ():
         check_has_prompt(row)
     own_tokens = placeholder_tokens(policy.base, policy.processor)
 
-    def encoded(rows: Sequence[Row]) -> list[tuple[Row, Any, EncodedPrompt]]:
-        placed = rows_to_messages(rows, policy.ignored_media_columns, own_tokens, policy.media_rules)
-        prompts = [row["prompt"] for row in placed]
-        return [
-            (
-                row,
-                prompt,
-                encode_prompt(
-                    prompt,
-                    policy.processor,
-                    policy.base,
-                    template_kwargs=policy.template_kwargs,
-                    audio_overlong=policy.audio_overlong,
-                    keep_decoded=policy.keep_decoded,
-                    row=row.number,
-                ),
-            )
-            for row, prompt in zip(rows, prompts, strict=True)
+    def encode(prompt: Any, row: Row, environment: Any = None) -> EncodedPrompt:
+        template_kwargs = policy.template_kwargs
+        if policy.conversations is not None:
+            if isinstance(prompt, str):
+                raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
+            template_kwargs = {**template_kwargs, "tools": [*policy.tools_in(environment).values()] or None}
+        return encode_prompt(
+            prompt,
+            policy.processor,
+            policy.base,
+            template_kwargs=template_kwargs,
+            audio_overlong=policy.audio_overlong,
+            keep_decoded=policy.keep_decoded,
+            row=row.number,
+        )
+
+    def encoded(rows: Sequence[Row]) -> list[_Asked]:
+        if "prompt" in rows[0] or policy.environments is None:
+            placed = rows_to_messages(rows, policy.ignored_media_columns, own_tokens, policy.media_rules)
+        else:
+            placed = [dict(row) for row in rows]
+        if policy.environments is None:
+            asked = [
+                _Asked(row, own["prompt"], encode(own["prompt"], row)) for row, own in zip(rows, placed, strict=True)
+            ]
+            return [each for each in asked for _ in range(n_samples)]
+        # An environment for each completion, which may each show something else
+        wholes = restore_rows(rows, policy.media_rules)
+        entering = [
+            {**{name: own[name] for name in own if name not in MEDIA_COLUMNS}, WHOLE_ROW: (row.number, whole)}
+            for row, own, whole in zip(rows, placed, wholes, strict=True)
+            for _ in range(n_samples)
         ]
+        environments, entered = enter(entering, policy.environments.factories, policy.environments.pool)
+        asked = []
+        for i, (environment, own) in enumerate(zip(environments, entered, strict=True)):
+            row, prompt = rows[i // n_samples], own["prompt"]
+            same = i % n_samples > 0 and same_prompt(prompt, asked[-1].messages)
+            shared = asked[-1].prompt if same else encode(prompt, row, environment)
+            asked.append(_Asked(row, prompt, shared, environment))
+        return asked
 
     try:
         return encoded(rows), {}
@@ -562,7 +677,8 @@ def _read(policy: _Policy, rows: Sequence[Row]) -> tuple[list[tuple[Row, Any, En
             encoded([row])
         except MediaError as error:
             failed[row.number] = str(error)
-    read = encoded([row for row in rows if row.number not in failed])
+    rest = [row for row in rows if row.number not in failed]
+    read = encoded(rest) if rest else []
     if not read and policy.in_step:
         raise MediaError(
             "No row of a batch can be read, and other processes wait for its completions; make `batch_size` larger. "
@@ -573,7 +689,7 @@ def _read(policy: _Policy, rows: Sequence[Row]) -> tuple[list[tuple[Row, Any, En
 
 def _answer(
     policy: _Policy,
-    read: list[tuple[Row, Any, EncodedPrompt]],
+    read: list[_Asked],
     named_funcs: dict[str, Callable],
     config: GenerationConfig,
     args: EvaluationConfig,
@@ -582,24 +698,33 @@ def _answer(
     """The records of rows, and the metrics that reward functions logged."""
     if not read:
         return [], []
-    rows, prompts, encoded = (list(each) for each in zip(*read, strict=True))
     n = args.num_samples
-    repeated = [prompt for prompt in encoded for _ in range(n)]
-    ids = []
-    for start in range(0, len(repeated), args.batch_size):
-        ids += policy.complete(repeated[start : start + args.batch_size], config)
+    talks: list[Talk] = []
+    for start in range(0, len(read), args.batch_size):
+        talks += _complete(policy, read[start : start + args.batch_size], config, args, loop)
+    ids = [talk.ids for talk in talks]
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    numbers = [row.number for row in rows for _ in range(n)]
+    numbers = [asked.row.number for asked in read]
+    rows, prompts = ([getattr(asked, name) for asked in read[::n]] for name in ("row", "messages"))
+    restored = [row for row in restore_rows(rows, policy.media_rules) for _ in range(n)]
+    messages = None
+    if policy.conversations is not None:
+        messages = [talk.messages for talk in talks]
+        texts = [as_text(strip_media(each)) for each in messages]
+    if policy.environments is not None:
+        restored = [{**row, "environments": asked.environment} for row, asked in zip(restored, read, strict=True)]
     rewards, extras, metrics = call_rewards(
         [checked_reward(func, name, rows=numbers) for name, func in named_funcs.items()],
-        prompts=[prompt for prompt in restore_media(prompts) for _ in range(n)],
+        prompts=restore_media([asked.messages for asked in read]),
         texts=texts,
         ids=ids,
-        rows=[row for row in restore_rows(rows, policy.media_rules) for _ in range(n)],
+        rows=restored,
         trainer_state=policy.trainer_state,
         loop=loop,
         media_rules=policy.media_rules,
+        completions=restore_media(messages),
     )
+    answers = texts if messages is None else [str(strip_media(each[-1])["content"]) for each in messages]
     ends = {*config.eos_token_id, config.pad_token_id}
     records = []
     for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
@@ -608,15 +733,47 @@ def _answer(
         own = {
             "prompt": as_text(strip_media(prompt)),
             "completions": texts[part],
-            "extracted_answers": [extracted_answer(text, row.get("choices")) for text in texts[part]],
+            "extracted_answers": [extracted_answer(text, row.get("choices")) for text in answers[part]],
             "correct": [None if reward is None else reward >= args.correct_threshold for reward in decisive],
-            "completion_lengths": [len(tokens) for tokens in ids[part]],
+            "completion_lengths": [sum(talk.mask) for talk in talks[part]],
             "truncated": [not tokens or tokens[-1] not in ends for tokens in ids[part]],
             **{f"reward/{name}": values[part] for name, values in rewards.items()},
             **{f"extra/{name}": values[part] for name, values in extras.items()},
         }
+        if policy.conversations is not None:
+            own["tool_calls"] = [talk.counts["calls"] for talk in talks[part]]
+            own["tool_failures"] = [talk.counts["failures"] for talk in talks[part]]
+            own["ended_by"] = [next((end for end in ENDS if talk.counts[end]), None) for talk in talks[part]]
         records.append(own)
     return records, metrics
+
+
+def _complete(
+    policy: _Policy,
+    asked: list[_Asked],
+    config: GenerationConfig,
+    args: EvaluationConfig,
+    loop: asyncio.AbstractEventLoop | None,
+) -> list[Talk]:
+    """Completions, with calls of tools answered."""
+    ids = policy.complete([each.prompt for each in asked], config)
+    talks = [Talk(each.prompt, own, [], [], None, [1] * len(own)) for each, own in zip(asked, ids, strict=True)]
+    if policy.conversations is None:
+        return talks
+    tools = [policy.tools_in(each.environment) for each in asked]
+    for talk, own, each in zip(talks, tools, asked, strict=True):
+        talk.history = list(each.messages)
+        talk.messages = [said(policy.tokenizer, talk.ids, talk.prompt.input_ids.tolist(), own)]
+    limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
+    policy.conversations(
+        tools=tools,
+        complete=lambda prompts, _: (policy.complete(prompts, config), None),
+        max_length=args.max_completion_length,
+        ends=config.eos_token_id,
+        loop=loop,
+        **{name: limit for name, limit in limits.items() if limit is not None},
+    ).run(talks)
+    return talks
 
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
@@ -677,6 +834,12 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         metrics[f"reward/{name}"] = _mean(_flat(record[f"reward/{name}"] for record in records))
     metrics["completion_length"] = _mean(_flat(record["completion_lengths"] for record in records))
     metrics["truncated"] = _mean(_flat(record["truncated"] for record in records))
+    if records and "ended_by" in records[0]:
+        calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
+        ended = [end for record in records for end in record["ended_by"]]
+        metrics["tools/call_frequency"] = calls / len(ended)
+        metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
+        metrics |= {f"tools/ended_by_{end}": ended.count(end) / len(ended) for end in ENDS}
     return {**metrics, "rows": len(records), "scored_rows": len(scored)}
 
 

@@ -24,7 +24,11 @@ _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
 def reward_arguments(
-    prompts: Sequence[Any], texts: Sequence[str], ids: Sequence[Sequence[int]], rows: Sequence[dict[str, Any]]
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    rows: Sequence[dict[str, Any]],
+    completions: Sequence[list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
     """
     What reward functions get, by the names that TRL's trainers give it.
@@ -38,17 +42,20 @@ def reward_arguments(
             Their ids.
         rows (`Sequence[dict]`):
             Each completion's dataset row.
+        completions (`Sequence[list[dict]]`, *optional*):
+            The completions' messages. By default one of the text, where prompts are messages.
 
     Returns:
         `dict`: `prompts`, `completions` and `completion_ids`, and the columns of the rows. What the model made isn't
         replaced by a column of the same name.
     """
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
-    conversational = is_conversational({"prompt": prompts[0]})
+    if completions is None and is_conversational({"prompt": prompts[0]}):
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
     return {
         **{name: [row.get(name) for row in rows] for name in names},
         "prompts": prompts,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        "completions": texts if completions is None else completions,
         "completion_ids": ids,
     }
 
@@ -62,6 +69,7 @@ def call_rewards(
     trainer_state: TrainerState | None,
     loop: Any,
     media_rules: MediaRules = DEFAULT_RULES,
+    completions: Sequence[list[dict[str, Any]]] | None = None,
 ) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
     """
     Calls reward functions as TRL's trainers do, outside of one.
@@ -83,6 +91,8 @@ def call_rewards(
             Where async functions run, see [`reward_loop`].
         media_rules ([`~data.rules.MediaRules`], *optional*):
             What functions obey that open media.
+        completions (`Sequence[list[dict]]`, *optional*):
+            The completions' messages, see [`reward_arguments`].
 
     Returns:
         `tuple`: Rewards by function, columns that they logged, and metrics that they logged, by name.
@@ -93,7 +103,7 @@ def call_rewards(
     extras: dict[str, list] = {}
     metrics: list[tuple[str, float]] = []
     arguments = {
-        **reward_arguments(prompts, texts, ids, rows),
+        **reward_arguments(prompts, texts, ids, rows, completions),
         "trainer_state": trainer_state,
         "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
         "log_metric": lambda name, value: metrics.append((name, float(value))),

@@ -240,6 +240,7 @@ def reward_of(kind: type) -> Callable:
         def reward(environments, **kwargs):
             return [each.get_reward() if type(each) is kind else None for each in environments]
 
+    reward.__name__ = kind.__name__
     return reward
 
 

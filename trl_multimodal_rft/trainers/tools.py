@@ -259,8 +259,30 @@ class Conversations:
             new, before = ids[i][:room], talk.prompt.input_ids.tolist() + talk.ids
             talk.append(new, None if logps is None else logps[i][:room], sampled=True)
             if new:
-                tools: Any = list(self.tools[indices[i]].values())
-                talk.messages.append(parse_response(self.tokenizer, new, prefix=before, tools=tools))
+                talk.messages.append(said(self.tokenizer, new, before, self.tools[indices[i]]))
+
+
+def said(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
+) -> dict[str, Any]:
+    """
+    A turn of the model's as a message.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer, which knows how calls are written.
+        ids (`list[int]`):
+            What was sampled.
+        before (`list[int]`):
+            What stands before it.
+        tools (`dict[str, Callable]`):
+            The tools, by name.
+
+    Returns:
+        `dict`: The message, with its calls in `tool_calls`.
+    """
+    callables: Any = list(tools.values())
+    return parse_response(tokenizer, ids, prefix=before, tools=callables)
 
 
 class ToolsMixin(TrainerMixin):
@@ -319,23 +341,26 @@ class ToolsMixin(TrainerMixin):
             logger.info(str(self._self_check))
             self.accelerator.print(self._self_check)
 
-    def _conversations(self, tools: Sequence[dict[str, Callable]]) -> Conversations:
-        """How completions go on behind calls, each with its tools."""
+    def _conversations(self, tools: Sequence[dict[str, Callable]], **others) -> Conversations:
+        """How completions go on behind calls, each with its tools, as in training unless told otherwise."""
+        own: dict[str, Any] = {
+            "complete": self._complete_continued,
+            "max_length": self.max_completion_length,
+            "max_turns": self.max_tool_calling_iterations,
+            "max_media": self.args.max_tool_media,
+            "ends": self.eos_token_ids,
+            "loop": getattr(self, "async_loop", None),
+        }
         return Conversations(
             model=unwrapped(self.accelerator, self.model),
             processor=self.processing_class,
-            complete=self._complete_continued,
             tools=tools,
-            max_length=self.max_completion_length,
-            max_turns=self.max_tool_calling_iterations,
-            max_media=self.args.max_tool_media,
-            ends=self.eos_token_ids,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             media_rules=self.args.media_rules,
             apart=self._policy.remedies.apart,
             anyone=self._any_process if self._completes_in_step else bool,
-            loop=getattr(self, "async_loop", None),
+            **{**own, **others},
         )
 
     def _complete_continued(self, wholes: list[EncodedPrompt], indices: list[int]):
