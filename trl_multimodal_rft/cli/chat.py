@@ -1,0 +1,159 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft chat`: a page on which to ask a trained model, and its base beside it."""
+
+import argparse
+import secrets
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from ..data.loading import require_module
+from ..evaluation import EvaluationConfig, evaluate
+from ..families import MODALITIES
+from ..models.pretrained import load_trained
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Options of the command.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
+    add = parser.add_argument
+    add("model", help="folder of a trained model or adapter, or name on the Hub")
+    add("--base", help="model that is asked beside it; of an adapter, by default what it was trained on")
+    add("--system_prompt", help="text of the system message that questions begin with")
+    add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
+    add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")
+    add("--dtype", default="auto", help="precision of the weights, such as bfloat16; auto is as they are saved")
+    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets others on the network in")
+    add("--port", type=int, help="port to listen at; by default the first from 7860 on that is free")
+
+
+def answerer(
+    model: PreTrainedModel,
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    config: EvaluationConfig,
+    *,
+    system: str | None = None,
+    adapted: bool = True,
+) -> Callable[..., str]:
+    """
+    A model that is asked one question at a time, as evaluations ask.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Its processor.
+        config ([`EvaluationConfig`]):
+            How it answers.
+        system (`str`, *optional*):
+            Text of the system message.
+        adapted (`bool`, *optional*, defaults to `True`):
+            Whether the model answers with its adapter, if it has one.
+
+    Returns:
+        `Callable`: Gives the answer to `(text, **media)`, with media by their kind.
+    """
+    accelerator = Accelerator()
+
+    def unscored(completions, **columns):
+        return [None] * len(completions)
+
+    def answer(text: str, **media: Any) -> str:
+        messages = [{"role": "system", "content": system}] if system else []
+        row = {"prompt": [*messages, {"role": "user", "content": text}], **media}
+        config.seed = secrets.randbits(31)
+        with nullcontext() if adapted else model.disable_adapter():
+            result = evaluate(model, processor, [row], unscored, config, accelerator=accelerator)
+        return result.rows[0]["completions"][0]
+
+    return answer
+
+
+def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> Any:
+    """
+    The page, which answers at `/ask`, too.
+
+    Args:
+        answerers (`dict[str, Callable]`):
+            What answers, by the names over its answers.
+        kinds (`tuple[str, ...]`):
+            The media that it takes: `"image"`, `"video"`, `"audio"`.
+
+    Returns:
+        `gradio.Blocks`: The page.
+
+    Raises:
+        `ImportError`: If gradio is missing.
+    """
+    gradio = require_module("gradio", "chat")
+    makers = {
+        "audio": lambda: gradio.Audio(label="Sound", type="filepath", sources=["microphone", "upload"]),
+        "image": lambda: gradio.Image(label="Image", type="filepath", sources=["upload", "webcam", "clipboard"]),
+        "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"]),
+    }
+
+    def ask(text: str, *media: str | None) -> list[str]:
+        given = {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
+        if not (text or "").strip():
+            raise gradio.Error("There is no question; write one.")
+        try:
+            return [answer(text, **given) for answer in answerers.values()]
+        except (ValueError, ImportError) as error:  # of media that can't be decoded, or can't be placed
+            raise gradio.Error(str(error)) from error
+
+    with gradio.Blocks(title="trl-multimodal-rft", analytics_enabled=False) as blocks:
+        with gradio.Row():
+            inputs = [makers[kind]() for kind in kinds]
+        question = gradio.Textbox(label="Question", placeholder="What do you want to know?", lines=2)
+        button = gradio.Button("Ask", variant="primary")
+        with gradio.Row():
+            answers = [gradio.Textbox(label=name, lines=6, interactive=False) for name in answerers]
+        gradio.on([button.click, question.submit], ask, inputs=[question, *inputs], outputs=answers, api_name="ask")
+    return blocks
+
+
+def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple[str, ...]]:
+    """
+    Loads the models.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Returns:
+        `tuple`: What answers, by name, and the media that it takes.
+    """
+    config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
+    options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    model, processor = load_trained(args.model, **options)
+    answerers = {args.model: answerer(model, processor, config, system=args.system_prompt)}
+    if args.base is not None:
+        base = load_trained(args.base, **options)
+        answerers[f"base: {args.base}"] = answerer(*base, config, system=args.system_prompt)
+    elif is_peft_model(model):
+        name = model.get_base_model().config._name_or_path
+        answerers[f"base: {name}"] = answerer(model, processor, config, system=args.system_prompt, adapted=False)
+    takes = (model.get_base_model() if is_peft_model(model) else model).input_modalities
+    return answerers, tuple(kind for kind in MODALITIES if kind in takes and isinstance(processor, ProcessorMixin))
+
+
+def run(args: argparse.Namespace) -> None:
+    """
+    Loads the models, and serves the page until it is interrupted.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+    """
+    blocks = page(*load(args))
+    blocks.launch(server_name=args.host, server_port=args.port, share=False)
