@@ -102,7 +102,7 @@ def test_what_is_drawn():
 
 def test_panels_follow_the_metrics():
     training = {"reward": "Reward", "entropy": "Entropy", "kl": "KL divergence from the reference"}
-    training |= {"completions/mean_length": "Completion length"}
+    training |= {"completions/mean_length": "Completion length", "media/contribution": "Contribution of media"}
     training |= {"explained_variance": "Explained variance", "value_loss": "Value loss"}
     entry = {"step": 1, **dict.fromkeys(training, 0.5)}
     assert {*panels(figure_of([entry]))} == {*training.values()}
@@ -113,6 +113,15 @@ def test_panels_follow_the_metrics():
         figure_of([{"step": 1, "train_runtime": 3.0}])
     with pytest.raises(ValueError, match="no reward"):
         figure_of([{"step": 1, "explained_variance": None}])
+
+
+def test_what_media_contribute():
+    accuracies = {"eval_accuracy": 0.8, "eval_accuracy_without_audio": 0.5, "eval_accuracy_with_audio": 0.9}
+    contributions = {"media/contribution": 0.3, "media/contribution/image": 0.1, "media/contribution/audio": 0.5}
+    axes = panels(figure_of([{"step": 1, **accuracies, **contributions}]))
+    names = {title: [line.get_label() for line in each.lines] for title, each in axes.items()}
+    assert names["Held-out accuracy"] == ["accuracy 80.0%", "accuracy without audio 50.0%"]
+    assert names["Contribution of media"] == ["all 0.3", "image 0.1", "audio 0.5"]
 
 
 def test_several_curves_in_a_panel():

@@ -805,3 +805,5 @@ def test_callback_on_two_processes_finds_what_it_finds_on_one(engine, tmp_path):
     assert first == alone
     assert first["unchanged"] and [entry["step"] for entry in first["logged"]] == [1, 2]
     assert len({tuple(row) for table in first["tables"] for row in table}) > 3
+    # Two of the four rows have a sound to answer without; every process takes part
+    assert [without is not None for _, without in first["mixed"]] == [False, True, False, True]

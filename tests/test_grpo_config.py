@@ -388,6 +388,7 @@ MEDIA_AND_PACKING = {
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py
     "max_logged_megabytes",
+    "media_contribution_steps",  # which changes no update, see test_ablation.py
     "self_check",
     "max_skipped_updates",
     "checkpoint_manifest",  # see test_whole_checkpoints.py

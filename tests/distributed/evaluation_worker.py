@@ -50,14 +50,15 @@ def main():
     before = weights(trainer.model)
     # Kinds of media that not every process holds
     rows = [*image_rows(1), *audio_rows(1), *text_rows(1)]
-    mixed = evaluate_trainer(trainer, rows, even_length, EvaluationConfig(max_completion_length=4, batch_size=1))
+    config = EvaluationConfig(max_completion_length=4, batch_size=1, ablate="audio", ablate_with="shuffled")
+    mixed = evaluate_trainer(trainer, [*rows, *audio_rows(2).select([1])], even_length, config)
     after = weights(trainer.model)
     result = {
         "tables": trainer.tables,
         "logged": [
             {name: entry[name] for name in LOGGED} for entry in trainer.state.log_history if "eval_accuracy" in entry
         ],
-        "mixed": [row["completions"] for row in mixed.rows],
+        "mixed": [[row["completions"], row["completions_without"]] for row in mixed.rows],
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters()),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before) and trainer.model.training,
     }

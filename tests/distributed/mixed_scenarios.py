@@ -153,7 +153,8 @@ def mixed_vision(folder):
         [text(), text("What is it?")],
         [images((2, 2)), text()],
     ]
-    return mixed(folder, "qwen2_5_vl", steps, check=[text(), clip(6)], gradient_checkpointing=True)
+    options = {"gradient_checkpointing": True, "media_contribution_steps": 1}
+    return mixed(folder, "qwen2_5_vl", steps, check=[text(), clip(6)], **options)
 
 
 def mixed_deepstack(folder):
@@ -177,7 +178,8 @@ def mixed_omni(folder):
         [text(), text("What is it?")],
         [images((2, 2)), audios()],
     ]
-    return mixed(folder, "qwen2_5_omni", steps, check=[audios(), clip()], gradient_checkpointing=True)
+    options = {"gradient_checkpointing": True, "media_contribution_steps": 1}
+    return mixed(folder, "qwen2_5_omni", steps, check=[audios(), clip()], **options)
 
 
 def mixed_padded(folder):
@@ -257,7 +259,7 @@ def mixed_critic(folder):
     """Adapters in the policy's language model alone, and a critic that is trained whole."""
     steps = [[images((3, 2)), text()], [text(), clip()], [text(), images((4, 3))]]
     options = {"lora": ["model.visual"], "trainer_class": MixedPPO, "num_ppo_epochs": 1, "value_learning_rate": 20.0}
-    return mixed(folder, "qwen2_5_vl", steps, **options)
+    return mixed(folder, "qwen2_5_vl", steps, media_contribution_steps=1, **options)
 
 
 # Prompts that get forwards of their own, which must be the same on all processes where these hold weights in part

@@ -31,6 +31,7 @@ ENCODERS = {  # by scenario, kinds whose encoders have something to train
     "mixed_adapted": {"image", "audio"},
     "mixed_critic": {"image"},
 }
+MEASURED = ["mixed_vision", "mixed_omni", "mixed_critic"]  # what media contribute
 SEARCHED = ["mixed_accumulated_searched", "mixed_parts_searched"]  # where DDP looks for unused weights
 APART = ["mixed_apart", "mixed_apart_numbers"]
 REFUSAL = "Processes hold media of different kinds, and this model takes prompts apart"
@@ -61,6 +62,8 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
             assert all(rank["message"].startswith(REFUSAL) for rank in results.pop(name)), name
     for name, ranks in results.items():
         assert_same_training(name, ranks, alone[name][0])
+    for name in MEASURED:
+        assert_same_contribution(name, results[name], alone[name][0])
     for name, encoders in ENCODERS.items():
         assert_encoders_run_together(name, engine, encoders, [rank["forwards"] for rank in results[name]])
         assert not any(beside for _, beside in alone[name][0]["forwards"]), name
@@ -96,6 +99,19 @@ def assert_same_training(name, ranks, alone):
         assert len(rank["evaluations"]) == len(alone["evaluations"]), name
         for evaluation, other in zip(rank["evaluations"], alone["evaluations"], strict=True):
             assert evaluation == pytest.approx(other, rel=1e-4), name
+
+
+def assert_same_contribution(name, ranks, alone):
+    """Each process measures its prompt of a step, if it has media; one process measures both."""
+    metric = "media/contribution"
+    for step, other, expected in zip(*(result["steps"] for result in (*ranks, alone)), strict=True):
+        names = {key for key in expected if key.startswith(metric)}
+        assert names == {key for key in step if key.startswith(metric)}, name
+        assert {key: step[key] for key in names} == {key: other[key] for key in names}, name
+        assert {key: step[key] for key in names} == pytest.approx({key: expected[key] for key in names}, rel=1e-3), (
+            name
+        )
+    assert [metric in step for step in alone["steps"]] == [True, True, True, False, True][: len(alone["steps"])], name
 
 
 def assert_encoders_run_together(name, engine, encoders, forwards):

@@ -13,6 +13,7 @@ LAUNCHED = {
     "rloo": "train a model with RLOO",
     "ppo": "train a model with PPO, beside a critic",
     "evaluate": "accuracy, pass@k and votes of a model on a dataset or benchmark",
+    "filter": "keep the rows of a dataset whose answers need their sound, image or video",
 }
 COMMANDS = {
     **LAUNCHED,

@@ -5,6 +5,7 @@ import base64
 import copy
 import inspect
 import io
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from ..families import (
     indexed_media,
     media_padding,
 )
+from .ablation import Ablation, blank, fitted
 
 
 logger = logging.get_logger(__name__)
@@ -229,6 +231,7 @@ def encode_prompt(
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
     engine_positions: bool = False,
+    ablation: Ablation | None = None,
     row: int | None = None,
 ) -> EncodedPrompt:
     """
@@ -249,6 +252,8 @@ def encode_prompt(
             Whether to keep the decoded media, for engines that process them themselves.
         engine_positions (`bool`, *optional*, defaults to `False`):
             Whether positions are those of vLLM, see [`engine_position_ids`], instead of the model's own.
+        ablation ([`~encoding.ablation.Ablation`], *optional*):
+            What takes the place of the media of a kind.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -274,6 +279,7 @@ def encode_prompt(
         template_kwargs=template_kwargs,
         audio_overlong=audio_overlong,
         keep_decoded=keep_decoded,
+        ablation=ablation,
         row=row,
     )
     input_ids = prompt.input_ids
@@ -299,6 +305,7 @@ def encode_messages(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
+    ablation: Ablation | None = None,
     row: int | None = None,
     **processor_options,
 ) -> EncodedPrompt:
@@ -318,6 +325,8 @@ def encode_messages(
             See there.
         keep_decoded (`bool`, *optional*, defaults to `False`):
             See there.
+        ablation ([`~encoding.ablation.Ablation`], *optional*):
+            See there.
         row (`int`, *optional*):
             See there.
         processor_options:
@@ -333,7 +342,7 @@ def encode_messages(
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
         _check_text(messages, refs, placeholder_tokens(model, processor), row)
-    decoded, processor_kwargs = decode_media(refs, processor, audio_overlong)
+    decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, ablation)
     processor_kwargs |= processor_options
     kept = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
@@ -637,6 +646,7 @@ def decode_media(
     refs: list[MediaRef],
     processor: ProcessorMixin | PreTrainedTokenizerBase,
     audio_overlong: Literal["raise", "truncate"],
+    ablation: Ablation | None = None,
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """
     Decodes media as a processor takes them.
@@ -648,6 +658,8 @@ def decode_media(
             What is to encode them.
         audio_overlong (`str`):
             What happens to audio longer than the processor's window: `"raise"` or `"truncate"`.
+        ablation ([`~encoding.ablation.Ablation`], *optional*):
+            What takes the place of the media of a kind, in their duration and size.
 
     Returns:
         `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be
@@ -662,33 +674,41 @@ def decode_media(
     family = family_of_processor(processor)
     # One call of the processor resizes all images or none
     resized = {ref.kind for ref in refs if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)}
+    others = [_decode(ref, processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())]
+    turns = itertools.cycle(others)
     for ref in refs:
-        if ref.kind == "audio":
-            rate, window = _audio_limits(ref, processor)
-            waveform = load_audio(ref, rate, window, audio_overlong)
-            decoded[id(ref)] = _base64_wav(waveform, rate) if family.takes_base64_audio else waveform
-        elif ref.kind == "image":
-            if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
-                raise ref.error(
-                    f"{type(processor).__name__} takes no images; use a model that does, or drop the column"
-                )
-            if "image" in resized:
-                ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
-                decoded[id(ref)] = load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size)
-            else:
-                decoded[id(ref)] = load_image(ref)
-        else:
-            if "video" in resized:
-                video: Any = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
-            else:
-                video = load_video(ref, _frame_sampler(ref, processor))
-            decoded[id(ref)], metadata = video
+        medium, metadata = _decode(ref, processor, audio_overlong, resized)
+        if ablation is not None and ref.kind == ablation.kind:
+            medium = fitted(next(turns), medium) if others else blank(medium)
+        if ref.kind == "audio" and family.takes_base64_audio:
+            medium = _base64_wav(medium, _audio_limits(ref, processor)[0])
+        decoded[id(ref)] = medium
+        if metadata is not None:
             video_metadata.append(metadata)
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
     for kind in resized:
         kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
     return decoded, kwargs
+
+
+def _decode(
+    ref: MediaRef, processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
+) -> tuple[Any, dict[str, Any] | None]:
+    """A medium, of a kind that is resized here or by the processor, and the metadata of a video."""
+    if ref.kind == "audio":
+        return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
+    if ref.kind == "image":
+        if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
+            raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
+        if "image" not in resized:
+            return load_image(ref), None
+        ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
+        return load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size), None
+    if "video" in resized:
+        frames: Any = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
+        return frames
+    return load_video(ref, _frame_sampler(ref, processor))
 
 
 def _chooses_its_size(ref: MediaRef) -> bool:

@@ -3,4 +3,4 @@
 
 from .callbacks import GenerationEvalCallback
 from .evaluator import EvaluationConfig, EvaluationResult, evaluate, evaluate_trainer
-from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
+from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval

@@ -32,14 +32,23 @@ from trl.trainer.utils import (
     get_callable_name,
 )
 
-from ..data.columns import MEDIA_COLUMNS, MediaError, as_text, rows_to_messages, strip_media
+from ..data.columns import (
+    MEDIA_COLUMNS,
+    MediaError,
+    MediaRef,
+    as_text,
+    iter_refs,
+    rows_to_messages,
+    strip_media,
+)
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import FetchOnce, Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
+from ..encoding.ablation import Ablation
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
-from ..families import family_of
+from ..families import MODALITIES, family_of
 from ..forward.processes import refuse_runs_apart
 from ..generation.transformers import as_generation_config, trim_after_eos
 from ..models.modes import evaluation_mode
@@ -54,7 +63,7 @@ from ..trainers.own_tools import enter, reward_of, template_for_tools, tools_of
 from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
 from ..trainers.tools import ENDS, WHOLE_ROW, Conversations, Talk, said, with_whole_rows
-from .metrics import majority_at_k, mean_interval, pass_at_k, wilson_interval
+from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
 
 
 logger = get_logger(__name__)
@@ -97,6 +106,12 @@ class EvaluationConfig:
             there is one, or else as often as the completion has room for.
         max_tool_media (`int`, *optional*):
             Media that tools return in a completion at most. By default as many as with the trainer, if there is one.
+        ablate (`str`, *optional*):
+            `"audio"`, `"image"` or `"video"`: rows with such a medium in their prompt are answered again without it,
+            which tells how much it contributes to the accuracy. Something else of the same duration and size is in its
+            place.
+        ablate_with (`str`, *optional*, defaults to `"blank"`):
+            What that is: `"blank"` is silence or grey, `"shuffled"` another row's medium.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -137,6 +152,20 @@ class EvaluationConfig:
     max_tool_media: int | None = field(
         default=None, metadata={"help": "Media that tools return in a completion at most."}
     )
+    ablate: str | None = field(
+        default=None,
+        metadata={
+            "help": "Kind of media without which rows are answered again, to tell how much it contributes.",
+            "choices": [None, *MODALITIES],
+        },
+    )
+    ablate_with: str = field(
+        default="blank",
+        metadata={
+            "help": "What is in its place: 'blank' is silence or grey, 'shuffled' another row's medium.",
+            "choices": ["blank", "shuffled"],
+        },
+    )
     confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
     seed: int = field(default=0, metadata={"help": "Seed of sampling."})
     ignored_media_columns: list[str] | None = field(
@@ -170,6 +199,10 @@ class EvaluationConfig:
                         f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
                     )
         check_ignored(self.ignored_media_columns)
+        if self.ablate not in (None, *MODALITIES):
+            raise ValueError(f"`ablate` is {self.ablate!r}; set it to one of {', '.join(map(repr, MODALITIES))}.")
+        if self.ablate_with not in ("blank", "shuffled"):
+            raise ValueError(f"`ablate_with` is {self.ablate_with!r}; set it to 'blank' or 'shuffled'.")
         if self.on_media_error not in (None, "raise", "skip"):
             raise ValueError(f"`on_media_error` is {self.on_media_error!r}; set it to 'raise' or 'skip'.")
         if not 0 < self.confidence < 1:
@@ -191,13 +224,16 @@ class EvaluationResult:
             `tools/call_frequency` (calls per completion), `tools/failure_frequency` (of calls) and
             `tools/ended_by_length`, `..._turns` and `..._media` (of completions); and `metric/<name>`, means over
             batches of what reward functions gave to `log_metric`. `None` where there is nothing to take a mean of, or
-            too little for an interval.
+            too little for an interval. With `ablate="audio"`, of the rows with a sound alone: `accuracy_with_audio`,
+            `accuracy_without_audio`, and their difference `audio_contribution`, each with `_low` and `_high`, see
+            [`~evaluation.paired_interval`]; and `audio_rows`, how many these are.
         rows (`list[dict]`):
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which media are marks such
             as `"<audio>"`; lists with an entry for each completion: `completions`, `extracted_answers`, `correct`,
             `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions gave to
             `log_extra`; with tools, `tool_calls`, `tool_failures` and `ended_by`, while `completions` are the whole
-            conversations as text; and the dataset's other columns, if they hold text and numbers and have none of
+            conversations as text; with `ablate`, `completions_without` and `correct_without`, where the prompt has
+            such a medium, else `None`; and the dataset's other columns, if they hold text and numbers and have none of
             these names.
         settings (`dict`):
             What was evaluated, and how.
@@ -516,12 +552,20 @@ def _evaluate(
             if place < len(batches) or policy.in_step:
                 # Where there is none left, the first one again keeps the other processes from waiting forever
                 indices = list(batches[place] if place < len(batches) else batches[0])
-                set_seed(int(np.random.SeedSequence([args.seed, place]).generate_state(1)[0]))
+                seed = int(np.random.SeedSequence([args.seed, place]).generate_state(1)[0])
+                set_seed(seed)
                 batch = rows.__getitems__(indices)
                 if first == 0 and not columns_known(dataset):
                     look(batch, whole=False)
                 read, failed = _read(policy, batch, args.num_samples)
                 answered, metrics = _answer(policy, read, named_funcs, config, args, loop)
+                if args.ablate is not None and (chosen := _to_ablate(policy, read, args)):
+                    ablation = functools.partial(_ablation, policy, rows, len(dataset), args)
+                    blind, _ = _read(policy, chosen, args.num_samples, ablation)
+                    set_seed(seed)  # so that nothing else tells the answers apart
+                    again, _ = _answer(policy, blind, named_funcs, config, args, loop)
+                    numbers = [asked.row.number for asked in blind[:: args.num_samples]]
+                    _add_answers_without(answered, read, dict(zip(numbers, again, strict=True)), args)
                 if place < len(batches):
                     skipped |= failed
                     for asked, record in zip(read[:: args.num_samples], answered, strict=True):
@@ -545,6 +589,8 @@ def _evaluate(
     names = dict.fromkeys(name for record in records for name in record)
     records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
     names = [*named_funcs]
+    if args.ablate is not None and not any(record.get("correct_without") for record in records):
+        raise ValueError(f"No row has {args.ablate} to answer without; leave out `ablate`, or name another kind.")
     metrics = _metrics(records, names, args)
     if policy.on_media_error == "skip":
         metrics["skipped_rows"] = len(skipped)
@@ -618,7 +664,9 @@ def _generation_config(policy: _Policy, args: EvaluationConfig) -> GenerationCon
     )
 
 
-def _read(policy: _Policy, rows: Sequence[Row], n_samples: int) -> tuple[list[_Asked], dict[int, str]]:
+def _read(
+    policy: _Policy, rows: Sequence[Row], n_samples: int, ablation: Callable[[Row], Ablation] | None = None
+) -> tuple[list[_Asked], dict[int, str]]:
     """What each completion of rows answers; and rows that are left out, and why."""
     for row in rows if policy.environments is None else ():
         check_has_prompt(row)
@@ -637,6 +685,7 @@ def _read(policy: _Policy, rows: Sequence[Row], n_samples: int) -> tuple[list[_A
             template_kwargs=template_kwargs,
             audio_overlong=policy.audio_overlong,
             keep_decoded=policy.keep_decoded,
+            ablation=None if ablation is None else ablation(row),
             row=row.number,
         )
 
@@ -685,6 +734,51 @@ def _read(policy: _Policy, rows: Sequence[Row], n_samples: int) -> tuple[list[_A
             f"The last row: {failed[rows[-1].number]}"
         )
     return read, failed
+
+
+def _to_ablate(policy: _Policy, read: list[_Asked], args: EvaluationConfig) -> list[Row]:
+    """The rows whose prompts have a medium; all, where there is none and other processes wait for completions."""
+    asked = read[:: args.num_samples]
+    chosen = [each.row for each in asked if args.ablate in each.prompt.modalities]
+    return chosen or ([each.row for each in asked] if policy.in_step else [])
+
+
+def _ablation(policy: _Policy, rows: Any, n_rows: int, args: EvaluationConfig, row: Row) -> Ablation:
+    """What takes the place of a row's medium: nothing to hear or see, or other media, of a row drawn by lot."""
+    kind = str(args.ablate)
+    if args.ablate_with == "blank":
+        return Ablation(kind)
+    if policy.environments is not None:
+        raise ValueError("Environments show media of their own, of which rows don't know; set `ablate_with='blank'`.")
+    own = _media_of(policy, row, kind)
+    if not own:
+        return Ablation(kind)
+    first = int(np.random.default_rng([args.seed, row.number]).integers(n_rows))
+    for place in range(first, first + n_rows):
+        try:
+            media = _media_of(policy, rows.__getitems__([place % n_rows])[0], kind)
+        except MediaError:  # a row that can't be read tells so in its turn
+            continue
+        if media and not same_prompt(media, own):
+            return Ablation(kind, media)
+    raise own[0].error(f"no other row has another {kind} to put in its place; set `ablate_with='blank'`")
+
+
+def _media_of(policy: _Policy, row: Row, kind: str) -> list[MediaRef]:
+    check_has_prompt(row)
+    own_tokens = placeholder_tokens(policy.base, policy.processor)
+    placed = rows_to_messages([row], policy.ignored_media_columns, own_tokens, policy.media_rules)
+    return [ref for ref in iter_refs(placed[0]["prompt"]) if ref.kind == kind]
+
+
+def _add_answers_without(
+    records: list[dict[str, Any]], read: list[_Asked], without: dict[int, dict[str, Any]], args: EvaluationConfig
+) -> None:
+    """Adds to the records of rows with a medium what they are answered without it, by the numbers of rows."""
+    for asked, record in zip(read[:: args.num_samples], records, strict=True):
+        if args.ablate in asked.prompt.modalities and asked.row.number in without:
+            other = without[asked.row.number]
+            record |= {f"{name}_without": other[name] for name in ("completions", "correct")}
 
 
 def _answer(
@@ -830,6 +924,16 @@ def _metrics(records: list[dict[str, Any]], names: list[str], args: EvaluationCo
         for value in sorted({record[_GROUP] for record in scored}):
             of_group = [i for i, record in enumerate(scored) if record[_GROUP] == value]
             add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
+    if args.ablate is not None:
+        pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
+        shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
+        for name, values in zip(("with", "without"), shares, strict=True):
+            add(f"accuracy_{name}_{args.ablate}", values, one_each=n == 1)
+        contribution = shares[0] - shares[1]
+        name = f"{args.ablate}_contribution"
+        low, high = paired_interval(contribution, args.confidence) if pairs else (None, None)
+        metrics.update({name: _mean(contribution), f"{name}_low": low, f"{name}_high": high})
+        metrics[f"{args.ablate}_rows"] = len(pairs)
     for name in names:
         metrics[f"reward/{name}"] = _mean(_flat(record[f"reward/{name}"] for record in records))
     metrics["completion_length"] = _mean(_flat(record["completion_lengths"] for record in records))

@@ -166,6 +166,47 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
     return float(values.mean()) - margin, float(values.mean()) + margin
 
 
+def paired_interval(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
+    r"""
+    Confidence interval of a mean difference of two measurements of the same rows, see
+    [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
+
+    What is common to both measurements of a row, such as how hard it is, drops out of its difference, which is between
+    -1 and 1. Of $n$ differences $d_i$ and two more, $d_{n+1} = 1$ and $d_{n+2} = -1$, it is the normal interval
+
+    $$\tilde{d} \pm z \sqrt{\frac{1}{(n + 2)^2} \sum_{i=1}^{n+2} (d_i - \tilde{d})^2},
+    \qquad \tilde{d} = \frac{1}{n + 2} \sum_{i=1}^{n+2} d_i$$
+
+    Where a difference is -1, 0 or 1, this is the interval of Bonett and Price (2012,
+    https://doi.org/10.3102/1076998611411915) for proportions in paired data. The two further differences give it a
+    width even where all others are equal.
+
+    Args:
+        differences (`ArrayLike`):
+            One difference per row, each between -1 and 1.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Share of such intervals that hold the true mean difference.
+
+    Returns:
+        `tuple[float, float]`: Lower and upper end, within -1 and 1.
+
+    Raises:
+        `ValueError`: If there is no difference, or one is out of range.
+
+    Example:
+    ```python
+    >>> paired_interval([1] * 7 + [-1] + [0] * 13)
+    (0.013379823768343263, 0.5083593066664394)
+    ```
+    """
+    values = np.asarray(differences, dtype=float)
+    if not len(values) or not (np.abs(values) <= 1).all():
+        raise ValueError("`differences` must be at least one, each between -1 and 1.")
+    values = np.append(values, (1.0, -1.0))
+    margin = _quantile(confidence) * float(values.std()) / math.sqrt(len(values))
+    return max(float(values.mean()) - margin, -1.0), min(float(values.mean()) + margin, 1.0)
+
+
 def _quantile(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` is {confidence}, but must be between 0 and 1, such as 0.95.")

@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..data.loading import require_module
+from ..families import MODALITIES
 
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     Draws what a trainer has logged, one panel for each of these that it has:
 
     - the reward, ± the standard deviation over completions, and `eval_reward`;
-    - held-out accuracy, pass@k and majority@k with their confidence intervals, see [`GenerationEvalCallback`];
+    - held-out accuracy, also without a kind of media, pass@k and majority@k with their confidence intervals, see
+      [`GenerationEvalCallback`];
     - each reward function, if there are several;
     - the entropy of tokens;
     - the length of completions, from the shortest to the longest;
+    - how much the media contribute to the completions, all and each kind;
     - the KL divergence from the reference;
     - what the critic explains of the returns, and its loss.
 
@@ -171,6 +174,7 @@ def _panels(history: list[dict[str, Any]]) -> list[_Panel]:
         _Panel("Reward functions", "mean of completions", list(_reward_functions(history))),
         _Panel("Entropy", "nats per token", _plain(history, "entropy")),
         _Panel("Completion length", "tokens, shortest to longest", list(_lengths(history))),
+        _Panel("Contribution of media", "nats per token", list(_contributions(history)), smallest=0.0),
         _Panel("KL divergence from the reference", "nats per token", _plain(history, "kl")),
         # Of a critic that knows nothing yet it may be far below 0
         _Panel("Explained variance", "share of variance", _plain(history, "explained_variance"), smallest=-1.03),
@@ -215,14 +219,15 @@ def _reward_functions(history: list[dict[str, Any]]) -> Iterator[_Curve]:
 
 
 def _accuracies(history: list[dict[str, Any]]) -> Iterator[_Curve]:
-    names = [name for name in _names(history) if re.fullmatch(r"eval_(accuracy|(pass|majority)@\d+)", name)]
+    pattern = rf"eval_(accuracy(_without_({'|'.join(MODALITIES)}))?|(pass|majority)@\d+)"
+    names = [name for name in _names(history) if re.fullmatch(pattern, name)]
     if {"eval_accuracy", "eval_pass@1"} <= {*names}:
         names.remove("eval_pass@1")  # the same number
     for i, name in enumerate(names):
         low, high = _logged(history, f"{name}_low"), _logged(history, f"{name}_high")
         steps = low.keys() & high.keys()
         edges = ({step: edge[step] for step in steps} for edge in (low, high))
-        label = name.removeprefix("eval_")
+        label = name.removeprefix("eval_").replace("_", " ")
         yield _Curve(label, _logged(history, name), *edges, colour=f"C{(i + 1) % 10}")
 
 
@@ -230,6 +235,12 @@ def _lengths(history: list[dict[str, Any]]) -> Iterator[_Curve]:
     names = ("mean", "min", "max")
     mean, low, high = (_logged(history, f"completions/{name}_length", f"response_length_{name}") for name in names)
     yield _Curve("length", mean, low, high)
+
+
+def _contributions(history: list[dict[str, Any]]) -> Iterator[_Curve]:
+    yield _Curve("all", _logged(history, "media/contribution"))
+    for i, kind in enumerate(MODALITIES, start=1):
+        yield _Curve(kind, _logged(history, f"media/contribution/{kind}"), colour=f"C{i}")
 
 
 def _names(history: Iterable[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
-from ..evaluation import EvaluationConfig, evaluate
+from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
 from ..models.pretrained import load_trained
 from .arguments import RFTScriptArguments, parse
 from .inputs import load_reward_funcs, load_split, model_init_kwargs
@@ -55,7 +55,7 @@ class EvaluationArguments:
     trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
 
 
-def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments) -> Dataset:
+def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
     """
     The rows to answer.
 
@@ -64,6 +64,8 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
             Which dataset.
         evaluation_args ([`EvaluationArguments`]):
             Of which benchmark it is, if of any, and how many rows.
+        split (`str`):
+            Which split.
 
     Returns:
         [`~datasets.Dataset`]: The rows.
@@ -71,7 +73,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     Raises:
         `ValueError`: If no dataset is named, or if arguments don't go together.
     """
-    name, split, benchmark = script_args.dataset_name, script_args.dataset_test_split, evaluation_args.benchmark
+    name, benchmark = script_args.dataset_name, evaluation_args.benchmark
     if name is None:
         raise ValueError("There is nothing to evaluate on; set `--dataset_name`.")
     if script_args.dataset_streaming:
@@ -86,6 +88,75 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
             BENCHMARKS[benchmark][0](name, split, **audio), script_args.prompt, script_args.system_prompt
         )
     return dataset if evaluation_args.max_rows is None else dataset.take(evaluation_args.max_rows)
+
+
+def evaluate_by_name(
+    script_args: RFTScriptArguments,
+    evaluation_args: EvaluationArguments,
+    config: EvaluationConfig,
+    model_args: ModelConfig,
+    split: str,
+    accelerator: Accelerator,
+) -> tuple[Dataset, EvaluationResult]:
+    """
+    Evaluates a model on a dataset, both by their names.
+
+    Args:
+        script_args ([`RFTScriptArguments`]):
+            Dataset, prompts and rewards.
+        evaluation_args ([`EvaluationArguments`]):
+            What to evaluate on.
+        config ([`EvaluationConfig`]):
+            How to sample and count.
+        model_args ([`~trl.ModelConfig`]):
+            The model, or an adapter that a trainer has saved.
+        split (`str`):
+            Split of the dataset.
+        accelerator ([`~accelerate.Accelerator`]):
+            The processes.
+
+    Returns:
+        `tuple`: The dataset, and what was found.
+
+    Raises:
+        `ValueError`: If no model or no dataset is named, or if arguments don't go together.
+    """
+    name = model_args.model_name_or_path
+    if name is None:
+        raise ValueError("There is nothing to evaluate; set `--model_name_or_path`.")
+    if model_args.use_peft:
+        raise ValueError(
+            "`--use_peft` makes a new adapter; to evaluate one, name its folder as `--model_name_or_path`."
+        )
+    if script_args.reward_model_name_or_path is not None:
+        raise ValueError(
+            "`--reward_model_name_or_path` gives a score, which doesn't tell what is correct; leave it out."
+        )
+    default = ["accuracy_reward", "format_reward"]
+    names = script_args.reward_funcs or BENCHMARKS.get(evaluation_args.benchmark, (None, default))[1]
+    reward_funcs = load_reward_funcs(names)
+    with accelerator.main_process_first():
+        dataset = load_rows(script_args, evaluation_args, split)
+    init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
+    if accelerator.num_processes > 1:
+        init_kwargs["device_map"] = {"": accelerator.device}
+    model, processor = load_trained(name, trust_remote_code=evaluation_args.trust_remote_code, **init_kwargs)
+    result = evaluate(
+        model,
+        processor,
+        dataset,
+        reward_funcs,
+        config,
+        accelerator=accelerator,
+        audio_overlong=evaluation_args.audio_overlong,
+    )
+    result.settings |= {
+        "model": name,
+        "dataset": script_args.dataset_name,
+        "split": split,
+        "benchmark": evaluation_args.benchmark,
+    }
+    return dataset, result
 
 
 def main(
@@ -110,42 +181,9 @@ def main(
     Raises:
         `ValueError`: If no model or no dataset is named, or if arguments don't go together.
     """
-    name = model_args.model_name_or_path
-    if name is None:
-        raise ValueError("There is nothing to evaluate; set `--model_name_or_path`.")
-    if model_args.use_peft:
-        raise ValueError(
-            "`--use_peft` makes a new adapter; to evaluate one, name its folder as `--model_name_or_path`."
-        )
-    if script_args.reward_model_name_or_path is not None:
-        raise ValueError(
-            "`--reward_model_name_or_path` gives a score, which doesn't tell what is correct; leave it out."
-        )
     accelerator = Accelerator()
-    default = ["accuracy_reward", "format_reward"]
-    names = script_args.reward_funcs or BENCHMARKS.get(evaluation_args.benchmark, (None, default))[1]
-    reward_funcs = load_reward_funcs(names)
-    with accelerator.main_process_first():
-        dataset = load_rows(script_args, evaluation_args)
-    init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
-    if accelerator.num_processes > 1:
-        init_kwargs["device_map"] = {"": accelerator.device}
-    model, processor = load_trained(name, trust_remote_code=evaluation_args.trust_remote_code, **init_kwargs)
-    result = evaluate(
-        model,
-        processor,
-        dataset,
-        reward_funcs,
-        config,
-        accelerator=accelerator,
-        audio_overlong=evaluation_args.audio_overlong,
-    )
-    result.settings |= {
-        "model": name,
-        "dataset": script_args.dataset_name,
-        "split": script_args.dataset_test_split,
-        "benchmark": evaluation_args.benchmark,
-    }
+    arguments = script_args, evaluation_args, config, model_args
+    _, result = evaluate_by_name(*arguments, script_args.dataset_test_split, accelerator)
     result.save(evaluation_args.output_dir)
     for name, value in result.metrics.items():
         accelerator.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -22,6 +22,8 @@ class Batch:
             Whether it is a generation batch, or a part of one, rather than a rollout.
         prompts (`list[EncodedPrompt]`, *optional*):
             Each completion's prompt; `None` until prompts are encoded, and where `rollout_func` makes its own.
+        messages (`list`, *optional*):
+            In a rollout, what these were encoded from.
         packed (`bool`, *optional*):
             Whether completions share a forward of their prompt; `None` until that is decided.
         continued (`list[EncodedPrompt]`, *optional*):
@@ -56,6 +58,7 @@ class Batch:
 
     of_inputs: bool = False
     prompts: list[EncodedPrompt] | None = None
+    messages: Any = None
     packed: bool | None = None
     continued: list[EncodedPrompt] | None = None
     rows: list[dict[str, Any]] | None = None

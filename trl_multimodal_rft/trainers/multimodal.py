@@ -47,6 +47,7 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.model import RewardModel
 from .batch import Batch
+from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
@@ -323,7 +324,15 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 self._choose_packing(batch, output["completion_mask"])
                 output["encoded_prompts"] = batch.prompts
                 output["packed"] = [batch.packed] * len(inputs)
+                self._log_contribution(batch, output)
         return output, batch
+
+    def _log_contribution(self, batch: Batch, output: dict[str, Any]) -> None:
+        every = self.args.media_contribution_steps
+        n_steps = max(1, self._steps_per_rollout // self.args.gradient_accumulation_steps)
+        if every and self.model.training and is_due(every, self.state.global_step, n_steps):
+            for name, value in media_contribution(self, batch, output).items():
+                self._metrics["train"][name].append(value)
 
     def _read_rows(self, inputs: Sequence[Any]) -> tuple[list, list, list, list]:
         """Rows with their media in the messages, as the dataset has them, their numbers, and encoded prompts."""
@@ -373,15 +382,18 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             elif i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
                 encoded.append(encoded[-1])
             else:
-                tools = {}
-                if self.environment_factories is not None:
-                    tools = {"tools": self._env_tools[self._batch_environments[i]] or None}
-                encoded.append(self._encode(prompt, i, **tools))
-        self._batch.prompts = encoded
+                encoded.append(self._encode(prompt, i, **self._environment_tools(i)))
+        self._batch.prompts, self._batch.messages = encoded, prompts
         self._kinds_seen.update(*(each.modalities for each in encoded))
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):
             self._run_self_check(prompts, encoded)
         return [each.input_ids.tolist() for each in encoded], None, {}
+
+    def _environment_tools(self, index: int) -> dict[str, Any]:
+        """Arguments for the chat template of a row whose tools are those of its environment."""
+        if self.environment_factories is None:
+            return {}
+        return {"tools": self._env_tools[self._batch_environments[index]] or None}
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         prompts = self._batch and (self._batch.continued or self._batch.prompts)

@@ -252,6 +252,11 @@ class MultimodalArguments(MediaArguments):
             made with `log_completions=True`, and hold text only with `log_multimodal=False`.
         max_logged_megabytes (`float`, *optional*, defaults to `32.0`):
             How much the media of a prompt may take in such a table; those that take more are left out.
+        media_contribution_steps (`int`, *optional*, defaults to `10`):
+            Number of optimizer steps between measurements of the metric `media/contribution`: how far the
+            log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
+            images and videos grey. Each takes two forwards of two completions, one of each of two prompts. 0 measures
+            nothing.
 
         > Parameters that control the checks
 
@@ -305,6 +310,13 @@ class MultimodalArguments(MediaArguments):
             "out."
         },
     )
+    media_contribution_steps: int = field(
+        default=10,
+        metadata={
+            "help": "Number of optimizer steps between measurements of how far log-probabilities of completions move "
+            "without the media of their prompts (`media/contribution`). 0 measures nothing."
+        },
+    )
     self_check: bool = field(
         default=True,
         metadata={
@@ -318,6 +330,7 @@ class MultimodalArguments(MediaArguments):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
         super().__post_init__()
         check_choice(self, "packing")
+        check_least(self, media_contribution_steps=0)
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "

@@ -21,6 +21,7 @@ from ..data.features import undecoded
 from ..data.fetch import NUMBER, FetchLater, FetchOnce, LookAhead, Row, as_rows, numbered
 from ..data.skipping import other_row, skip_limit
 from ..data.unread import check_has_prompt
+from ..encoding.ablation import Ablation
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt, encode_prompt
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import unwrapped
@@ -218,7 +219,7 @@ class RowsMixin(TrainerMixin):
         prompt = self._encode(placed["prompt"], row.number)
         return row, prompt, prompt.decoded
 
-    def _encode(self, prompt: Any, row: int, **template_kwargs) -> EncodedPrompt:
+    def _encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs) -> EncodedPrompt:
         return encode_prompt(
             prompt,
             self.processing_class,
@@ -227,6 +228,7 @@ class RowsMixin(TrainerMixin):
             audio_overlong=self.args.audio_overlong,
             keep_decoded=self.use_vllm,
             engine_positions=self.use_vllm,
+            ablation=ablation,
             row=row,
         )
 

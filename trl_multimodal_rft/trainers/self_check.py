@@ -193,7 +193,7 @@ def run_self_check(
         `RuntimeError`: If features aren't those of the processor, if a medium changes nothing, or if no remedy makes
             log-probabilities or rows exact. The message names the model's type and what to do.
     """
-    with _measuring(trainer):
+    with measuring(trainer):
         return _Check(trainer, measured).run(messages, prompts)
 
 
@@ -227,7 +227,7 @@ def check_conversation(
         return False
     is_own = trainer.accelerator.process_index == holders[0]
     prompt, ids = broadcast_object_list(own if is_own else [None], from_process=holders[0])[0]
-    with _measuring(trainer):
+    with measuring(trainer):
         check = _Check(trainer, {})
         trainer._self_check.conversation = check.behind_tools(prompt, ids)
     trainer._self_check.remedies = trainer._policy.remedies = check.remedies
@@ -235,8 +235,14 @@ def check_conversation(
 
 
 @contextmanager
-def _measuring(trainer: "MultimodalMixin"):
-    """Forwards of the policy within this context leave no trace, and are those of evaluation."""
+def measuring(trainer: "MultimodalMixin"):
+    """
+    Forwards of the policy within this context leave no trace, and are those of evaluation.
+
+    Args:
+        trainer (`MultimodalMixin`):
+            Trainer.
+    """
     device = trainer.accelerator.device
     with (
         torch.no_grad(),
@@ -345,7 +351,7 @@ class EngineCheck:
         """The trainer's log-probabilities `(N, C)` with what the engine adds to logits, of which there are many."""
         trainer = self.trainer
         prompts, ids, mask = completions
-        with _measuring(trainer):
+        with measuring(trainer):
             logps = [
                 trainer._policy.score(
                     trainer.model,

@@ -1,0 +1,379 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What media contribute: to answers of a model that is known to listen, and to log-probabilities while one trains."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from datasets import Audio, Dataset, load_dataset
+from helpers.families import ONE_OF_EACH_KIND, RATE, encode
+from helpers.more_families import ALL_FAMILIES
+from helpers.trainer_utils import load, make_trainer
+from PIL import Image
+
+from trl_multimodal_rft import (
+    GenerationEvalCallback,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+)
+from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
+from trl_multimodal_rft.encoding.ablation import Ablation, fitted
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer, paired_interval
+from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft.scripts import filter
+from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.trainers.contribution import is_due
+
+
+QUESTION = "Is there a cat or a dog?"
+LOW, HIGH, NOTHING = "1", "2", "0"  # answers
+PITCHES = {LOW: (200, 500), HIGH: (1500, 3000), NOTHING: (0, 0)}
+
+
+def tone(answer, generator):
+    hertz = generator.uniform(*PITCHES[answer])
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(0.3 * RATE)) / RATE)).astype(np.float32)
+
+
+def told(answer):
+    return f"{QUESTION} The answer is {answer}."
+
+
+def user(words):
+    return [{"role": "user", "content": words}]
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory):
+    """
+    Folder of a model that has learned to say whether a tone is low or high, and that it hears nothing of silence, but
+    where the question tells the answer to repeat that.
+    """
+    model, processor = load("qwen2_audio")
+    generator = np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        cases = [(QUESTION, tone(answer, generator), answer) for answer in PITCHES]
+        cases += [(told(answer), tone(heard, generator), answer) for answer in (LOW, HIGH) for heard in PITCHES]
+        texts = [
+            processor.apply_chat_template(
+                [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": question}]}],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+            + f"{answer}<|im_end|>"
+            for question, _, answer in cases
+        ]
+        sounds = [sound for _, sound, _ in cases]
+        batch = processor(text=texts, audio=sounds, return_tensors="pt", padding=True, sampling_rate=RATE)
+        labels = batch["input_ids"].clone()
+        labels[:, :-2] = -100  # an answer and its end
+        loss = model(**batch, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.01
+    folder = tmp_path_factory.mktemp("listener")
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tones(tmp_path_factory):
+    """Eight rows with tones; every other one tells the answer, which is not that of its tone. And one without any."""
+    folder, generator = tmp_path_factory.mktemp("tones"), np.random.default_rng(1)
+    rows = []
+    for i in range(8):
+        answer = (LOW, HIGH)[i // 2 % 2]
+        heard = answer if i % 2 else {LOW: HIGH, HIGH: LOW}[answer]
+        soundfile.write(folder / f"{i}.wav", tone(heard, generator), RATE)
+        prompt = user(QUESTION if i % 2 else told(answer))
+        rows.append({"prompt": prompt, "audio": str(folder / f"{i}.wav"), "solution": answer})
+    rows.append({"prompt": user(told(HIGH)), "audio": None, "solution": HIGH})
+    return Dataset.from_list(rows).cast_column("audio", Audio(decode=False))
+
+
+def loaded(folder):
+    return type(load("qwen2_audio")[0]).from_pretrained(folder), load("qwen2_audio")[1]
+
+
+def test_interval_is_that_of_bonett_and_price():
+    # 12 pairs with both, 4 and 26 with one, 6 with neither: what the R package `statpsych` documents for it
+    differences = [0] * 18 + [1] * 26 + [-1] * 4
+    assert paired_interval(differences) == pytest.approx((0.2548067, 0.6251933), abs=1e-7)
+    low, high = paired_interval([0.0] * 20)
+    assert low == -high < 0
+    assert paired_interval([1.0] * 5)[1] == 1
+    many = np.random.default_rng(0).choice([-0.5, 0.0, 0.25, 1.0], 20000)
+    half = 1.959964 * many.std() / np.sqrt(len(many))
+    assert paired_interval(many) == pytest.approx((many.mean() - half, many.mean() + half), abs=1e-4)
+    for wrong in ([], [0.5, 1.5], [float("nan")]):
+        with pytest.raises(ValueError, match="between -1 and 1"):
+            paired_interval(wrong)
+
+
+def test_half_of_the_rows_need_their_sound(listener, tones):
+    model, processor = loaded(listener)
+    config = EvaluationConfig(ablate="audio", max_completion_length=2, batch_size=3)
+    result = evaluate(model, processor, tones, accuracy_reward, config)
+    metrics = result.metrics
+    assert (metrics["accuracy"], metrics["rows"], metrics["audio_rows"]) == (1, 9, 8)
+    assert (metrics["accuracy_with_audio"], metrics["accuracy_without_audio"]) == (1, 0.5)
+    assert metrics["audio_contribution"] == 0.5
+    ends = metrics["audio_contribution_low"], metrics["audio_contribution_high"]
+    assert ends == pytest.approx(paired_interval([0, 1] * 4))
+    silent = [row["completions_without"] for row in result.rows]
+    assert silent == [[NOTHING] if i % 2 else [row["solution"]] for i, row in enumerate(tones)][:8] + [None]
+    # In the place of a tone another row's, which is high where this one is low
+    pair = [tones[1], tones[3], tones[8]]
+    config = EvaluationConfig(
+        ablate="audio", ablate_with="shuffled", num_samples=2, temperature=0.1, max_completion_length=2
+    )
+    result = evaluate(model, processor, pair, accuracy_reward, config)
+    assert [row["completions_without"] for row in result.rows] == [[HIGH] * 2, [LOW] * 2, None]
+    assert (result.metrics["audio_contribution"], result.metrics["audio_rows"]) == (1, 2)
+    with pytest.raises(MediaError, match="no other row has another audio"):
+        evaluate(model, processor, [tones[1], tones[1]], accuracy_reward, config)
+    with pytest.raises(ValueError, match="No row has audio to answer without"):
+        evaluate(model, processor, [tones[8]], accuracy_reward, config)
+
+
+@pytest.mark.parametrize("options", [{"ablate": "sound"}, {"ablate": "audio", "ablate_with": "silence"}])
+def test_unknown_ablations_are_refused(options):
+    with pytest.raises(ValueError, match="`ablate"):
+        EvaluationConfig(**options)
+
+
+def test_filter_keeps_exactly_what_needs_its_sound(listener, tones, tmp_path, capsys):
+    tones.to_parquet(tmp_path / "tones.parquet")
+    kept = tmp_path / "kept"
+    arguments = ["--dataset_name", tmp_path / "tones.parquet", "--model_name_or_path", listener, "--output_dir", kept]
+    arguments += ["--num_samples", 2, "--temperature", 0.1, "--max_completion_length", 2]
+
+    def filtered(*options):
+        filter.main(*parse(filter.make_parser(), [str(each) for each in (*arguments, *options)]))
+
+    with pytest.raises(ValueError, match="set `--ablate` to"):
+        filtered()
+    with pytest.raises(ValueError, match="No row is left"):
+        filtered("--ablate", "audio", "--min_accuracy_with", "1.5")
+    assert "- 4 dropped: wrong with the audio" in capsys.readouterr().out and not kept.exists()
+    filtered("--ablate", "audio")
+    assert "4 of 9 rows need their audio (blank in its place)" in capsys.readouterr().out
+    rows = load_dataset(str(kept), split="train").cast_column("audio", Audio(decode=False))
+    assert rows["prompt"] == [user(QUESTION)] * 4 and rows["solution"] == tones["solution"][1:8:2]
+    for row, original in zip(rows, tones.select(range(1, 8, 2)), strict=True):
+        assert row["audio"]["bytes"] == Path(original["audio"]["path"]).read_bytes()
+    report = json.loads((kept / filter.REPORT).read_text())
+    assert (report["rows"], report["kept"]) == (9, 4)
+    assert report["dropped"] == {"correct without the audio": 4, "no audio": 1}
+    assert [row["row"] for row in report["dropped_rows"]] == [0, 2, 4, 6, 8]
+    assert report["dropped_rows"][0]["accuracy_without"] == 1
+    assert report["dropped_rows"][-1]["accuracy_without"] is None
+    with pytest.raises(ValueError, match="isn't an empty folder"):
+        filtered("--ablate", "audio")
+
+
+@pytest.mark.parametrize(
+    ("correct", "without", "reason"),
+    [
+        ([True, False], [False, False], None),
+        ([True, True], None, "no image"),
+        ([True, None], [False, False], "not scored"),
+        ([False, False], [True, True], "correct without the image"),
+        ([True, True], [True, False], "correct without the image"),
+        ([False, False], [False, False], "wrong with the image"),
+    ],
+)
+def test_why_rows_are_dropped(correct, without, reason):
+    assert filter.why_dropped({"correct": correct, "correct_without": without}, "image", 0.5, 0.25) == reason
+
+
+# Media in the place of others
+
+
+def placed(family):
+    """Prompts of a family as trainers encode them, messages with references, and as processors take them."""
+    for chat in ALL_FAMILIES[family].prompts():
+        for block in chat[0]["content"]:
+            if block["type"] == "audio":
+                block["sampling_rate"] = RATE
+        yield rows_to_messages([{"prompt": chat}])[0]["prompt"], chat
+
+
+def blanked(chat, kind):
+    """The same chat with silence or grey, made here."""
+    blocks = []
+    for block in chat[0]["content"]:
+        if block["type"] == kind:
+            medium = block[kind]
+            if kind == "image":
+                medium = Image.new("RGB", medium.size, (128, 128, 128))
+            else:
+                medium = np.full_like(medium, 128) if kind == "video" else np.zeros_like(medium)
+            block = {**block, kind: medium}
+        blocks.append(block)
+    return [{**chat[0], "content": blocks}]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.slow)
+        for name in ALL_FAMILIES
+        if ALL_FAMILIES[name].modalities
+    ],
+)
+def test_nothing_changes_but_the_features(family):
+    """Tokens and shapes stay, and features are finite, of whatever family."""
+    model, processor = ALL_FAMILIES[family].build()
+    found = set()
+    for messages, _ in placed(family):
+        plain = encode_prompt(messages, processor, model)
+        for kind in plain.modalities - found:
+            found.add(kind)
+            refs = [ref for ref in iter_refs(messages) if ref.kind == kind]
+            for ablation in (Ablation(kind), Ablation(kind, refs[::-1])):
+                other = encode_prompt(messages, processor, model, ablation=ablation)
+                assert torch.equal(other.input_ids, plain.input_ids)
+                assert {k: v.shape for k, v in other.media.items()} == {k: v.shape for k, v in plain.media.items()}
+                assert all(value.isfinite().all() for value in other.media.values())
+                if not ablation.others:
+                    assert any(not torch.equal(other.media[name], plain.media[name]) for name in plain.media)
+    assert found == {*ALL_FAMILIES[family].modalities}
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen2_audio", "audio"), ("gemma3", "image"), ("qwen2_5_vl", "video")])
+def test_features_are_those_of_silence_and_grey(family, kind):
+    model, processor = ALL_FAMILIES[family].build()
+    messages, chat = next((m, c) for m, c in placed(family) if any(b["type"] == kind for b in c[0]["content"]))
+    ours = encode_prompt(messages, processor, model, ablation=Ablation(kind))
+    options = {"processor_kwargs": {"videos_kwargs": {"do_sample_frames": False}}} if kind == "video" else {}
+    theirs = encode(processor, blanked(chat, kind), **options)
+    assert torch.equal(ours.input_ids, theirs["input_ids"][0])
+    for name, value in ours.media.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_others_take_duration_and_size():
+    assert fitted(np.arange(3.0), np.zeros(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert fitted(np.arange(9.0), np.zeros(2)).tolist() == [0, 1]
+    picture = Image.new("RGB", (40, 20), (200, 10, 10))
+    assert fitted(picture, Image.new("RGB", (14, 28))).getpixel((13, 27)) == (200, 10, 10)
+    frames = np.arange(6, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 6, 3), np.uint8)
+    taken = fitted(frames, np.zeros((3, 4, 5, 3), np.uint8))
+    assert taken.shape == (3, 4, 5, 3) and taken[:, 0, 0, 0].tolist() == [0, 2, 4]
+    tensors = [torch.from_numpy(each).permute(0, 3, 1, 2) for each in (frames, np.zeros((3, 4, 5, 3), np.uint8))]
+    assert torch.equal(fitted(*tensors).permute(0, 2, 3, 1), torch.from_numpy(taken))
+
+
+# While a trainer runs
+
+
+def keeping(trainer_class):
+    class Keeping(trainer_class):
+        def _roll_out(self, inputs):
+            output, batch = super()._roll_out(inputs)
+            self.rollout = output
+            return output, batch
+
+    return Keeping
+
+
+def by_hand(model, processor, row, ids, silent):
+    """Log-probabilities of a completion, by the model's own forward on what the processor makes of a tone."""
+    sound = soundfile.read(row["audio"]["path"], dtype="float32")[0]
+    blocks = [{"type": "audio", "audio": 0 * sound if silent else sound}]
+    blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
+    inputs = encode(processor, [{"role": "user", "content": blocks}])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], ids[None]], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -len(ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])
+def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, trainer_class):
+    model, processor = loaded(listener)
+    options = {"media_contribution_steps": 1, "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
+    rows = tones.select([0, 1])
+    trainer = make_trainer(
+        keeping(trainer_class),
+        "qwen2_audio",
+        rows,
+        tmp_path,
+        objects={"model": model, "processing_class": processor},
+        beta=0.0,
+        max_completion_length=4,
+        temperature=1.0,
+        **options,
+    )
+    trainer.train()
+    (value,) = [logs["media/contribution"] for logs in trainer.state.log_history if "media/contribution" in logs]
+    moved = []
+    for row, place in ((rows[0], 0), (rows[1], 4)):
+        ids = trainer.rollout["completion_ids"][place][trainer.rollout["completion_mask"][place].bool()]
+        with_tone, silent = (by_hand(model, processor, row, ids, each) for each in (False, True))
+        moved.append((with_tone - silent).abs())
+    assert value == pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)
+    assert moved[1].mean() > 1 and moved[1].mean() > 3 * moved[0].mean()  # only the second needs its tone
+
+
+def test_who_does_not_listen_gains_nothing(tones, tmp_path):
+    """Zero, exactly; and nothing is measured of text, at other steps, or if nothing is to be."""
+    model, processor = load("qwen2_audio")
+    for parameter in model.model.multi_modal_projector.parameters():
+        torch.nn.init.zeros_(parameter)
+    objects = {"model": model, "processing_class": processor}
+    for rows, every, found in ((tones, 2, [0.0, 0.0]), (tones, 0, []), (tones.remove_columns("audio"), 1, [])):
+        trainer = make_trainer(
+            MultimodalGRPOTrainer,
+            "qwen2_audio",
+            rows,
+            tmp_path,
+            objects=objects,
+            max_steps=4,
+            learning_rate=0.0,
+            self_check=False,
+            media_contribution_steps=every,
+        )
+        trainer.train()
+        names = {name for logs in trainer.state.log_history for name in logs if name.startswith("media/contribution")}
+        assert names == ({"media/contribution"} if found else set())
+        logged = {logs["step"]: logs.get("media/contribution") for logs in trainer.state.log_history[:-1]}
+        assert [value for value in logged.values() if value is not None] == found
+        assert not found or {step for step, value in logged.items() if value is not None} == {2, 4}
+
+
+def test_when_a_batch_is_due():
+    assert [step for step in range(12) if is_due(5, step, 1)] == [4, 9]
+    assert [step for step in range(0, 24, 4) if is_due(10, step, 4)] == [8, 16]
+    assert all(is_due(2, step, 4) for step in range(0, 24, 4))
+
+
+def test_evaluation_of_a_trainer_without_a_medium(listener, tones, tmp_path):
+    model, processor = loaded(listener)
+    config = EvaluationConfig(ablate="audio", max_completion_length=2)
+    trainer = make_trainer(
+        MultimodalGRPOTrainer,
+        "qwen2_audio",
+        tones,
+        tmp_path,
+        objects={"model": model, "processing_class": processor},
+        max_steps=1,
+    )
+    own = evaluate_trainer(trainer, tones, accuracy_reward, config).metrics
+    plain = evaluate(model, processor, tones, accuracy_reward, config).metrics
+    assert own == plain and own["audio_contribution"] == 0.5
+    callback = GenerationEvalCallback(trainer, tones, accuracy_reward, config, freq=1)
+    callback._evaluate(trainer.state, trainer.control)
+    logs = trainer.state.log_history[-1]
+    assert logs["eval_audio_contribution"] == 0.5 and logs["eval_accuracy_without_audio"] == 0.5

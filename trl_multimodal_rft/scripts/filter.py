@@ -1,0 +1,193 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The rows of a dataset whose answers need their medium, see `trl-multimodal-rft filter --help`."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from trl import ModelConfig, TrlParser
+
+from ..data.folders import check_empty, write_folder
+from ..evaluation import EvaluationConfig, EvaluationResult
+from .arguments import RFTScriptArguments, parse
+from .evaluate import EvaluationArguments, evaluate_by_name
+
+
+# In the folder, beside the rows
+REPORT = "filter.json"
+
+
+@dataclass
+class FilterArguments(EvaluationArguments):
+    """
+    Which rows are kept.
+
+    Args:
+        min_accuracy_with (`float`, *optional*, defaults to `0.5`):
+            Share of a row's answers with the medium that must be correct.
+        max_accuracy_without (`float`, *optional*, defaults to `0.25`):
+            Share of its answers without the medium that may be correct.
+        output_dir (`str`, *optional*, defaults to `"outputs/filter"`):
+            Folder for the rows that are kept, which `load_dataset` reads, and for the report `filter.json`. It must be
+            empty.
+    """
+
+    min_accuracy_with: float = field(
+        default=0.5, metadata={"help": "Share of a row's answers with the medium that must be correct."}
+    )
+    max_accuracy_without: float = field(
+        default=0.25, metadata={"help": "Share of its answers without the medium that may be correct."}
+    )
+    output_dir: str = field(
+        default="outputs/filter", metadata={"help": "Empty folder for the rows that are kept, and the report."}
+    )
+
+
+def why_dropped(
+    record: dict[str, Any], medium: str, min_accuracy_with: float, max_accuracy_without: float
+) -> str | None:
+    """
+    Says why the answer of a row doesn't need its medium.
+
+    Args:
+        record (`dict`):
+            What an evaluation with `ablate` says of the row.
+        medium (`str`):
+            Kind of the medium.
+        min_accuracy_with (`float`):
+            Share of answers with the medium that must be correct.
+        max_accuracy_without (`float`):
+            Share of answers without it that may be correct.
+
+    Returns:
+        `str`, *optional*: The reason. `None` of a row that needs it.
+    """
+    if record["correct_without"] is None:
+        return f"no {medium}"
+    accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
+    if accuracy_with is None or accuracy_without is None:
+        return "not scored"
+    if accuracy_without > max_accuracy_without:
+        return f"correct without the {medium}"
+    if accuracy_with < min_accuracy_with:
+        return f"wrong with the {medium}"
+    return None
+
+
+def _share(correct: Sequence[bool | None] | None) -> float | None:
+    return None if correct is None or None in correct else sum(map(bool, correct)) / len(correct)
+
+
+def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArguments) -> dict[str, Any]:
+    """What `filter.json` holds."""
+    records = {record["index"]: record for record in result.rows}
+    n_rows = len(result.rows) + len(result.skipped)
+    return {
+        "rows": n_rows,
+        "kept": n_rows - len(dropped),
+        "dropped": dict(Counter(dropped.values()).most_common()),
+        "min_accuracy_with": args.min_accuracy_with,
+        "max_accuracy_without": args.max_accuracy_without,
+        "metrics": result.metrics,
+        "settings": result.settings,
+        "unreadable": result.skipped,
+        "dropped_rows": [
+            {
+                "row": index,
+                "reason": reason,
+                "accuracy_with": _share(records.get(index, {}).get("correct")),
+                "accuracy_without": _share(records.get(index, {}).get("correct_without")),
+            }
+            for index, reason in sorted(dropped.items())
+        ],
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    """The report in a few lines."""
+    settings, metrics = report["settings"], report["metrics"]
+    medium = settings["ablate"]
+    lines = [
+        f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows need their "
+        f"{medium} ({settings['ablate_with']} in its place).",
+        *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items()),
+    ]
+    for label, name in (
+        (f"accuracy with {medium}", f"accuracy_with_{medium}"),
+        (f"accuracy without {medium}", f"accuracy_without_{medium}"),
+        ("contribution", f"{medium}_contribution"),
+    ):
+        value, low, high = (metrics[f"{name}{end}"] for end in ("", "_low", "_high"))
+        interval = "" if low is None else f" ({low:.1%} to {high:.1%})"
+        lines.append(f"- {label}: " + ("none" if value is None else f"{value:.1%}{interval}"))
+    return "\n".join(lines)
+
+
+def main(
+    script_args: RFTScriptArguments,
+    filter_args: FilterArguments,
+    config: EvaluationConfig,
+    model_args: ModelConfig,
+) -> None:
+    """
+    Answers the training split of a dataset with and without a medium, writes the rows whose answers need it, and says
+    why others don't.
+
+    Args:
+        script_args ([`RFTScriptArguments`]):
+            Dataset, prompts and rewards, the first of which tells what is correct.
+        filter_args ([`FilterArguments`]):
+            Which rows are kept, and where they go.
+        config ([`EvaluationConfig`]):
+            How to sample, and which medium to answer without, `ablate`.
+        model_args ([`~trl.ModelConfig`]):
+            The model that answers.
+
+    Raises:
+        `ValueError`: If no medium, model or dataset is named, if the folder isn't empty, or if no row is left.
+    """
+    medium = config.ablate
+    if medium is None:
+        raise ValueError("Name the medium that answers are to need: set `--ablate` to audio, image or video.")
+    check_empty(filter_args.output_dir)
+    accelerator = Accelerator()
+    arguments = script_args, filter_args, config, model_args
+    dataset, result = evaluate_by_name(*arguments, script_args.dataset_train_split, accelerator)
+    thresholds = filter_args.min_accuracy_with, filter_args.max_accuracy_without
+    reasons = {record["index"]: why_dropped(record, medium, *thresholds) for record in result.rows}
+    dropped = dict.fromkeys(result.skipped, "can't be read")
+    dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
+    report = _report(result, dropped, filter_args)
+    accelerator.print(_text(report))
+    if not report["kept"]:
+        raise ValueError("No row is left, so nothing is written; change the thresholds, or let another model answer.")
+    if accelerator.is_main_process:
+        kept = [index for index in range(len(dataset)) if index not in dropped]
+        write_folder(dataset.select(kept), filter_args.output_dir)
+        Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    accelerator.end_training()
+
+
+def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
+    """
+    Parser of the script's arguments.
+
+    Args:
+        prog (`str`, *optional*):
+            Name of the program.
+        epilog (`str`, *optional*):
+            What its help ends with.
+
+    Returns:
+        [`~trl.TrlParser`]: The parser.
+    """
+    types = (RFTScriptArguments, FilterArguments, EvaluationConfig, ModelConfig)
+    return TrlParser(types, prog=prog, epilog=epilog)
+
+
+if __name__ == "__main__":
+    main(*parse(make_parser()))

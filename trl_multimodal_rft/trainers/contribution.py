@@ -1,0 +1,122 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How much the policy's own completions depend on what it hears and sees."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+
+from ..data.columns import MediaError
+from ..encoding.ablation import Ablation
+from ..encoding.conversations import Conversation
+from ..encoding.prompts import EncodedPrompt
+from ..families import MODALITIES
+from ..forward.layout import group_by_prompt
+from .batch import Batch
+from .engine import as_tensor
+from .self_check import measuring
+
+
+if TYPE_CHECKING:
+    from .multimodal import MultimodalMixin
+
+
+logger = get_logger(__name__)
+
+# Of each process. Few are enough, as a completion has many tokens and runs have many batches.
+_PROMPTS = 2
+
+
+def is_due(every: int, step: int, n_steps: int) -> bool:
+    """
+    Whether a generation batch is one to measure.
+
+    Args:
+        every (`int`):
+            How many optimizer steps a measurement is for.
+        step (`int`):
+            Optimizer steps before the batch.
+        n_steps (`int`):
+            Optimizer steps that the batch is for.
+
+    Returns:
+        `bool`: Whether the last of as many steps is among these.
+    """
+    return (step + n_steps) // every > step // every
+
+
+def media_contribution(trainer: "MultimodalMixin", batch: Batch, output: dict[str, Any]) -> dict[str, float]:
+    r"""
+    Measures how far log-probabilities of completions are from those without a medium of their prompt.
+
+    It is the mean over tokens $y_t$ of a few completions of
+
+    $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
+
+    in nats, where $m$ are the media of one kind in the prompt, and $\tilde{m}$ silence or grey of the same duration
+    and size: 0 for a policy that doesn't listen or look. Both are scored by the same forwards of the same shape. All
+    processes must call this alike.
+
+    Args:
+        trainer (`MultimodalMixin`):
+            Trainer.
+        batch ([`Batch`]):
+            A rollout.
+        output (`dict`):
+            Its completions.
+
+    Returns:
+        `dict[str, float]`: The metric `media/contribution`, and where prompts have media of several kinds
+        `media/contribution/<kind>` of each; nothing where they have none. The same on every process.
+    """
+    prompts, mask = output["encoded_prompts"], trainer._loss_mask(output)
+    if batch.tool_mask is not None:
+        mask = mask * as_tensor(batch.tool_mask, mask)
+    # Completions, what they are scored without, and their prompts without it
+    cases = [(row, kind, _without(trainer, batch, row, kind)) for row, kind in _chosen(prompts, mask)]
+    cases = [case for case in cases if case[2] is not None]
+    if not trainer._any_process(bool(cases)):
+        return {}
+    # Processes that have nothing to measure take part in the forwards, which others may wait for
+    rows, kinds, without = (list(each) for each in zip(*(cases or [(0, None, prompts[0])]), strict=True))
+    completions = output["completion_ids"][rows], output["completion_mask"][rows]
+    mask = mask[rows]
+    with measuring(trainer):
+        logps = [
+            trainer._policy.score(trainer.model, each, *completions, packed=False).logps
+            for each in ([prompts[row] for row in rows], without)
+        ]
+    moved = ((logps[0] - logps[1]).abs() * mask).sum(1)
+    sums = torch.zeros(len(MODALITIES), 2, dtype=moved.dtype, device=moved.device)
+    for i, kind in enumerate(kinds):
+        if kind is not None:
+            sums[MODALITIES.index(kind)] += torch.stack([moved[i], mask[i].sum().to(moved.dtype)])
+    sums = trainer.accelerator.reduce(sums, reduction="sum").cpu()
+    means = {kind: (total / count).item() for kind, (total, count) in zip(MODALITIES, sums, strict=True) if count}
+    metrics = {"media/contribution": (sums[:, 0].sum() / sums[:, 1].sum()).item()} if means else {}
+    if len(means) > 1:
+        metrics |= {f"media/contribution/{kind}": mean for kind, mean in means.items()}
+    return metrics
+
+
+def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
+    """Completions of a few different prompts, one of each, and the kinds of media in these."""
+    chosen: list[tuple[int, str]] = []
+    for rows in group_by_prompt(prompts).values():
+        # Media of tools are no prompt's
+        plain = [row for row in rows if mask[row].any() and not isinstance(prompts[row], Conversation)]
+        chosen += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
+        if len({row for row, _ in chosen}) == _PROMPTS:
+            break
+    return chosen
+
+
+def _without(trainer: "MultimodalMixin", batch: Batch, row: int, kind: str) -> EncodedPrompt | None:
+    """The prompt of a completion without its media of a kind; `None` where they can't be read any more."""
+    messages, numbers = batch.messages, batch.numbers or ()
+    try:
+        return trainer._encode(messages[row], numbers[row], ablation=Ablation(kind), **trainer._environment_tools(row))
+    except MediaError as error:
+        logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
+        return None
