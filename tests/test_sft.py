@@ -148,7 +148,7 @@ TRL_ROWS = {
     "completions about images": (lambda: picture_rows(form="prompt"), {}),
     "whole rows about images": (lambda: picture_rows(form="prompt"), {"completion_only_loss": False}),
     "albums": (album_rows, {"assistant_only_loss": True}),
-    "dft": (picture_rows, {"loss_type": "dft"}),
+    "dft": (picture_rows, {"loss_type": "dft", "learning_rate": 3.0}),
 }
 
 
