@@ -160,7 +160,7 @@ def test_equals_trl(name, tmp_path):
     processor.chat_template = GENERATION if "assistant_only_loss" in options else processor.chat_template
     theirs = SFTTrainer(
         model,
-        SFTConfig(str(tmp_path / "trl"), **PLAIN, **{"max_length": None, **options}),
+        SFTConfig(str(tmp_path / "trl"), **{**PLAIN, "max_length": None, **options}),
         train_dataset=rows(),
         processing_class=processor,
     )
