@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
-from trl_multimodal_rft import MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
 
 
 ROOT = Path(__file__).parents[1]
@@ -75,11 +75,18 @@ def test_import_down_would_be_found(tmp_path):
     assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "trainers.batch.Batch")]
 
 
+TRAINERS = [
+    (MultimodalPPOTrainer, GRPOTrainer),
+    (MultimodalRLOOTrainer, RLOOTrainer),
+    (MultimodalSFTTrainer, SFTTrainer),
+]
+
+
 def test_page_has_every_override():
     """With the classes that have it."""
     overridden = {
         f"{base.__name__}.{name}"
-        for trainer, trl in ((MultimodalPPOTrainer, GRPOTrainer), (MultimodalRLOOTrainer, RLOOTrainer))
+        for trainer, trl in TRAINERS
         for base in trainer.__mro__
         if base.__module__.startswith(PACKAGE.name)
         for name, value in vars(base).items()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from transformers import DynamicCache, Trainer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.trainer import grpo_trainer, rloo_trainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
+from trl.trainer import grpo_trainer, rloo_trainer, sft_trainer
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import (
@@ -19,6 +19,7 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
+    MultimodalSFTTrainer,
 )
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.reporting import media_logs, model_card
@@ -108,6 +109,23 @@ OVERRIDDEN_PPO = {
     "transformers:Trainer._save": "self output_dir state_dict",
 }
 
+# Methods that the trainer for supervised rows overrides
+SFT = "trl.trainer.sft_trainer:SFTTrainer."
+OVERRIDDEN_SFT = {
+    **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
+    SFT + "_set_signature_columns_if_needed": "self",
+    SFT + "_get_train_sampler": "self train_dataset",
+    SFT + "get_eval_dataloader": "self eval_dataset",
+    SFT + "get_batch_samples": "self epoch_iterator num_batches device",
+    SFT + "_prepare_inputs": "self inputs",
+    SFT + "compute_loss": "self model inputs return_outputs num_items_in_batch",
+    SFT + "prediction_step": "self model inputs prediction_loss_only ignore_keys",
+    SFT + "_save_checkpoint": "self model trial",
+    SFT + "_load_optimizer_and_scheduler": "self checkpoint",
+    SFT + "create_model_card": "self model_name dataset_name tags",
+}
+del OVERRIDDEN_SFT["transformers:Trainer._maybe_log_save_evaluate"]  # which only tables of completions need
+
 # Functions and methods that are called: parameters that are given
 CALLED = {
     GRPO + "__init__": (
@@ -155,6 +173,12 @@ CALLED = {
     # The constructors add the head by this name
     "trl.trainer.grpo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     "trl.trainer.rloo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    "trl.trainer.sft_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    "trl.chat_template_utils:get_training_chat_template": "processing_class",
+    SFT + "__init__": (
+        "model args data_collator train_dataset eval_dataset processing_class callbacks optimizers "
+        "optimizer_cls_and_kwargs quantization_config peft_config"
+    ),
     "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature",
     "trl.data_utils:prepare_multimodal_messages": "messages",
     "trl:is_conversational": "example",
@@ -187,7 +211,7 @@ CALLED = {
 # The mixin and what it is made of
 MIXINS = [each for each in MultimodalMixin.__mro__ if each is not object]
 
-ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO, **OVERRIDDEN_PPO}
+ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_GRPO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT}
 
 
 @pytest.mark.parametrize("path", ALL_OVERRIDDEN)
@@ -232,6 +256,7 @@ def test_overrides_of_the_trainers_are_in_the_contract():
     assert overridden(MultimodalGRPOTrainer, GRPOTrainer) == names(grpo)
     assert methods(MultimodalRLOOTrainer, RLOOTrainer) == set()
     assert overridden(MultimodalPPOTrainer, GRPOTrainer) == names({**grpo, **OVERRIDDEN_PPO})
+    assert overridden(MultimodalSFTTrainer, SFTTrainer) == names(OVERRIDDEN_SFT)
 
 
 TRAINERS = [
@@ -282,8 +307,12 @@ def test_accumulation_steps_are_set_when_training_starts():
 
 @pytest.mark.parametrize(
     ("module", "contract"),
-    [(grpo_trainer, {**OVERRIDDEN, **OVERRIDDEN_GRPO, **OVERRIDDEN_PPO}), (rloo_trainer, OVERRIDDEN_RLOO)],
-    ids=["grpo", "rloo"],
+    [
+        (grpo_trainer, {**OVERRIDDEN, **OVERRIDDEN_GRPO, **OVERRIDDEN_PPO}),
+        (rloo_trainer, OVERRIDDEN_RLOO),
+        (sft_trainer, OVERRIDDEN_SFT),
+    ],
+    ids=["grpo", "rloo", "sft"],
 )
 def test_trl_builds_on_the_methods_that_are_overridden(module, contract):
     """An override that TRL no longer calls would do nothing."""

@@ -24,7 +24,7 @@ import soundfile
 from datasets import Dataset
 from helpers.families import RATE, audio, image, video
 from helpers.trainer_utils import Injected, make_trainer, saved
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOTrainer, data, evaluation, lightrft, models, rewards, trainers
@@ -191,7 +191,7 @@ def is_explained(pattern):
 def test_metrics_are_explained():
     """Those that stand in the code of ours and of TRL's trainers; and what the page names is there."""
     own = "".join(path.read_text() for path in (ROOT / "trl_multimodal_rft" / "trainers").glob("*.py"))
-    theirs = "".join(Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer))
+    theirs = "".join(Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer))
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}
     assert len(found) > 50

@@ -199,8 +199,9 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
                 "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
                 "`max_tokens_per_microbatch` for long rows."
             )
-        # Whatever the model takes, the loss is normalized here, as TRL's
-        self.model_accepts_loss_kwargs = True
+        # TRL's loss is that of all tokens of an update, unless the model's own forward couldn't make it one. That
+        # forward makes no loss here.
+        self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         if args.assistant_only_loss:
             self.chat_template = _training_template(self.processing_class)
         own = self._unwrapped(self.model)
@@ -300,6 +301,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self.model.train()  # which `training_step` does later: these are rows to train on
         # Labels are counted over the micro-batches of an update before the first one is forwarded
         return super().get_batch_samples(map(self._encode_batch, epoch_iterator), num_batches, device)
 

@@ -1,0 +1,419 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Supervised training with media: the loss is the model's own, TRL's where TRL trains the same rows, and rows in one
+forward don't see each other."""
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.families import RATE, image
+from helpers.more_families import ALL_FAMILIES
+from helpers.resumed_runs import logged
+from helpers.trainer_utils import load, saved, sound, with_media
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.data.fetch import FetchOnce
+from trl_multimodal_rft.encoding.supervised import encode_sequence
+
+
+ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sings, and then another one answers."]
+SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
+PLAIN = {
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e9,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+IN_ORDER = {"train_sampling_strategy": "sequential"}
+# What TRL needs to know which words are the assistant's
+GENERATION = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{% for block in message.content %}{{ block.text }}"
+    "{% endfor %}<|im_end|>\n{% endgeneration %}{% else %}{% for block in message.content %}"
+    "{% if block.type == 'text' %}{{ block.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def say(role, *parts):
+    return {
+        "role": role,
+        "content": [{"type": "text", "text": p} if p != "<image>" else {"type": "image"} for p in parts],
+    }
+
+
+def picture_rows(n=8, form="messages"):
+    rows = []
+    for i in range(n):
+        asked = say("user", "<image>", "What is it?" + " Is there a cat?" * (i % 3))
+        answer = say("assistant", ANSWERS[i % 4])
+        chat = {"messages": [asked, answer]} if form == "messages" else {"prompt": [asked], "completion": [answer]}
+        rows.append({**chat, "image": image(*SIZES[i % 4], seed=i)["image"]})
+    return Dataset.from_list(rows)
+
+
+def album_rows(n=8):
+    """Conversations of two turns, each with its picture."""
+    rows = []
+    for i in range(n):
+        chat = [
+            say("user", "<image>", "What is it?"),
+            say("assistant", ANSWERS[i % 4]),
+            say("user", "And here?", "<image>"),
+            say("assistant", ANSWERS[(i + 1) % 4]),
+        ]
+        rows.append({"messages": chat, "images": [image(*SIZES[(i + j) % 4], seed=i + j)["image"] for j in (0, 1)]})
+    return Dataset.from_list(rows)
+
+
+def text_rows(n=8, form="text"):
+    questions = ["Is there a bird?" + " Is there a cat?" * (i % 3) for i in range(n)]
+    if form == "text":
+        rows = [{"prompt": q, "completion": " " + ANSWERS[i % 4]} for i, q in enumerate(questions)]
+    else:
+        chats = [[("user", q), ("assistant", ANSWERS[i % 4])] for i, q in enumerate(questions)]
+        rows = [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in chats]
+    return Dataset.from_list(rows)
+
+
+def sound_rows(n=8):
+    rows = [
+        {"prompt": f"What do you hear?{' Is it a cat?' * (i % 3)}", "completion": ANSWERS[i % 4]} for i in range(n)
+    ]
+    return with_media(Dataset.from_list(rows), "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(n)])
+
+
+def make(family, rows, folder, chat_template=None, objects=None, **options):
+    model, processor = load(family)
+    processor.chat_template = chat_template or processor.chat_template
+    given = {"model": model, "processing_class": processor, **(objects or {})}
+    return MultimodalSFTTrainer(
+        args=MultimodalSFTConfig(str(folder), **{**PLAIN, **options}), train_dataset=rows, **given
+    )
+
+
+def trained(trainer):
+    trainer.train()
+    kept = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm", "eval_loss")
+    logs = [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]
+    return logs[:-1], {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_same(one, other, tolerance=1e-5):
+    assert len(one[0]) == len(other[0]) > 0
+    for a, b in zip(one[0], other[0], strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance) for key in a), (a, b)
+    start = dict(load_start(one[1]))
+    moved = torch.cat([(one[1][name] - start[name]).flatten() for name in one[1]])
+    difference = torch.cat([(one[1][name] - other[1][name]).flatten() for name in one[1]])
+    assert moved.norm() > 0 and difference.norm() <= tolerance * moved.norm()
+
+
+def load_start(weights):
+    for family in ("qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"):
+        parameters = dict(load(family)[0].named_parameters())
+        if parameters.keys() == weights.keys():
+            return parameters
+    raise AssertionError("no family has these weights")
+
+
+# As TRL
+
+
+TRL_ROWS = {
+    "text": (text_rows, {}),
+    "whole text": (text_rows, {"completion_only_loss": False}),
+    "chat": (lambda: text_rows(form="chat"), {}),
+    "cut": (lambda: text_rows(form="chat"), {"max_length": 24}),
+    "images": (picture_rows, {}),
+    "completions about images": (lambda: picture_rows(form="prompt"), {}),
+    "whole rows about images": (lambda: picture_rows(form="prompt"), {"completion_only_loss": False}),
+    "albums": (album_rows, {"assistant_only_loss": True}),
+    "dft": (picture_rows, {"loss_type": "dft", "learning_rate": 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", TRL_ROWS)
+def test_equals_trl(name, tmp_path):
+    """Rows in TRL's order, TRL's loss over the tokens of an update, its metrics and its weights after two updates."""
+    rows, options = TRL_ROWS[name]
+    model, processor = load("qwen2_5_vl")
+    processor.chat_template = GENERATION if "assistant_only_loss" in options else processor.chat_template
+    theirs = SFTTrainer(
+        model,
+        SFTConfig(str(tmp_path / "trl"), **{**PLAIN, "max_length": None, **options}),
+        train_dataset=rows(),
+        processing_class=processor,
+    )
+    theirs.model_accepts_loss_kwargs = True  # else this model's loss is a mean over micro-batches of any length
+    ours = make("qwen2_5_vl", rows(), tmp_path / "ours", processor.chat_template, **options)
+    assert_same(trained(theirs), trained(ours))
+
+
+# As the model itself
+
+
+def own_gradients(family, chats, masks):
+    """Loss over all learned tokens and its gradient, of the model's plain forward on the processor's plain output."""
+    model, processor = load(family)
+    total, n = 0.0, sum(int(mask[1:].sum()) for mask in masks)
+    for chat, mask in zip(chats, masks, strict=True):
+        inputs = processor.apply_chat_template([chat], tokenize=True, return_dict=True, return_tensors="pt")
+        labels = inputs["input_ids"].masked_fill(~mask, -100)
+        loss = model(**inputs, labels=labels).loss * int(mask[1:].sum()) / n
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(gradients, names):
+    return torch.cat([gradients[name].flatten() for name in names])
+
+
+def mixed_rows():
+    """Conversations with an image, a sound, a video, several of them, and none, as processors take them."""
+    chats = [
+        [*prompt, {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[i % 4]}]}]
+        for i, prompt in enumerate(ALL_FAMILIES["qwen2_5_omni"].prompts())
+    ]
+    chats.append([say("user", "How are you?"), say("assistant", "Well.")])
+    return chats
+
+
+def inline(chat):
+    def block(part):
+        sounds = part["type"] == "audio"
+        return {"type": "audio", "audio": {"array": part["audio"], "sampling_rate": RATE}} if sounds else part
+
+    return [{**message, "content": [block(part) for part in message["content"]]} for message in chat]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
+    """Of rows with all kinds of media, several in a forward, against one row at a time as transformers has it."""
+    chats = mixed_rows()
+    rows = [{"messages": inline(chat)} for chat in chats]
+    dataset = Dataset.from_dict({"n": range(len(rows))}).with_transform(
+        lambda batch: {"messages": [rows[n]["messages"] for n in batch["n"]]}
+    )
+    options = {"packing": packing, "per_device_train_batch_size": len(rows), "gradient_accumulation_steps": 1}
+    trainer = make("qwen2_5_omni", dataset, tmp_path, assistant_only_loss=True, **options)
+    trainer.model.train()
+    batch = trainer._encode_batch(FetchOnce(dataset).__getitems__(list(range(len(rows)))))
+    masks = [each.learned for each in batch["sequences"]]
+    decode = trainer.processing_class.tokenizer.decode
+    said = [decode(each.input_ids[each.learned]) for each in batch["sequences"]]
+    assert said == [f"{chat[-1]['content'][0]['text']}<|im_end|>\n" for chat in chats]
+    n = sum(int(mask[1:].sum()) for mask in masks)
+    assert trainer._policy.worth_packing(batch["sequences"], [0] * len(rows), len(rows))
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(n))
+    loss.backward()
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    own_loss, own = own_gradients("qwen2_5_omni", chats, masks)
+    assert loss.item() == pytest.approx(own_loss, rel=1e-5)
+    names = own.keys() & gradients.keys()
+    assert all(not gradients[name].any() for name in gradients.keys() - names) and len(names) > 20
+    expected = flat(own, names)
+    assert (flat(gradients, names) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_parts_of_a_token_budget_make_the_same_updates(tmp_path):
+    options = {"packing": True, "per_device_train_batch_size": 4}
+    whole = trained(make("qwen2_audio", sound_rows(), tmp_path, **options))
+    trainer = make("qwen2_audio", sound_rows(), tmp_path, max_tokens_per_microbatch=60, **options)
+    parts = trained(trainer)
+    assert_same(whole, parts)
+    assert all(entry["token_budget/parts"] > 1 for entry in trainer.state.log_history[:-1])
+
+
+# Runs
+
+
+def test_resumed_run_is_the_one_that_did_not_stop(tmp_path):
+    """In the middle of the second epoch, with rows read ahead, an optimizer with a state, dropout, and evaluation."""
+    options = {
+        "max_steps": 5,
+        "optim": "adamw_torch",
+        "lr_scheduler_type": "linear",
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "packing": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "dataloader_num_workers": 2,
+    }
+    objects = {"eval_dataset": sound_rows(3), "peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)}
+    trainers = [make("qwen2_audio", sound_rows(7), tmp_path, objects=dict(objects), **options) for _ in range(2)]
+    trainers[0].train()
+    trainers[1].train(f"{tmp_path}/checkpoint-3")
+    one, other = (logged(trainer, but=set()) for trainer in trainers)
+    assert one == other and len(one) == 9
+    weights = [dict(each.model.named_parameters()) for each in trainers]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_by_name_into_grpo_and_ppo(tmp_path):
+    """A folder's name, no processor; its checkpoint and card; a step of each trainer for what was learned."""
+    rows = picture_rows(4, form="prompt")
+    args = MultimodalSFTConfig(str(tmp_path / "sft"), **PLAIN, packing=True)
+    trainer = MultimodalSFTTrainer(str(saved("qwen2_5_vl")), args, rows)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card("model")
+    card = (tmp_path / "sft" / "README.md").read_text()
+    assert "SFT" in card and "image-text-to-text" in card and "`nll` of completions" in card
+    weights = dict(trainer.model.named_parameters())
+    plain = {k: v for k, v in PLAIN.items() if k != "gradient_accumulation_steps"} | {"max_steps": 1}
+    for trainer_class, config_class in (
+        (MultimodalGRPOTrainer, MultimodalGRPOConfig),
+        (MultimodalPPOTrainer, MultimodalPPOConfig),
+    ):
+        config = config_class(str(tmp_path / "rl"), **plain, num_generations=2, max_completion_length=4)
+        goes_on = trainer_class(
+            str(tmp_path / "sft"),
+            lambda completions, **kwargs: [0.1 * len(each[0]["content"]) for each in completions],
+            config,
+            rows.remove_columns("completion"),
+        )
+        start = {name: p for name, p in goes_on.model.named_parameters() if not name.startswith("critic.")}
+        assert all(torch.equal(start[name], weights[name]) for name in weights)
+        goes_on.train()
+        assert goes_on.state.global_step == 1
+
+
+def test_streams_and_evaluation(tmp_path):
+    """A stream gives the same updates as its rows; the loss of an evaluation is the model's on its batches."""
+    rows = text_rows(8)
+    objects = {"eval_dataset": text_rows(4)}
+    options = {**IN_ORDER, "eval_strategy": "steps", "eval_steps": 1}
+    one, other = (
+        trained(make("qwen2_5_vl", each, tmp_path, objects=dict(objects), **options))
+        for each in (rows, rows.to_iterable_dataset())
+    )
+    assert_same(one, other)
+    assert sum("eval_loss" in entry for entry in one[0]) == 2
+
+
+# Rows
+
+
+def encoded(row, family="qwen2_5_vl", **options):
+    model, processor = load(family)
+    return encode_sequence(row, processor, model, **options)
+
+
+def test_loss_on_each_answer_of_a_conversation():
+    row = album_rows(1)[0]
+    sequence = encoded(row, assistant_only=True)
+    model, processor = load("qwen2_5_vl")
+    runs = sequence.learned.int().diff(prepend=torch.zeros(1)).eq(1).sum()
+    learned = processor.tokenizer.decode(sequence.input_ids[sequence.learned])
+    assert runs == 2 and learned == f"{ANSWERS[0]}<|im_end|>\n{ANSWERS[1]}<|im_end|>\n"
+    assert len(sequence.media["image_grid_thw"]) == 2
+
+
+WRONG = {
+    "no answer": ({"prompt": "Is it?"}, {}, "row 0 has .* needs `prompt` and `completion`, or `messages`"),
+    "no assistant": (
+        {"messages": [say("user", "Is it?")]},
+        {"assistant_only_loss": True},
+        "row 0 has nothing to learn",
+    ),
+    "media said": (
+        {"messages": [say("user", "Is it?"), say("assistant", "<image>")], "image": image(56, 56)["image"]},
+        {},
+        "row 0, column 'image': what the assistant says is text",
+    ),
+    "too long": (
+        {"prompt": "What is it?", "completion": "A cat.", "image": image(112, 112)["image"]},
+        {"max_length": 20},
+        r"row 0 has \d+ tokens with its media, more than `max_length` \(20\)",
+    ),
+    "completions of conversations": (
+        {"messages": [say("user", "Is it?"), say("assistant", "Yes.")]},
+        {"completion_only_loss": True},
+        "row 0, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`",
+    ),
+    "too few images": (
+        {
+            "messages": [say("user", "<image>", "<image>", "?"), say("assistant", "Yes.")],
+            "image": image(56, 56)["image"],
+        },
+        {},
+        "row 0.*image",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_row(name, tmp_path):
+    row, options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        make(
+            "qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path, train_sampling_strategy="sequential", **options
+        ).train()
+
+
+def test_rows_that_are_too_long_are_skipped(tmp_path):
+    long = {"image": image(112, 112)["image"], "prompt": "What is it?", "completion": "A cat."}
+    short = {**long, "image": image(56, 56)["image"]}
+    trainer = make(
+        "qwen2_5_vl",
+        Dataset.from_list([short, long, short, short]),
+        tmp_path,
+        max_length=34,
+        on_media_error="skip",
+        max_skipped_rows=1,
+    )
+    trainer.train()
+    assert "row 1 has" in (tmp_path / "skipped_rows.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"shuffle_dataset": True},
+        {"padding_free": True},
+        {"packing_strategy": "wrapped"},
+        {"dataset_num_proc": 2},
+        {"pad_to_multiple_of": 8},
+        {"label_smoothing_factor": 0.1},
+        {"train_sampling_strategy": "group_by_length"},
+        {"neftune_noise_alpha": 5.0, "packing": True},
+        {"max_length": 1},
+        {"use_liger_kernel": True},
+        {"on_media_error": "ignore"},
+    ],
+)
+def test_options_without_effect_are_refused(option, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        MultimodalSFTConfig(str(tmp_path), **PLAIN, **option)
+
+
+def test_prefix_models_learn_completions_only(tmp_path):
+    """What such a model reads in both directions would show it the answer."""
+    model, processor = load("paligemma")
+    row = {"prompt": [say("user", "What is it?")], "completion": [say("assistant", "A cat.")]}
+    row["image"] = image(56, 56)["image"]
+    assert encode_sequence(row, processor, model).learned.any()
+    with pytest.raises(ValueError, match="row 0: paligemma reads what comes before an answer in both directions"):
+        encode_sequence(row, processor, model, completion_only=False)
