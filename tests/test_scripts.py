@@ -1,25 +1,29 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scripts: how their arguments are read, and the prompts that they make."""
 
+import io
 import json
 import re
 import subprocess
 import sys
 
 import pytest
+import soundfile
 import yaml
 from datasets import Audio, Dataset, Features, IterableDataset, Value
+from helpers.families import RATE, audio
+from helpers.trainer_utils import load, saved
 from small_models import spoken_digit_model
 from tasks import spoken_digits
+from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.rewards import choice_reward, format_reward
-from trl_multimodal_rft.scripts import grpo
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.inputs import load_reward_funcs
+from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
+from trl_multimodal_rft.scripts.inputs import load_reward_funcs, with_prompts
 from trl_multimodal_rft.scripts.launching import split_arguments
-from trl_multimodal_rft.scripts.prompts import with_prompts
 
 
 CPU = ["--output_dir", "out", "--use_cpu", "--bf16", "False"]
@@ -95,18 +99,23 @@ def read(dataset):
     return list(rows) if isinstance(dataset, IterableDataset) else rows.__getitems__(list(range(len(dataset))))
 
 
+def prompted(dataset, **arguments):
+    return with_prompts(dataset, SFTScriptArguments(**arguments))
+
+
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_prompts_are_filled_in(kind):
     template = r"{question} Choose among {n}. \boxed{} {{n}} <audio>"
     texts = [r"What is it? Choose among 3. \boxed{} {n} <audio>", r"And {this}? Choose among 4. \boxed{} {n} <audio>"]
-    made = with_prompts(rows_of(kind), template)
+    made = prompted(rows_of(kind), prompt=template, completion="{n}!")
+    assert [row["completion"] for row in read(made)] == ["3!", "4!"]
     assert [row["prompt"] for row in read(made)] == texts
-    assert made.features == {**FEATURES, "prompt": Value("string")}
+    assert made.features == {**FEATURES, "prompt": Value("string"), "completion": Value("string")}
     # Nothing was decoded, which of these bytes nothing can be
     assert [row["audio"].value["bytes"] for row in read(made)] == [b"no sound", b"none either"]
     assert all(isinstance(row["audio"], Encoded) for row in read(made))
 
-    both = with_prompts(rows_of(kind), template, "Be brief.")
+    both = prompted(rows_of(kind), prompt=template, system_prompt="Be brief.")
     for messages, text in zip((row["prompt"] for row in read(both)), texts, strict=True):
         assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
@@ -127,28 +136,36 @@ BLOCK = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
 )
 def test_system_prompt_before_prompts(prompt, expected, kind):
     dataset = Dataset.from_dict({"prompt": [prompt] * 2, "n": [1, 2]})
-    made = with_prompts(dataset if kind == "dataset" else dataset.to_iterable_dataset(), system="Be brief.")
+    made = prompted(dataset if kind == "dataset" else dataset.to_iterable_dataset(), system_prompt="Be brief.")
     assert [row["prompt"] for row in read(made)] == [expected] * 2 and [row["n"] for row in read(made)] == [1, 2]
     with pytest.raises(ValueError, match="row 0, column 'prompt': it has a system message"):
-        list(with_prompts(made, system="Be long."))
+        list(prompted(made, system_prompt="Be long."))
 
 
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_prompts_that_cant_be_made(kind):
-    with pytest.raises(ValueError, match=r"no column 'quest' .*\['audio', 'n', 'question'\]"):
-        with_prompts(rows_of(kind), "{quest}")
+    with pytest.raises(ValueError, match=r"no column 'quest', .*\['audio', 'n', 'question'\]"):
+        prompted(rows_of(kind), prompt="{quest}")
+    with pytest.raises(ValueError, match="no column 'prompt' for `--system_prompt`"):
+        prompted(rows_of(kind), system_prompt="Be brief.")
     with pytest.raises(ValueError, match="'audio' has media.*`<audio>`"):
-        list(with_prompts(rows_of(kind), "{audio}"))
+        list(prompted(rows_of(kind), prompt="{audio}"))
     missing = rows_of(kind, {**ROWS, "question": ["What?", None]})
     with pytest.raises(ValueError, match="row 1, column 'question': it is NoneType"):
-        list(with_prompts(missing, "{question}"))
+        list(prompted(missing, prompt="{question}"))
     feature = Features({"prompt": [{"role": Value("string"), "content": [{"audio": Audio()}]}]})
     inside = Dataset.from_dict({"prompt": [[{"role": "user", "content": [{"audio": b"no sound"}]}]]}, features=feature)
     with pytest.raises(ValueError, match="'prompt' has media.*into the column"):
-        with_prompts(inside if kind == "dataset" else inside.to_iterable_dataset(), system="Be brief.")
+        prompted(inside if kind == "dataset" else inside.to_iterable_dataset(), system_prompt="Be brief.")
 
 
-# Commands
+# Runs
+
+
+def wav(seconds, seed):
+    file = io.BytesIO()
+    soundfile.write(file, audio(seconds, seed)["audio"], RATE, format="WAV")
+    return {"bytes": file.getvalue(), "path": None}
 
 
 def command(name, *options, cwd):
@@ -158,6 +175,30 @@ def command(name, *options, cwd):
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [rloo, ppo, sft])
+def test_script_trains(script, tmp_path):
+    rows = [{"question": "What do you hear?", "audio": wav(0.5, seed=i), "solution": str(i)} for i in range(4)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "train.parquet")
+    given = {"model_name_or_path": str(saved("qwen2_audio")), "dataset_name": str(tmp_path / "data")}
+    given |= {"prompt": "{question}", "system_prompt": "Listen.", "dtype": "float32"}
+    how = {"output_dir": str(tmp_path / "trained"), "max_steps": 1, "report_to": "none", "logging_steps": 1}
+    if script is sft:
+        how |= {"completion": "{solution}", "per_device_train_batch_size": 2}
+    else:
+        how |= {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 4}
+        how |= {"reward_funcs": "helpers.trainer_utils.length_and_sum"}
+    if script is ppo:
+        rows = [{**row, "prompt": "What?", "completion": "A bird."} for row in rows]
+        Dataset.from_list(rows).to_parquet(tmp_path / "answers" / "train.parquet")
+        how |= {"ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1, "shared_trunk": True}
+    script.main(*parse(script.make_parser(), ["--config", recipe(tmp_path, **given, **how)]))
+    trained = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path / "trained").state_dict()
+    before = load("qwen2_audio")[0].state_dict()
+    assert any(not trained[name].equal(before[name]) for name in before)
+    assert "Listen." in (tmp_path / "trained" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ LAUNCHED = {
     "grpo": "train a model with GRPO",
     "rloo": "train a model with RLOO",
     "ppo": "train a model with PPO, beside a critic",
+    "sft": "train a model on answers, such as before GRPO or PPO",
     "evaluate": "accuracy, pass@k and votes of a model on a dataset or benchmark",
     "filter": "keep the rows of a dataset whose answers need their sound, image or video",
 }
@@ -35,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv and argv[0] in COMMANDS else None
-    if name in LAUNCHED:
-        importlib.import_module(".launch", __name__).run(name, argv[1:])
-        return
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="trl-multimodal-rft" if name is None else f"trl-multimodal-rft {name}",
@@ -48,9 +46,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name is None:
         parser.add_argument("command", choices=COMMANDS, metavar="command", help="its own `--help` lists its options")
         parser.parse_args(argv)
-    command = importlib.import_module(f".{name}", __name__)
-    command.add_arguments(parser)
     try:
-        command.run(parser.parse_args(argv[1:]))
+        if name in LAUNCHED:
+            importlib.import_module(".launch", __name__).run(name, argv[1:])
+        else:
+            command = importlib.import_module(f".{name}", __name__)
+            command.add_arguments(parser)
+            command.run(parser.parse_args(argv[1:]))
     except ValueError as error:
         parser.exit(1, f"{error}\n")

@@ -27,12 +27,9 @@ def run(name: str, argv: Sequence[str]) -> None:
             Arguments of the script and of `accelerate launch`.
 
     Raises:
-        `SystemExit`: If arguments are wrong, or the script fails.
+        `ValueError`: If an argument is neither's.
     """
     script = importlib.import_module(f"..scripts.{name}", __package__)
     parser = script.make_parser(prog=f"trl-multimodal-rft {name}", epilog=_EPILOG)
-    try:
-        launcher, arguments = split_arguments(parser, argv)
-    except ValueError as error:
-        parser.exit(1, f"{error}\n")
+    launcher, arguments = split_arguments(parser, argv)
     launch_command(launch_command_parser().parse_args([*launcher, "--module", script.__name__, *arguments]))

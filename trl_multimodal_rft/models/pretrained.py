@@ -56,7 +56,7 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
 
 def load_trained(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs
-) -> tuple[PreTrainedModel, ProcessorMixin | PreTrainedTokenizerBase]:
+) -> tuple[Any, ProcessorMixin | PreTrainedTokenizerBase]:
     """
     Loads what a trainer has saved, a model or an adapter, and what encodes its prompts.
 
@@ -71,7 +71,7 @@ def load_trained(
             Arguments of `from_pretrained` for the model.
 
     Returns:
-        `tuple`: The model, with its adapter if there is one, and its processor.
+        `tuple`: The [`~transformers.PreTrainedModel`], or with an adapter the [`~peft.PeftModel`], and its processor.
     """
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code

@@ -11,7 +11,32 @@ from .launching import launcher_arguments
 
 
 @dataclass
-class RFTScriptArguments(ScriptArguments):
+class PromptArguments(ScriptArguments):
+    r"""
+    Arguments of scripts that read a dataset of prompts.
+
+    Args:
+        prompt (`str`, *optional*):
+            Makes the column `prompt` of a dataset without one, or another in its place: a text in which `{column}` is
+            what that column of the row holds. Other braces stay (`\boxed{}`), and `{{word}}` is `{word}`.
+        system_prompt (`str`, *optional*):
+            Text of the system message that every prompt begins with.
+    """
+
+    prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Makes the column `prompt`: a text in which `{column}` is what that column of the row holds. "
+            "Other braces stay, and `{{word}}` is `{word}`."
+        },
+    )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "Text of the system message that every prompt begins with."}
+    )
+
+
+@dataclass
+class RFTScriptArguments(PromptArguments):
     """
     Script arguments of what samples completions.
 
@@ -21,11 +46,6 @@ class RFTScriptArguments(ScriptArguments):
             working directory. If there is no reward model either, `accuracy_reward` and `format_reward`.
         reward_model_name_or_path (`str`, *optional*):
             A sequence classifier, on the Hub or in a folder, whose score is the first reward.
-        prompt (`str`, *optional*):
-            Makes the column `prompt` of a dataset without one, or another in its place: a text in which `{column}` is
-            what that column of the row holds. Other braces stay (`\\boxed{}`), and `{{word}}` is `{word}`.
-        system_prompt (`str`, *optional*):
-            Text of the system message that every prompt begins with.
     """
 
     reward_funcs: list[str] | None = field(
@@ -39,20 +59,25 @@ class RFTScriptArguments(ScriptArguments):
         default=None,
         metadata={"help": "A sequence classifier, on the Hub or in a folder, whose score is the first reward."},
     )
-    prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Makes the column `prompt`: a text in which `{column}` is what that column of the row holds. "
-            "Other braces stay, and `{{word}}` is `{word}`."
-        },
-    )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "Text of the system message that every prompt begins with."}
-    )
 
     def __post_init__(self):
         if isinstance(self.reward_funcs, str):  # one, in a config file
             self.reward_funcs = [self.reward_funcs]
+
+
+@dataclass
+class SFTScriptArguments(PromptArguments):
+    """
+    Script arguments of supervised training.
+
+    Args:
+        completion (`str`, *optional*):
+            Makes the column `completion` as `prompt` makes its own.
+    """
+
+    completion: str | None = field(
+        default=None, metadata={"help": "Makes the column `completion`, as `prompt` makes its own."}
+    )
 
 
 @dataclass

@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Accuracy of a model on the rows of a dataset, see `trl-multimodal-rft evaluate --help`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from datasets import Dataset
@@ -11,11 +13,10 @@ from ..data import load_avqa, load_geo3k, load_mmau
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
 from ..models.pretrained import load_trained
 from .arguments import RFTScriptArguments, parse
-from .inputs import load_reward_funcs, load_split, model_init_kwargs
-from .prompts import with_prompts
+from .inputs import load_reward_funcs, load_split, model_init_kwargs, with_prompts
 
 
-BENCHMARKS = {
+BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
     "mmau": (load_mmau, ["choice_reward", "format_reward"]),
     "avqa": (load_avqa, ["choice_reward", "format_reward"]),
     "geo3k": (load_geo3k, ["accuracy_reward", "format_reward"]),
@@ -47,9 +48,8 @@ class EvaluationArguments:
     )
     audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
     max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
-    audio_overlong: str = field(
-        default="raise",
-        metadata={"help": "What happens to audio longer than the model's window.", "choices": ["raise", "truncate"]},
+    audio_overlong: Literal["raise", "truncate"] = field(
+        default="raise", metadata={"help": "What happens to audio longer than the model's window."}
     )
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
@@ -78,15 +78,13 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
         raise ValueError("There is nothing to evaluate on; set `--dataset_name`.")
     if script_args.dataset_streaming:
         raise ValueError("An evaluation counts its rows; leave out `--dataset_streaming`, and set `--max_rows`.")
-    audio = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
+    audio: dict[str, Any] = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
     if audio and benchmark not in ("mmau", "avqa"):
         raise ValueError("`--audio_dir` is for `--benchmark mmau` and `avqa`; leave it out.")
     if benchmark is None:
-        dataset = load_split(script_args, split)
+        dataset: Any = load_split(script_args, split)
     else:
-        dataset = with_prompts(
-            BENCHMARKS[benchmark][0](name, split, **audio), script_args.prompt, script_args.system_prompt
-        )
+        dataset = with_prompts(BENCHMARKS[benchmark][0](name, split, **audio), script_args)
     return dataset if evaluation_args.max_rows is None else dataset.take(evaluation_args.max_rows)
 
 
@@ -132,9 +130,9 @@ def evaluate_by_name(
         raise ValueError(
             "`--reward_model_name_or_path` gives a score, which doesn't tell what is correct; leave it out."
         )
-    default = ["accuracy_reward", "format_reward"]
-    names = script_args.reward_funcs or BENCHMARKS.get(evaluation_args.benchmark, (None, default))[1]
-    reward_funcs = load_reward_funcs(names)
+    benchmark = evaluation_args.benchmark
+    default = ["accuracy_reward", "format_reward"] if benchmark is None else BENCHMARKS[benchmark][1]
+    reward_funcs = load_reward_funcs(script_args.reward_funcs or default)
     with accelerator.main_process_first():
         dataset = load_rows(script_args, evaluation_args, split)
     init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
@@ -154,7 +152,7 @@ def evaluate_by_name(
         "model": name,
         "dataset": script_args.dataset_name,
         "split": split,
-        "benchmark": evaluation_args.benchmark,
+        "benchmark": benchmark,
     }
     return dataset, result
 

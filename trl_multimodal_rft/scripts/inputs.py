@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .. import rewards
 from ..data.named import load_rows
-from .arguments import RFTScriptArguments
-from .prompts import with_prompts
+from .arguments import PromptArguments, RFTScriptArguments
+from .prompts import with_system_message, with_texts
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
@@ -44,13 +44,34 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
     return reward_funcs
 
 
-def load_split(script_args: ScriptArguments, split: str) -> Dataset | IterableDataset:
+def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
+    """
+    Rows with the prompts that arguments ask for.
+
+    Args:
+        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows.
+        script_args ([`PromptArguments`]):
+            Arguments.
+
+    Returns:
+        `Dataset` or `IterableDataset`: The rows.
+
+    Raises:
+        `ValueError`: If they can't have them.
+    """
+    completion = getattr(script_args, "completion", None)
+    rows = with_texts(rows, {"prompt": script_args.prompt, "completion": completion})
+    return with_system_message(rows, script_args.system_prompt)
+
+
+def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
     """
     Rows of the dataset that the arguments name, with their prompts.
 
     Args:
-        script_args ([`~trl.ScriptArguments`]):
-            Arguments, with `prompt` and `system_prompt` those of [`RFTScriptArguments`].
+        script_args ([`PromptArguments`]):
+            Arguments.
         split (`str`):
             Which rows.
 
@@ -63,17 +84,15 @@ def load_split(script_args: ScriptArguments, split: str) -> Dataset | IterableDa
     if script_args.dataset_name is None:
         raise ValueError("There are no rows; set `--dataset_name` to a name on the Hub, a folder or a file.")
     rows = load_rows(script_args.dataset_name, script_args.dataset_config, split, script_args.dataset_streaming)
-    if isinstance(script_args, RFTScriptArguments):
-        rows = with_prompts(rows, script_args.prompt, script_args.system_prompt)
-    return rows
+    return with_prompts(rows, script_args)
 
 
-def trainer_inputs(script_args: ScriptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
+def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
     """
     Arguments of a trainer, of what script arguments name.
 
     Args:
-        script_args ([`~trl.ScriptArguments`]):
+        script_args ([`PromptArguments`]):
             Which dataset, and [`RFTScriptArguments`] also which rewards.
         training_args (`TrainingArguments`):
             The trainer's config. It gets how to load the model.

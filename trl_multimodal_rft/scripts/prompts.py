@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts for datasets that have none, or none with a system message."""
+"""Columns of text for datasets that lack them, such as prompts."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import (
@@ -23,76 +23,112 @@ from datasets import (
 _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
-def with_prompts(
-    dataset: Dataset | IterableDataset, template: str | None = None, system: str | None = None
-) -> Dataset | IterableDataset:
+def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
     """
-    Makes the column `prompt`. Media stay where they are stored, neither read nor copied.
+    Adds columns of text to a dataset, or puts others in the place of those it has. Media stay where they are stored,
+    neither read nor copied.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Rows.
-        template (`str`, *optional*):
-            Text in which `{column}` is what that column of the row holds, a text or number. Other braces stay, and
-            `{{word}}` is `{word}`. By default the dataset's own prompts.
-        system (`str`, *optional*):
-            Text of a system message before the prompt.
+        templates (`Mapping[str, str | None]`):
+            By the name of a column its text, in which `{column}` is what that column of the row holds, a text or
+            number. Other braces stay, and `{{word}}` is `{word}`. Those that are `None` change nothing.
 
     Returns:
-        `Dataset` or `IterableDataset`: The rows, with prompts that are texts, or with a system message, messages.
+        `Dataset` or `IterableDataset`: The rows with these columns.
 
     Raises:
-        `ValueError`: If there is no such column, a row has neither text nor number in it, or prompts have a system
-            message already or hold media.
+        `ValueError`: If there is no such column, or a row has neither text nor number in it.
     """
-    if template is None and system is None:
-        return dataset
-    named = ["prompt"] if template is None else [name for _, name in _NAMES.findall(template) if name]
-    columns = dataset.column_names
-    missing = [] if columns is None else [name for name in named if name not in columns]
-    if missing:
-        raise ValueError(
-            f"The dataset has no column {missing[0]!r} for its prompts, only {sorted(columns or ())}; name those in "
-            "`--prompt`, and write `{{word}}` for braces around a word."
-        )
-    for name in named:
-        if _holds_media((dataset.features or {}).get(name)):
-            remedy = (
-                "write the system message into the column" if template is None else f"write `<{name}>` for its place"
+    texts = {name: template for name, template in templates.items() if template is not None}
+    named = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
+    columns, features = dataset.column_names, dataset.features or {}
+    for name, option in named.items():
+        if columns is not None and name not in columns:
+            raise ValueError(
+                f"The dataset has no column {name!r}, only {sorted(columns)}; name those in `--{option}`, and write "
+                f"`{{{{{name}}}}}` for braces around a word."
             )
-            raise ValueError(f"The column {name!r} has media, which texts of prompts can't hold; {remedy}.")
+        if _holds_media(features.get(name)):
+            raise ValueError(
+                f"The column {name!r} has media, which no text can hold; in `--{option}`, write `<image>`, `<audio>` "
+                "or `<video>` where a medium goes."
+            )
 
-    def prompt_of(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-        return {
-            "prompt": _with_system(row["prompt"] if template is None else _filled(template, row, place), system, place)
-        }
+    def filled(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+        return {option: _filled(text, row, place, option) for option, text in texts.items()}
 
+    return _with_columns(dataset, list(named), {option: Value("string") for option in texts}, filled)
+
+
+def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
+    """
+    Puts a system message before the prompts of a dataset.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with a column `prompt`.
+        text (`str`, *optional*):
+            Text of the message. `None` changes nothing.
+
+    Returns:
+        `Dataset` or `IterableDataset`: The rows, whose prompts are messages.
+
+    Raises:
+        `ValueError`: If there are no prompts, or if they have a system message already or hold media.
+    """
+    if text is None:
+        return dataset
+    columns, feature = dataset.column_names, (dataset.features or {}).get("prompt")
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(
+            f"The dataset has no column 'prompt' for `--system_prompt`, only {sorted(columns)}; make one with "
+            "`--prompt`."
+        )
+    if _holds_media(feature):
+        raise ValueError(
+            "The column 'prompt' has media among its messages, to which `--system_prompt` adds nothing; write the "
+            "system message into the column."
+        )
+    if feature is None or isinstance(feature, Value):
+        feature = List({"role": Value("string"), "content": Value("string")})
+
+    def after_system(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+        return {"prompt": _with_system(row["prompt"], text, place)}
+
+    return _with_columns(dataset, ["prompt"], {"prompt": feature}, after_system)
+
+
+def _with_columns(
+    dataset: Dataset | IterableDataset, reads: list[str], columns: dict[str, Any], make: Callable
+) -> Dataset | IterableDataset:
+    if not columns:
+        return dataset
     if isinstance(dataset, IterableDataset):
         stream = dataset.decode(False)
-        features = stream.features and Features(
-            {**stream.features, "prompt": _prompt_feature(stream, template, system)}
-        )
-        return stream.map(prompt_of, with_indices=True, features=features).decode(True)
-    kept = list(dict.fromkeys(named)) or dataset.column_names[:1]
-    made = dataset.select_columns(kept).map(
-        prompt_of,
+        features = stream.features and Features({**stream.features, **columns})
+        return stream.map(make, with_indices=True, features=features).decode(True)
+    reads = reads or dataset.column_names[:1]
+    made = dataset.select_columns(reads).map(
+        make,
         with_indices=True,
-        remove_columns=[name for name in kept if name != "prompt"],
-        features=Features({"prompt": _prompt_feature(dataset, template, system)}),
-        desc="prompts",
+        remove_columns=[name for name in reads if name not in columns],
+        features=Features(columns),
+        desc=", ".join(columns),
     )
-    rest = [name for name in dataset.column_names if name != "prompt"]
+    rest = [name for name in dataset.column_names if name not in columns]
     return concatenate_datasets([dataset.select_columns(rest), made], axis=1) if rest else made
 
 
-def _filled(template: str, row: Mapping[str, Any], place: int) -> str:
+def _filled(template: str, row: Mapping[str, Any], place: int, option: str) -> str:
     def value(match: re.Match) -> str:
         literal, name = match.groups()
         if literal:
             return f"{{{literal}}}"
         if not isinstance(row.get(name), (str, int, float)):
             raise ValueError(
-                f"row {place}, column {name!r}: it is {type(row.get(name)).__name__}, and `--prompt` takes text and "
+                f"row {place}, column {name!r}: it is {type(row.get(name)).__name__}, and `--{option}` takes text and "
                 "numbers; name another column, or add one with the text."
             )
         return str(row[name])
@@ -100,21 +136,12 @@ def _filled(template: str, row: Mapping[str, Any], place: int) -> str:
     return _NAMES.sub(value, template)
 
 
-def _with_system(prompt: str | list[dict[str, Any]], system: str | None, place: int) -> str | list[dict[str, Any]]:
-    if system is None:
-        return prompt
+def _with_system(prompt: str | list[dict[str, Any]], text: str, place: int) -> list[dict[str, Any]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not messages or messages[0]["role"] == "system":
         raise ValueError(f"row {place}, column 'prompt': it has a system message; leave out `--system_prompt`.")
     blocks = isinstance(messages[0]["content"], list)
-    return [{"role": "system", "content": [{"type": "text", "text": system}] if blocks else system}, *messages]
-
-
-def _prompt_feature(dataset: Dataset | IterableDataset, template: str | None, system: str | None) -> Any:
-    own = None if template is not None else (dataset.features or {}).get("prompt")
-    if own is not None and not isinstance(own, Value):
-        return own
-    return Value("string") if system is None else List({"role": Value("string"), "content": Value("string")})
+    return [{"role": "system", "content": [{"type": "text", "text": text}] if blocks else text}, *messages]
 
 
 def _holds_media(feature: Any) -> bool:

@@ -1,0 +1,47 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Supervised training on the rows of a dataset, see `trl-multimodal-rft sft --help`."""
+
+from trl import ModelConfig, TrlParser
+
+from ..trainers.sft_config import MultimodalSFTConfig
+from ..trainers.sft_trainer import MultimodalSFTTrainer
+from .arguments import SFTScriptArguments, parse
+from .inputs import trainer_inputs
+from .training import curves, finish, train
+
+
+def main(script_args: SFTScriptArguments, training_args: MultimodalSFTConfig, model_args: ModelConfig) -> None:
+    """
+    Trains and saves a model.
+
+    Args:
+        script_args ([`SFTScriptArguments`]):
+            Dataset, prompts and completions.
+        training_args ([`MultimodalSFTConfig`]):
+            The trainer's config.
+        model_args ([`~trl.ModelConfig`]):
+            The model.
+    """
+    trainer = MultimodalSFTTrainer(**trainer_inputs(script_args, training_args, model_args), callbacks=curves())
+    train(trainer, script_args)
+    finish(trainer, script_args)
+
+
+def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
+    """
+    Parser of the script's arguments.
+
+    Args:
+        prog (`str`, *optional*):
+            Name of the program.
+        epilog (`str`, *optional*):
+            What its help ends with.
+
+    Returns:
+        [`~trl.TrlParser`]: The parser.
+    """
+    return TrlParser((SFTScriptArguments, MultimodalSFTConfig, ModelConfig), prog=prog, epilog=epilog)
+
+
+if __name__ == "__main__":
+    main(*parse(make_parser()))
