@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-ppo-audio demo-ppo-vision demo-vllm \
-	test test-slow test-vllm test-gpu vllm-families benchmark docs lint types clean
+	test test-slow test-vllm test-gpu test-gpu-vllm gpu-report vllm-families benchmark docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -50,9 +50,15 @@ test-slow: $(VENV)/tests
 test-vllm: $(VLLM)/ok
 	ls tests/engine/test_*.py | $(call IN,$(VLLM)) OMP_NUM_THREADS=1 xargs -n 1 -P 2 python -m pytest
 
-# What only a GPU shows; skipped without one
-test-gpu: $(VLLM_GPU)/ok
-	$(call IN,$(VLLM_GPU)) python -m pytest tests/engine -m gpu
+# What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
+test-gpu: $(VENV)/tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m gpu -n 3 --dist loadfile -rs
+
+test-gpu-vllm: $(VLLM_GPU)/ok
+	$(call IN,$(VLLM_GPU)) python -m pytest tests/engine -m gpu -rs
+
+gpu-report: $(VENV)/examples
+	$(BIN)/python benchmarks/gpu_report.py
 
 # The table of families in docs/vllm.md
 vllm-families: $(VLLM)/ok

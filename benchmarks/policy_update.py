@@ -7,6 +7,7 @@ python benchmarks/policy_update.py --case image          # a prompt of about 410
 python benchmarks/policy_update.py --case long           # a prompt of about 1,360 tokens
 python benchmarks/policy_update.py --case text           # short prompts without media, 2 completions each
 python benchmarks/policy_update.py --family qwen3_5      # with linear attention, not Qwen2.5-VL
+python benchmarks/policy_update.py --family qwen2_audio --case audio    # against our padded rows: TRL takes no audio
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
 ```
 
@@ -14,7 +15,8 @@ Both trainers get the same dataset and the same model: Qwen2.5-VL's architecture
 with its own processor, so nothing is downloaded. Measured are
 
 - **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward of the loss, on
-  seeded completions of 20 to 64 tokens that are handed to both trainers. The gradients of the two are compared, too.
+  seeded completions of 20 to 64 tokens (or `--tokens`) that are handed to both trainers. The gradients of the two are
+  compared, too.
 - **step**: everything from reading the rows to the gradients, with completions sampled by the model, 64 tokens each.
   The optimizer's own step, which is the same for both, is left out.
 - **memory** of the update: on the CPU, bytes saved for the backward pass, each storage once and parameters not
@@ -36,6 +38,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +53,16 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
+    WhisperFeatureExtractor,
 )
 from trl import GRPOConfig, GRPOTrainer
 
@@ -63,6 +70,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
 
 SHORTEST, LONGEST = 20, 64  # completion tokens
+RATE = 16000  # Hz
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Case:
 
     prompts: int
     group: int
-    image_size: tuple[int, int] | None  # width and height in tokens
+    image_size: tuple[int, int] | None = None  # width and height in tokens
+    seconds: tuple[float, ...] = ()  # of sounds, which are 25 tokens a second
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
 
 
@@ -81,7 +90,6 @@ CASES = {
     "text": Case(
         prompts=4,
         group=2,
-        image_size=None,
         questions=(
             "What is red and green?",
             "Is there a cat, a dog or a bird?",
@@ -89,15 +97,17 @@ CASES = {
             "Compare 3, 4.",
         ),
     ),
+    "audio": Case(prompts=1, group=8, seconds=(16,)),
+    "long_audio": Case(prompts=1, group=8, seconds=(28, 28)),
 }
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of text decoder and vision tower."""
+    """Sizes of text decoder and of the tower for images or sounds."""
 
     text: dict
-    vision: dict
+    tower: dict
     vocab_size: int | None = None  # the tokenizer's, if not given
 
 
@@ -111,7 +121,7 @@ PRESETS = {
             "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
         },
-        vision={
+        tower={
             "depth": 2,
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -129,7 +139,7 @@ PRESETS = {
             "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
         },
-        vision={
+        tower={
             "depth": 4,
             "hidden_size": 128,
             "intermediate_size": 256,
@@ -148,7 +158,7 @@ PRESETS = {
             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
             "tie_word_embeddings": True,
         },
-        vision={
+        tower={
             "depth": 32,
             "hidden_size": 1280,
             "intermediate_size": 3420,
@@ -157,6 +167,25 @@ PRESETS = {
             "fullatt_block_indexes": [7, 15, 23, 31],
         },
         vocab_size=151936,
+    ),
+    "7b": Preset(  # https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct/blob/main/config.json
+        text={
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+        },
+        tower={
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        vocab_size=152064,
     ),
 }
 
@@ -177,7 +206,7 @@ QWEN3_5_PRESETS = {
             "linear_num_value_heads": 4,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
         },
-        vision={
+        tower={
             "depth": 2,
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -201,7 +230,7 @@ QWEN3_5_PRESETS = {
             "linear_num_value_heads": 8,
             "rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
         },
-        vision={
+        tower={
             "depth": 4,
             "hidden_size": 128,
             "intermediate_size": 256,
@@ -212,10 +241,62 @@ QWEN3_5_PRESETS = {
     ),
 }
 
+WHISPER_LARGE = {  # https://huggingface.co/Qwen/Qwen2-Audio-7B-Instruct/blob/main/config.json
+    "d_model": 1280,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "num_mel_bins": 128,
+}
+QWEN2_AUDIO_PRESETS = {
+    "tiny": Preset(
+        text={
+            "model_type": "qwen2",
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        tower={
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "num_mel_bins": 16,
+        },
+    ),
+    "3b": Preset(  # no release: the encoder with a decoder of Qwen2.5-3B's size
+        text={
+            "model_type": "qwen2",
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+        },
+        tower=WHISPER_LARGE,
+        vocab_size=151936,
+    ),
+    "7b": Preset(
+        text={
+            "model_type": "qwen2",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+        tower=WHISPER_LARGE,
+        vocab_size=156032,
+    ),
+}
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
-    "{% if block.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ block.text }}{% endif %}"
+    "{% if block.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif block.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}{{ block.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -225,9 +306,9 @@ class Counting:
 
     encoded = 0
 
-    def __call__(self, images=None, text=None, **kwargs):
+    def __call__(self, *args, text=None, **kwargs):
         self.encoded += 1 if isinstance(text, str) else len(text)
-        return super().__call__(images=images, text=text, **kwargs)
+        return super().__call__(*args, text=text, **kwargs)
 
 
 class CountingQwen2_5(Counting, Qwen2_5_VLProcessor):
@@ -235,6 +316,10 @@ class CountingQwen2_5(Counting, Qwen2_5_VLProcessor):
 
 
 class CountingQwen3(Counting, Qwen3VLProcessor):
+    pass
+
+
+class CountingAudio(Counting, Qwen2AudioProcessor):
     pass
 
 
@@ -246,8 +331,12 @@ class Family:
     config: type
     model: type
     processor: type
-    video_processor: type
-    patch_size: int  # pixels; 2 x 2 patches make a token
+    video_processor: type | None = None  # without, it hears
+    patch_size: int = 14  # pixels; 2 x 2 patches make a token
+
+    @property
+    def hears(self) -> bool:
+        return self.video_processor is None
 
 
 FAMILIES = {
@@ -257,18 +346,22 @@ FAMILIES = {
     "qwen3_5": Family(
         QWEN3_5_PRESETS, Qwen3_5Config, Qwen3_5ForConditionalGeneration, CountingQwen3, Qwen3VLVideoProcessor, 16
     ),
+    "qwen2_audio": Family(QWEN2_AUDIO_PRESETS, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, CountingAudio),
 }
 QWEN2_5 = FAMILIES["qwen2_5_vl"]
 
 
-def build_processor(family: Family = QWEN2_5):
+def build_processor(family: Family = QWEN2_5, mel_bins: int = 128):
     """A processor around a byte-level tokenizer trained on the questions."""
-    named = {
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-        "vision_bos_token": "<|vision_start|>",
-        "vision_eos_token": "<|vision_end|>",
-    }
+    if family.hears:
+        named = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+    else:
+        named = {
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+        }
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -286,6 +379,9 @@ def build_processor(family: Family = QWEN2_5):
         padding_side="left",
         extra_special_tokens=named,
     )
+    if family.hears:
+        features = WhisperFeatureExtractor(feature_size=mel_bins)
+        return family.processor(features, tokenizer, chat_template=TEMPLATE)
     token = (2 * family.patch_size) ** 2
     pixels = {"shortest_edge": token, "longest_edge": 2000 * token}  # no image is resized
     return family.processor(
@@ -300,6 +396,20 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
     """A model with seeded random weights, float32 on the CPU and bfloat16 on CUDA."""
     tokenizer = processor.tokenizer
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    if family.hears:
+        tower = {
+            "audio_config": {"model_type": "qwen2_audio_encoder", **preset.tower},
+            "audio_token_index": tokenizer.audio_token_id,
+        }
+    else:
+        tower = {
+            "vision_config": preset.tower,
+            "image_token_id": tokenizer.image_token_id,
+            "video_token_id": tokenizer.video_token_id,
+            "vision_start_token_id": tokenizer.vision_bos_token_id,
+            "vision_end_token_id": tokenizer.vision_eos_token_id,
+            "tie_word_embeddings": preset.text.get("tie_word_embeddings", False),
+        }
     config = family.config(
         text_config={
             "vocab_size": preset.vocab_size or len(tokenizer),
@@ -307,12 +417,7 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
             **special,
             **preset.text,
         },
-        vision_config=preset.vision,
-        image_token_id=tokenizer.image_token_id,
-        video_token_id=tokenizer.video_token_id,
-        vision_start_token_id=tokenizer.vision_bos_token_id,
-        vision_end_token_id=tokenizer.vision_eos_token_id,
-        tie_word_embeddings=preset.text.get("tie_word_embeddings", False),
+        **tower,
     )
     torch.manual_seed(seed)
     with torch.device(device):
@@ -324,7 +429,7 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
 
 
 def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5) -> Dataset:
-    """`prompts` rows, each with a question and, unless the case is text only, an image of noise."""
+    """`prompts` rows, each with a question and, unless the case is text only, an image or sounds of noise."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(prompts):
@@ -333,15 +438,27 @@ def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5)
             width, height = (2 * family.patch_size * tokens for tokens in case.image_size)
             row["image"] = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         rows.append(row)
-    return Dataset.from_list(rows)
+    dataset = Dataset.from_list(rows)
+    if not case.seconds:
+        return dataset
+    sounds = [
+        [
+            {"array": rng.standard_normal(int(seconds * RATE)).astype("float32"), "sampling_rate": RATE}
+            for seconds in case.seconds
+        ]
+        for _ in rows
+    ]
+    # Arrow would make lists of numbers of them
+    dataset = dataset.add_column("index", range(len(rows)))
+    return dataset.with_transform(lambda batch: {**batch, "audios": [sounds[i] for i in batch["index"]]})
 
 
-def build_completions(count: int, processor, seed: int) -> list[list[int]]:
-    """Seeded token ids of 20 to 64 tokens, each ending in the end-of-sequence token."""
+def build_completions(count: int, processor, seed: int, tokens: int | None = None) -> list[list[int]]:
+    """Seeded token ids of 20 to 64 tokens, or of `tokens`, each ending in the end-of-sequence token."""
     rng = np.random.default_rng(seed)
     tokenizer = processor.tokenizer
     ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
-    lengths = rng.integers(SHORTEST, LONGEST + 1, count)
+    lengths = rng.integers(SHORTEST, LONGEST + 1, count) if tokens is None else [tokens] * count
     return [[*rng.choice(ordinary, length - 1).tolist(), tokenizer.eos_token_id] for length in lengths]
 
 
@@ -432,9 +549,9 @@ class Contestant:
         """Share of the prompt tokens that our trainer did not forward in its last step, because others shared them."""
         return self.trainer._metrics["train"]["packing/shared_frac"][-1]
 
-    def warm_up(self) -> None:
+    def warm_up(self, updates_only: bool = False) -> None:
         """A step that isn't counted; our trainer runs its self-check in it."""
-        self._run(None)
+        self._run(self.completions if updates_only else None)
 
     def memory(self) -> int:
         """Bytes that an update holds for its backward pass; leaves its gradients on the model."""
@@ -459,36 +576,43 @@ class Contestant:
 
 
 def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
-    """The two trainers, equal but for their class."""
+    """Two trainers that are equal but for their class, or, where TRL's takes no such rows, but for packed rows."""
     case, family = CASES[args.case], FAMILIES[args.family]
-    prompts = args.prompts or case.prompts
+    preset = family.presets[args.preset]
+    prompts, group = args.prompts or case.prompts, args.group or case.group
+    tokens = args.tokens or LONGEST
+    # What is hidden behind other work would not be measured
+    own = {"media_prefetch": 0}
+    if family.hears:
+        padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {**own, "packing": "padded"}
+    else:
+        padded = GRPOTrainer, GRPOConfig, {}
     contestants = {}
-    for name, trainer_class, config_class in (
-        ("trl", GRPOTrainer, GRPOConfig),
-        ("ours", MultimodalGRPOTrainer, MultimodalGRPOConfig),
-    ):
-        processor = build_processor(family)
+    for name, (trainer_class, config_class, options) in {
+        "trl": padded,
+        "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own),
+    }.items():
+        processor = build_processor(family, preset.tower.get("num_mel_bins", 128))
         tokenizer = processor.tokenizer
-        # What is hidden behind other work would not be measured
-        own = {"media_prefetch": 0} if config_class is MultimodalGRPOConfig else {}
+        placeholders = [getattr(tokenizer, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
         config = config_class(
             output_dir=str(Path(folder) / name),
-            per_device_train_batch_size=prompts * case.group,
-            num_generations=case.group,
-            max_completion_length=LONGEST,
+            per_device_train_batch_size=prompts * group,
+            num_generations=group,
+            max_completion_length=tokens,
             generation_kwargs={
-                "min_new_tokens": LONGEST,
-                "suppress_tokens": [tokenizer.image_token_id, tokenizer.video_token_id],
+                "min_new_tokens": tokens,
+                "suppress_tokens": [each for each in placeholders if each is not None],
             },
             beta=args.beta,
-            gradient_checkpointing=False,
+            gradient_checkpointing=args.checkpointing,
             use_cpu=args.device == "cpu",
             bf16=args.device == "cuda",
             report_to=[],
             seed=args.seed,
-            **own,
+            **options,
         )
-        model = build_model(family.presets[args.preset], processor, args.device, args.seed, family)
+        model = build_model(preset, processor, args.device, args.seed, family)
         if args.beta != 0.0:  # the trainers load the reference model from disk
             model.config._name_or_path = str(Path(folder) / "model")
             model.save_pretrained(model.config._name_or_path)
@@ -499,7 +623,7 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             build_dataset(case, prompts, args.seed, family),
             processing_class=processor,
         )
-        completions = build_completions(prompts * case.group, processor, args.seed)
+        completions = build_completions(prompts * group, processor, args.seed, args.tokens)
         contestants[name] = Contestant(trainer, completions)
     return contestants
 
@@ -512,13 +636,15 @@ def gradient_difference(expected: torch.nn.Module, actual: torch.nn.Module) -> f
     return (difference / torch.stack([a.float().norm() for a, _ in pairs]).norm()).item()
 
 
-def run(args: argparse.Namespace) -> dict:
+def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict] | None = None) -> dict:
     """
     Runs the benchmark.
 
     Args:
         args (`argparse.Namespace`):
             Parsed command line.
+        watch (`Callable`, *optional*):
+            Called with the two trainers in the end; what it returns is added to the result.
 
     Returns:
         `dict`: Ratios (TRL over ours), what they were computed from (seconds, bytes, counts), setting, hardware and
@@ -531,7 +657,7 @@ def run(args: argparse.Namespace) -> dict:
         contestants = build_trainers(args, folder)
         trl, ours = contestants["trl"], contestants["ours"]
         for contestant in contestants.values():
-            contestant.warm_up()
+            contestant.warm_up(args.updates_only)
         step_shared = ours.shared_fraction()
         memory = {name: contestant.memory() for name, contestant in contestants.items()}
         difference = gradient_difference(trl.trainer.model, ours.trainer.model)
@@ -539,7 +665,9 @@ def run(args: argparse.Namespace) -> dict:
         for _ in range(args.repeats):
             for contestant in contestants.values():
                 contestant.measure_update()
-                contestant.measure_step()
+                if not args.updates_only:
+                    contestant.measure_step()
+        watched = watch(contestants) if watch else {}
 
     raw = {
         name: {
@@ -550,15 +678,16 @@ def run(args: argparse.Namespace) -> dict:
         }
         for name, contestant in contestants.items()
     }
-    ratios = {
-        f"{quantity}_ratio": trl.best[quantity][clock] / ours.best[quantity][clock]
-        for quantity in ("update", "step", "generation")
-    }
+    ratios = {f"{quantity}_ratio": trl.best[quantity][clock] / ours.best[quantity][clock] for quantity in ours.best}
     prompt = ours.trainer._buffered_inputs[0]["encoded_prompts"][0]
-    image_tokens = int((prompt.input_ids == ours.processor.tokenizer.image_token_id).sum())
+    tokenizer = ours.processor.tokenizer
+    medium = tokenizer.audio_token_id if FAMILIES[args.family].hears else tokenizer.image_token_id
+    media_tokens = int((prompt.input_ids == medium).sum())
     lengths = [len(ids) for ids in ours.completions]
+    group = args.group or CASES[args.case].group
     return {
         **ratios,
+        **watched,
         "memory_ratio": memory["trl"] / memory["ours"],
         "processor_ratio": trl.encoded / ours.encoded,
         "gradient_difference": difference,
@@ -568,17 +697,18 @@ def run(args: argparse.Namespace) -> dict:
         "setting": {
             **{
                 name: getattr(args, name)
-                for name in ("case", "family", "preset", "device", "clock", "repeats", "seed", "beta")
+                for name in ("case", "family", "preset", "device", "clock", "repeats", "seed", "beta", "checkpointing")
             },
+            "baseline": "padded rows" if FAMILIES[args.family].hears else "TRL",
             "threads": torch.get_num_threads(),
             "dtype": str(ours.trainer.model.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in ours.trainer.model.parameters()),
-            "prompts": len(ours.completions) // CASES[args.case].group,
-            "group": CASES[args.case].group,
+            "prompts": len(ours.completions) // group,
+            "group": group,
             "prompt_tokens": len(prompt),
-            "image_tokens": image_tokens,
+            "media_tokens": media_tokens,
             "update_completion_tokens": lengths,
-            "step_completion_tokens": LONGEST,
+            "step_completion_tokens": args.tokens or LONGEST,
         },
         "hardware": hardware(args.device),
         "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
@@ -604,7 +734,7 @@ def table(result: dict) -> str:
     lines = [
         f"case {setting['case']}: {setting['family']}, {setting['parameters'] / 1e6:.1f} M, {setting['dtype']}, "
         f"{setting['prompts']} x {setting['group']} completions, prompt of {setting['prompt_tokens']} tokens "
-        f"({setting['image_tokens']} of an image),",
+        f"({setting['media_tokens']} of media),",
         f"completions of {min(lengths)} to {max(lengths)} tokens in the update and "
         f"{setting['step_completion_tokens']} in the step; {result['hardware']['gpu'] or result['hardware']['cpu']}, "
         f"{setting['threads']} threads;",
@@ -616,15 +746,13 @@ def table(result: dict) -> str:
         lines.append(
             "(on a CPU, TRL's fused LM head, which both use, projects prompt positions too: GPU ratios differ)"
         )
+    quantities = {"update": "update", "step": "whole step", "generation": "  of it, generation"}
     rows = [
-        ("update", f"{trl['update' + suffix]:.3f} s", f"{ours['update' + suffix]:.3f} s", result["update_ratio"]),
-        ("whole step", f"{trl['step' + suffix]:.3f} s", f"{ours['step' + suffix]:.3f} s", result["step_ratio"]),
-        (
-            "  of it, generation",
-            f"{trl['generation' + suffix]:.3f} s",
-            f"{ours['generation' + suffix]:.3f} s",
-            result["generation_ratio"],
-        ),
+        (label, f"{trl[name + suffix]:.3f} s", f"{ours[name + suffix]:.3f} s", result[f"{name}_ratio"])
+        for name, label in quantities.items()
+        if name + suffix in ours
+    ]
+    rows += [
         (
             f"memory ({memory})",
             f"{trl['memory_bytes'] / 2**20:.0f} MiB",
@@ -639,21 +767,22 @@ def table(result: dict) -> str:
         ),
     ]
     width = max(len(row[0]) for row in rows)
-    lines += ["", f"{'':{width}}  {'TRL':>12}  {'ours':>12}  {'TRL / ours':>10}"]
+    baseline = setting["baseline"]
+    lines += ["", f"{'':{width}}  {baseline:>12}  {'ours':>12}  {baseline + ' / ours':>10}"]
     lines += [f"{label:{width}}  {a:>12}  {b:>12}  {ratio:>9.2f}x" for label, a, b, ratio in rows]
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> dict:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """
-    Command line of the benchmark.
+    Options of the benchmark.
 
     Args:
         argv (`list[str]`, *optional*):
             Arguments; those of the process by default.
 
     Returns:
-        `dict`: What [`run`] returns.
+        `argparse.Namespace`: The options.
     """
     parser = argparse.ArgumentParser(
         description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -663,6 +792,10 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, help="prompts per step, if not the case's own number")
+    parser.add_argument("--group", type=int, help="completions of a prompt, if not the case's own number")
+    parser.add_argument("--tokens", type=int, help="tokens of every completion, sampled or not")
+    parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in the backward pass")
+    parser.add_argument("--updates_only", action="store_true", help="sample nothing")
     parser.add_argument(
         "--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference model scores, too"
     )
@@ -678,9 +811,25 @@ def main(argv: list[str] | None = None) -> dict:
         parser.error("CPU time says nothing about a GPU; use `--clock wall`")
     if args.preset not in FAMILIES[args.family].presets:
         parser.error(f"there is no `--preset {args.preset}` of {args.family}")
+    if FAMILIES[args.family].hears != bool(CASES[args.case].seconds):
+        parser.error(f"{args.family} takes no `--case {args.case}`")
     if args.repeats < 1:
         parser.error("`--repeats` must be at least 1")
+    return args
 
+
+def main(argv: list[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    args = parse(argv)
     result = run(args)
     print(table(result))
     if args.json:

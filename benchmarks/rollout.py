@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> dict:
     """
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    if args.device == "cpu":  # as `tests/engine` has them
+    if args.device == "cpu" and hasattr(vllm_generation, "LLM"):  # as `tests/engine` has them
         vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
     clock = [*CLOCKS].index(args.clock)
     processed = count_prompts()
@@ -244,16 +244,16 @@ def table(result: dict) -> str:
     return f"{title}\n\n{markdown(header, rows)}"
 
 
-def main(argv: list[str] | None = None) -> dict:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """
-    Command line of the benchmark.
+    Options of the benchmark.
 
     Args:
         argv (`list[str]`, *optional*):
             Arguments; those of the process by default.
 
     Returns:
-        `dict`: What [`run`] returns.
+        `argparse.Namespace`: The options.
     """
     parser = argparse.ArgumentParser(
         description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -274,7 +274,21 @@ def main(argv: list[str] | None = None) -> dict:
         parser.error("CPU time says nothing about a GPU; use `--clock wall`")
     if args.repeats < 1:
         parser.error("`--repeats` must be at least 1")
+    return args
 
+
+def main(argv: list[str] | None = None) -> dict:
+    """
+    Command line of the benchmark.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `dict`: What [`run`] returns.
+    """
+    args = parse(argv)
     result = run(args)
     print(table(result))
     if args.json:

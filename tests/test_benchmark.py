@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import gpu_report
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ def policy_update():
         ("image", "qwen2_5_vl"),
         pytest.param("text", "qwen2_5_vl", marks=pytest.mark.slow),
         pytest.param("image", "qwen3_5", marks=pytest.mark.slow),
+        pytest.param("audio", "qwen2_audio", marks=pytest.mark.slow),
     ],
 )
 def test_benchmark(policy_update, case, family, capsys):
@@ -44,7 +46,7 @@ def test_benchmark(policy_update, case, family, capsys):
     per_prompt = setting["group"] * (2 if case == "image" else 1)
     assert result["processor_ratio"] == per_prompt
     if case == "image":
-        assert setting["image_tokens"] == 392
+        assert setting["media_tokens"] == 392
         assert result["update_shared_fraction"] == 1 - 1 / setting["group"]
         # Bytes, not seconds: the prompt is forwarded once instead of 8 times
         assert result["memory_ratio"] > 4
@@ -59,3 +61,17 @@ def test_cpu_clock_is_refused_on_cuda(policy_update, capsys):
     with pytest.raises(SystemExit):
         policy_update.main(["--family", "qwen3_5", "--preset", "3b"])
     assert "no `--preset 3b` of qwen3_5" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_gpu_report(tmp_path):
+    """All that it runs on a GPU, of tiny models."""
+    gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(tmp_path / "report.md")])
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["left"] == [] and found["rollout"]["transformers"]["tokens_per_s"] > 0
+    assert [row["setting"]["baseline"] for row in found["rows"]] == ["TRL", *2 * ["TRL", "padded rows"]]
+    for row in found["rows"]:
+        assert row["gradient_difference"] < 1e-4 and row["update_ratio"] > 0 and len(row["kernels"]) == 5
+        # What both compute: the decoder is too small to hide prompts that are forwarded once
+        assert row["operations"]["trl"] > row["operations"]["ours"] > 0
+    assert "## Where an update goes" in (tmp_path / "report.md").read_text()

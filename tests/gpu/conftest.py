@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a GPU computes (`make test-gpu`). Each test runs on the CPU too (`make test-slow`), so that it is right itself."""
+"""What a GPU computes (`make test-gpu`). Tests run on the CPU, too (`make test-slow`)."""
 
 import os
 import sys

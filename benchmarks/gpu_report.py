@@ -1,0 +1,297 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What the other benchmarks say on one GPU, within ten minutes, as one page of Markdown.
+
+```bash
+python benchmarks/gpu_report.py --out report.md                   # 3B, bfloat16
+python benchmarks/gpu_report.py --preset 7b --out report.md
+python benchmarks/gpu_report.py --device cpu --preset tiny        # a rehearsal, whose numbers say nothing
+```
+
+The page holds, by `policy_update.py`, the update, its memory and the whole step, against unmodified `trl.GRPOTrainer`
+on the same random weights (sounds against our own padded rows, as TRL takes none): prompts of about 400 and 1,400
+tokens, groups of 8 and 16, completions of 128 and 1,024 tokens. Completions are sampled where they are short. Beside
+each time stands the share of the rate of a product of large matrices, measured here, that six operations for each
+weight and forwarded token make, without attention and encoders. Rows that don't fit without gradient checkpointing
+have it, for both trainers. For one update of ours: which kernels take its time, and which lines wait for the GPU. By
+`rollout.py`, tokens per second of each sampler that is installed.
+
+What the time doesn't suffice for is left out, by name. Each row is written when it is there.
+"""
+
+import argparse
+import collections
+import gc
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import policy_update
+import rollout
+import torch
+from measuring import MIB, hardware, markdown, versions
+from torch.profiler import ProfilerActivity, profile
+from trl.import_utils import is_vllm_available
+
+
+CASES = [("image", "qwen2_5_vl"), ("audio", "qwen2_audio"), ("long", "qwen2_5_vl"), ("long_audio", "qwen2_audio")]
+# Cases, groups and completion tokens
+SIZES = {"tiny": (CASES[:2], (2,), (8, 16))}
+USUAL_SIZES = CASES, (8, 16), (128, 1024)
+LARGE = 8192  # rows of a matrix
+LINES = 5
+
+
+def settings(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Options of `policy_update.py` for each row, those that matter most first."""
+    cases, groups, tokens = SIZES.get(args.preset, USUAL_SIZES)
+    common = ["--device", args.device, "--preset", args.preset, "--repeats", str(args.repeats)]
+    yield policy_update.parse([*common, "--case", "text", "--tokens", str(tokens[0])])
+    for completion in tokens:
+        for case, family in cases:
+            for group in groups:
+                own = ["--case", case, "--family", family, "--group", str(group), "--tokens", str(completion)]
+                yield policy_update.parse([*common, *own, *["--updates_only"] * (completion != tokens[0])])
+
+
+def matrix_rate(device: str) -> float:
+    """Operations per second of a product of large matrices, in bfloat16 on a GPU."""
+    size = LARGE if device == "cuda" else LARGE // 8
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    times = []
+    for _ in range(13):
+        start = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times[3:])
+
+
+def operations(contestants: dict[str, policy_update.Contestant]) -> dict[str, float]:
+    """Of an update of both trainers, six for each weight and token."""
+    ours = contestants["ours"]
+    prompts = ours.trainer._buffered_inputs[0]["encoded_prompts"]
+    unique = {id(prompt): len(prompt) for prompt in prompts}
+    lengths = [len(ids) for ids in ours.completions]
+    model = ours.trainer.accelerator.unwrap_model(ours.trainer.model)
+    layers = model.get_decoder().layers
+    per_token = 6 * sum(parameter.numel() for parameter in layers.parameters())
+    head = 6 * model.get_output_embeddings().weight.numel() * sum(lengths)
+    return {
+        "trl": per_token * sum(len(prompt) + max(lengths) for prompt in prompts) + head,
+        "ours": per_token * (sum(unique.values()) + sum(lengths)) + head,
+    }
+
+
+def watch(contestants: dict[str, policy_update.Contestant]) -> dict:
+    """What an update of ours does with its time, and what both trainers compute."""
+    ours = contestants["ours"]
+    on_gpu = ours.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if on_gpu else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU, *activities]) as profiled:
+            ours._run(ours.completions)
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    times = {event.key: getattr(event, name) for event in profiled.key_averages()}
+    total = sum(times.values())
+    largest = sorted(times, key=lambda key: -times[key])[:LINES]
+    return {
+        "operations": operations(contestants),
+        "kernels": [(key, times[key] / total) for key in largest],
+        "waits": waits(ours) if on_gpu else [],
+    }
+
+
+def waits(contestant: policy_update.Contestant) -> list[tuple[str, int]]:
+    """Lines that wait for the GPU within an update, and how often."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            contestant._run(contestant.completions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = collections.Counter(
+        f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}"
+        for each in caught
+        if "synchroniz" in str(each.message)
+    )
+    return lines.most_common()
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """A row; with gradient checkpointing if it doesn't fit without."""
+    try:
+        return policy_update.run(args, watch)
+    except torch.cuda.OutOfMemoryError:
+        if args.checkpointing:
+            raise
+    free()
+    args.checkpointing = True
+    return measure(args)
+
+
+def free() -> None:
+    """Gives back what a row took."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def cells(result: dict, rate: float) -> list[str]:
+    """A row of the table."""
+    setting, trl, ours = result["setting"], result["trl"], result["ours"]
+
+    def seconds(name: str) -> str:
+        if f"{name}_s" not in ours:
+            return ""
+        return f"{trl[f'{name}_s']:.3f} → {ours[f'{name}_s']:.3f} s, **{result[f'{name}_ratio']:.2f}x**"
+
+    memory = " → ".join(f"{each['memory_bytes'] / MIB / 1024:.2f}" for each in (trl, ours))
+    share = " → ".join(
+        f"{result['operations'][name] / result[name]['update_s'] / rate:.0%}" for name in ("trl", "ours")
+    )
+    tokens = sum(setting["update_completion_tokens"])
+    sampled = setting["prompts"] * setting["group"] * setting["step_completion_tokens"]
+    return [
+        setting["family"] + (", checkpointing" if setting["checkpointing"] else ""),
+        f"{setting['prompt_tokens']:,} ({setting['media_tokens']:,})",
+        f"{setting['prompts']} x {setting['group']}",
+        f"{setting['step_completion_tokens']:,}",
+        setting["baseline"],
+        seconds("update"),
+        f"{memory} GiB, **{result['memory_ratio']:.2f}x**",
+        share,
+        f"{tokens / ours['update_s']:,.0f}",
+        seconds("step"),
+        f"{sampled / ours['generation_s']:,.0f}" if "generation_s" in ours else "",
+        f"{result['gradient_difference']:.0e}",
+    ]
+
+
+HEADER = [
+    *("model", "prompt (media)", "completions", "tokens each", "baseline", "update", "memory of it"),
+    *("share of the rate", "trained tokens/s", "whole step", "sampled tokens/s", "gradients differ by"),
+]
+
+
+def page(args: argparse.Namespace, rate: float, results: list[dict], sampled: dict | None, left: list[str]) -> str:
+    """The report."""
+    machine = hardware(args.device)
+    named = versions("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate")
+    lines = [
+        f"# {args.preset} on {machine['gpu'] or machine['cpu']}",
+        "",
+        f"{', '.join(f'{name} {version}' for name, version in named.items())}; a product of large matrices reaches "
+        f"{rate / 1e12:.3g} TFLOP/s. Baseline → ours, minimum of {args.repeats}.",
+        "",
+        markdown(HEADER, [cells(result, rate) for result in results]),
+    ]
+    if results:
+        last = results[-1]
+        lines += ["", f"## Where an update goes ({', '.join(cells(last, rate)[:4])})", ""]
+        lines += [f"- {share:.0%} `{name[:100]}`" for name, share in last["kernels"]]
+        if last["waits"]:
+            total = sum(count for _, count in last["waits"])
+            lines += ["", f"It waits for the GPU {total} times:", ""]
+            lines += [f"- {count}x `{line}`" for line, count in last["waits"][: 2 * LINES]]
+    if sampled is not None:
+        lines += ["", "## Sampling", "", rollout.table(sampled)]
+    if left:
+        lines += ["", "## Left out", "", *[f"- {each}" for each in left]]
+    return "\n".join(lines) + "\n"
+
+
+def run(args: argparse.Namespace) -> str:
+    """
+    Measures, and writes the page after each row.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed command line.
+
+    Returns:
+        `str`: The page.
+    """
+    end = time.monotonic() + 60 * args.minutes
+    rate = matrix_rate(args.device)
+    results, left, sampled = [], [], None
+
+    def write() -> str:
+        text = page(args, rate, results, sampled, left)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+        args.out.with_suffix(".json").write_text(json.dumps({"rows": results, "rollout": sampled, "left": left}))
+        return text
+
+    def sample() -> dict:
+        tokens = SIZES.get(args.preset, USUAL_SIZES)[1][0]
+        samplers = [
+            name for name, (*_, use_vllm) in rollout.CONTESTANTS.items() if not use_vllm or is_vllm_available()
+        ]
+        own = ["--prompts", "1", "--group", "4"] if args.preset in SIZES else []
+        options = ["--device", args.device, "--preset", args.preset, "--repeats", str(args.repeats), *own]
+        return rollout.run(rollout.parse([*options, "--tokens", str(tokens), "--contestants", *samplers]))
+
+    for setting in settings(args):
+        name = f"{setting.family}, {setting.case}, groups of {setting.group}, {setting.tokens} tokens"
+        if time.monotonic() > end:
+            left.append(f"{name}: no time")
+            continue
+        try:
+            results.append(measure(setting))
+        except torch.cuda.OutOfMemoryError:
+            left.append(f"{name}: doesn't fit, with gradient checkpointing either")
+        free()
+        write()
+    if time.monotonic() < end:
+        sampled = sample()
+    else:
+        left.append("rollout: no time")
+    return write()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """
+    Options of the report.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `argparse.Namespace`: The options.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--preset", choices=["tiny", "3b", "7b"], default="3b", help="size of the models")
+    parser.add_argument("--repeats", type=int, default=1, help="how many repetitions the minimum is taken over")
+    parser.add_argument("--minutes", type=float, default=9, help="after which no row is begun")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="where the page is written")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> str:
+    """
+    Command line of the report.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `str`: What [`run`] returns.
+    """
+    text = run(parse(argv))
+    print(text)
+    return text
+
+
+if __name__ == "__main__":
+    main()

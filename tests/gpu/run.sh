@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs on a machine with a GPU and no network what only it shows, with the wheels of `pack.sh`, and leaves logs and tables
+# in the folder `$OUT`. `DEVICE=cpu` rehearses it.
+#
+#   OUT=outputs/gpu tests/gpu/run.sh WHEELS [tests | report]
+set -uo pipefail
+wheels=$(realpath "$1") part=${2:-all} device=${DEVICE:-cuda}
+out=$(realpath -m "${OUT:-outputs/gpu}") site=$(mktemp -d)
+cd "$(dirname "$0")/../.."
+mkdir -p "$out"
+python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit
+export PYTHONPATH=$site HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+python3 -m pip list 2>/dev/null > "$out/packages.txt"
+nvidia-smi > "$out/gpu.txt" 2>&1
+which=gpu preset=${PRESET:-3b} tests_end=540 report_end=590  # seconds
+if [ "$device" = cpu ]; then which=slow preset=tiny tests_end=0 report_end=0; fi
+code=0
+if [ "$part" != report ]; then
+    timeout $tests_end python3 -m pytest tests/gpu -m "$which" -n 3 --dist loadfile -p no:cacheprovider -rs --durations 20 2>&1 |
+        tee "$out/tests.txt" || code=$?
+fi
+if [ "$part" != tests ]; then
+    timeout $report_end python3 benchmarks/gpu_report.py --device "$device" --preset "$preset" --out "$out/report-$preset.md" 2>&1 |
+        tee "$out/report.txt" || code=$?
+fi
+exit $code
