@@ -9,11 +9,12 @@ from helpers.encoding import encode_chats
 from helpers.families import FAMILIES
 from transformers import GenerationConfig
 
+from trl_multimodal_rft.encoding.conversations import so_far
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
-from trl_multimodal_rft.forward.scoring import left_pad
+from trl_multimodal_rft.forward.scoring import left_pad, to_model
 from trl_multimodal_rft.generation import transformers as generation
-from trl_multimodal_rft.generation.transformers import generate_completions, trim_after_eos
+from trl_multimodal_rft.generation.transformers import Branches, generate_completions, trim_after_eos
 from trl_multimodal_rft.policy import PolicyForward, Remedies
 
 
@@ -125,3 +126,83 @@ def test_prompts_apart_keep_their_completions():
 def test_trim_after_eos():
     ids = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 0, 0, 0], [0, 0, 0, 2]])
     assert trim_after_eos(ids, [2, 3]) == [[5, 2], [5, 6, 7, 8], [3], [0, 0, 0, 2]]
+
+
+# Why completions are prefilled again behind results of tools; `None` where generation goes on from its cache. Families
+# whose media are sampled apart are, too.
+OBSTACLES = {
+    "qwen2_5_omni": None,
+    "gemma3": "windows",
+    "qwen3_vl": None,
+    "qwen3_5": "carry states",
+    "audioflamingo3": None,
+    "internvl": None,
+    "llava": None,
+    "qwen2_5_vl": None,
+    "qwen2_audio": None,
+    "qwen2_vl": None,
+    "qwen3_vl_moe": None,
+    "paligemma": "see others than those before them",
+}
+
+
+def appended(model, prompts, completions, turns):
+    """Each prompt with its completions and what was returned behind each."""
+    ids, placed = [[] for _ in prompts], [[] for _ in prompts]
+    for said, returned in zip(completions, turns, strict=True):
+        for i, (own, turn) in enumerate(zip(said, returned, strict=True)):
+            placed[i].append((len(ids[i]) + len(own), turn))
+            ids[i] += [*own, *turn.input_ids.tolist()]
+    return [so_far(*each, model) for each in zip(prompts, ids, placed, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if i > 1 else []) for i, name in enumerate(OBSTACLES)],
+)
+@torch.no_grad()
+def test_goes_on_from_its_cache(name):
+    """Behind two turns, of some rows in another order, as the model's own forward of the whole would."""
+    model, _, processor, prompts = build(name)
+    tokenizer, branches = processor.tokenizer, Branches()
+    ends = list(range(30, len(tokenizer), 5))  # so that completions have different lengths
+    options = config(tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    options.eos_token_id = ends
+    chats = [*encode_chats(model, processor, FAMILIES[name].prompts())]
+    chats = [chat for chat in chats if not chat.media] + [chat for chat in chats if chat.media]
+
+    def sample(prompts, branches):
+        output = generate_completions(
+            model, model, prompts, options, tokenizer.pad_token_id, model.device, branches=branches
+        )
+        start = output.sequences.size(1) - len(output.logits)
+        return trim_after_eos(output.sequences[:, start:], ends), torch.stack(output.logits, 1).log_softmax(-1)
+
+    sizes, places = [], [*range(len(prompts))]
+    said, turns = [], []
+    wholes = prompts
+    for turn in range(3):
+        ids, logps = sample(wholes, branches)
+        sizes.append({*map(len, ids)})
+        if turn > 0:
+            assert ids == sample(wholes, None)[0]
+            for row, whole in enumerate(wholes):
+                batch = left_pad([whole], 0)
+                plain = model(
+                    input_ids=batch["input_ids"],
+                    position_ids=batch["position_ids"],
+                    **batch["fields"],
+                    **to_model(whole.media, model, model.device),
+                ).logits[0, -1]
+                assert (logps[row, 0] - plain.log_softmax(-1)).abs().max() <= 1e-4
+        chosen = places[::-1][turn:]  # not those that end here, in another order
+        order = [places.index(place) for place in chosen]
+        prompts, ids = [prompts[row] for row in order], [ids[row] for row in order]
+        said = [[each[row] for row in order] for each in said] + [ids]
+        turns = [[each[row] for row in order] for each in turns]
+        turns += [[chats[(place + turn) % len(chats)] for place in chosen]]
+        places, wholes = chosen, appended(model, prompts, said, turns)
+        branches.asked = list(zip(places, turns[-1], strict=True))
+    expected = OBSTACLES[name]
+    assert branches.obstacle is None if expected is None else expected in branches.obstacle
+    assert expected is not None or any(len(each) > 1 for each in sizes)

@@ -29,6 +29,7 @@ from helpers.trainer_utils import (
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.encoding.conversations import Conversation
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
+from trl_multimodal_rft.generation import transformers as generation
 
 
 class Talking(Recording, Scripted, MultimodalGRPOTrainer):
@@ -199,6 +200,38 @@ def test_generation_goes_on_as_the_model_would():
         suppressed = trainer.generation_config.suppress_tokens
         truth = model.generate(**inputs, **options, suppress_tokens=suppressed)[0, inputs["input_ids"].size(1) :]
         assert answer == truth[: len(answer)].tolist() and len(answer) > 0
+
+
+class Forced(Recording, MultimodalGRPOTrainer):
+    """Samples calls, since the longer a part of one is there, the likelier is what follows."""
+
+
+def test_generation_goes_on_from_its_cache(monkeypatch, caplog):
+    """What is sampled and how the model moves is the same as when conversations are prefilled again."""
+    objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
+    tokenizer = objects["processing_class"].tokenizer
+    biases = [([tokenizer.eos_token_id], 5.0)]
+    for number in range(3):
+        ids = [*tokenizer(call(number=number))["input_ids"], tokenizer.eos_token_id]
+        biases += [(ids[: n + 1], 6.0 if n == 0 else 20.0 * (n + 1)) for n in range(len(ids))]
+    biases = {tuple(ids): bias for ids, bias in biases}
+    options = {"generation_kwargs": {"sequence_bias": [[list(ids), bias] for ids, bias in biases.items()]}}
+    options |= {**LONG, "max_completion_length": 400, "max_tool_calling_iterations": 3, "objects": objects}
+    runs = []
+    for how in ("goes on from its cache", "prefills the conversation again: it was told to"):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="trl_multimodal_rft.trainers.tools"):
+            runs.append(run(Forced, "qwen3_vl", image_rows(), **options))
+        told = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
+        assert len(told) == 1 and told[0].endswith(f"Behind what tools returned, generation {how}.")
+        options["objects"] = {**talking("qwen3_vl"), "tools": [shows(*images())]}
+        monkeypatch.setattr(generation, "_cache_obstacle", lambda *args: "it was told to")
+    cached, again = (result.trainer.draws[0].batch for result in runs)
+    assert logged(runs[0], "tools/call_frequency")[0] > 1 and logged(runs[0], "tools/ended_by_length") == [0]
+    assert torch.equal(cached["completion_ids"], again["completion_ids"])
+    assert len({*cached["completion_mask"].sum(1).tolist()}) > 4
+    assert relative_difference(runs[1].update, runs[0].update) <= 1e-4
+    assert runs[0].trainer._self_check.conversation <= 1e-4
 
 
 class Gallery:

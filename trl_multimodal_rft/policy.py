@@ -22,9 +22,9 @@ from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores
 from .forward.scoring import completion_scores, completion_values
 from .forward.token_budget import DeferredParts
-from .generation.transformers import generate_in_parts
+from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead
-from .models.wrapped import unwrapped
+from .models.wrapped import is_whole, unwrapped
 
 
 # A packed row must have this share of the padded batch's tokens at most: the time saved follows the tokens saved, and
@@ -362,6 +362,7 @@ class PolicyForward:
         *,
         share_prefill: bool | None = None,
         generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
+        branches: Branches | None = None,
     ) -> Any:
         """
         Samples a completion of each prompt, with transformers.
@@ -379,6 +380,9 @@ class PolicyForward:
                 Whether each prompt is prefilled once. By default as the remedies say.
             generating (`Callable`, *optional*):
                 Gives a context with the model ready to generate. By default TRL's.
+            branches ([`~generation.transformers.Branches`], *optional*):
+                What to go on with from its cache, and where to keep what is sampled. Where processes wait for each
+                other's forwards, prompts are prefilled again.
 
         Returns:
             `torch.Tensor`: Completions, shape `(B, N)`, or what
@@ -394,6 +398,8 @@ class PolicyForward:
                 ready = generating()
             elif self.accelerator is not None:
                 ready = unwrap_model_for_generation(model, self.accelerator)
+            if branches is not None and self.accelerator is not None and not is_whole(self.accelerator):
+                branches.obstacle, branches = "processes wait for each other's forwards", None
             surplus = self.processes.n_forwards(prompts, remedies.apart, companions) - len(parts)
             with ready as own:
                 return generate_in_parts(
@@ -407,6 +413,7 @@ class PolicyForward:
                     surplus=surplus,
                     share_prefill=share_prefill,
                     companions=companions,
+                    branches=branches,
                 )
 
 

@@ -50,7 +50,7 @@ from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.processes import refuse_runs_apart
-from ..generation.transformers import as_generation_config, trim_after_eos
+from ..generation.transformers import Branches, as_generation_config, trim_after_eos
 from ..models.modes import evaluation_mode
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward, Remedies
@@ -287,8 +287,8 @@ class _Policy:
     What completes prompts.
 
     `model` is what is put in evaluation mode, `base` the model without wrappers and adapters. `complete(prompts,
-    config)` gives the ids of completions, each up to its end. With `in_step`, processes must call it equally often;
-    with `keep_decoded`, it takes the prompts' media, too, as they were decoded. With
+    config, branches)` gives the ids of completions, each up to its end. With `in_step`, processes must call it equally
+    often; with `keep_decoded`, it takes the prompts' media, too, as they were decoded. With
     `on_media_error="skip"`, rows that can't be read are left out. With `conversations`, `tools` and those of
     `environments` are called.
     """
@@ -296,7 +296,7 @@ class _Policy:
     model: nn.Module
     base: PreTrainedModel
     processor: ProcessorMixin | PreTrainedTokenizerBase
-    complete: Callable[[list[EncodedPrompt], GenerationConfig], list[list[int]]]
+    complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
     template_kwargs: dict[str, Any]
     audio_overlong: Literal["raise", "truncate"]
     media_rules: MediaRules
@@ -402,9 +402,11 @@ def evaluate(
     # Without the accelerator: processes have batches of their own, and wait for nobody
     forward = PolicyForward(processor=processing_class, remedies=Remedies(apart=family_of(base).apart))
 
-    def complete(prompts: list[EncodedPrompt], config: GenerationConfig) -> list[list[int]]:
+    def complete(
+        prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
+    ) -> list[list[int]]:
         ready = functools.partial(unwrap_model_for_generation, own, accelerator)
-        output = forward.sample(own, prompts, config, config.pad_token_id, generating=ready)
+        output = forward.sample(own, prompts, config, config.pad_token_id, generating=ready, branches=branches)
         return trim_after_eos(output, config.eos_token_id)
 
     policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong, media_rules)
@@ -850,10 +852,16 @@ def _complete(
     loop: asyncio.AbstractEventLoop | None,
 ) -> list[Talk]:
     """Completions, with calls of tools answered."""
-    ids = policy.complete([each.prompt for each in asked], config)
+    branches = None if policy.conversations is None else Branches()
+    ids = policy.complete([each.prompt for each in asked], config, branches)
     talks = [Talk(each.prompt, own, [], [], None, [1] * len(own)) for each, own in zip(asked, ids, strict=True)]
-    if policy.conversations is None:
+    if policy.conversations is None or branches is None:
         return talks
+
+    def go_on(prompts: list[EncodedPrompt], places: list[tuple[int, EncodedPrompt]]) -> tuple[list[list[int]], None]:
+        branches.asked = places
+        return policy.complete(prompts, config, branches), None
+
     tools = [policy.tools_in(each.environment) for each in asked]
     for talk, own, each in zip(talks, tools, asked, strict=True):
         talk.history = list(each.messages)
@@ -861,7 +869,7 @@ def _complete(
     limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
     policy.conversations(
         tools=tools,
-        complete=lambda prompts, _: (policy.complete(prompts, config), None),
+        complete=go_on,
         max_length=args.max_completion_length,
         ends=config.eos_token_id,
         loop=loop,

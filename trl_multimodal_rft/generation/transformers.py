@@ -1,15 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sampling completions: each prompt and its media are prefilled once, whatever the number of completions."""
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, masking_utils
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
@@ -18,6 +21,128 @@ from ..families import family_of
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
 from ..forward.scoring import left_pad, to_model
+
+
+# Options that look at all tokens, among which gaps of a cache would be
+_LOOKS_BACK = {
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "prompt_lookup_num_tokens": (None, 0),
+}
+
+
+@dataclass
+class Branches:
+    """
+    Where completions stopped, so that generation can go on behind them from its cache, without prefilling them again.
+
+    What generates fills it, and takes from it what it goes on with, as it does with a cache.
+
+    Args:
+        asked (`list[tuple[int, EncodedPrompt]]`, *optional*):
+            For each prompt that is to be completed next, the place of the completion that it goes on with, and what
+            was appended to that since. `None` at first.
+        obstacle (`str`, *optional*):
+            Why the latest were prefilled, if they weren't gone on with from the cache.
+    """
+
+    asked: list[tuple[int, EncodedPrompt]] | None = None
+    obstacle: str | None = None
+    _cache: Any = field(default=None, repr=False)
+    _mask: Any = field(default=None, repr=False)  # of what is in it, `(B, N)`
+    _rows: dict[int, tuple[int, EncodedPrompt, list[int]]] = field(default_factory=dict, repr=False)
+
+    def keep(
+        self,
+        cache: DynamicCache,
+        mask: torch.Tensor,
+        prompts: Sequence[EncodedPrompt],
+        completion_ids: torch.Tensor,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """
+        Keeps what was generated.
+
+        Args:
+            cache ([`~transformers.DynamicCache`]):
+                The cache, which holds all but the last token of the longest completion.
+            mask (`torch.Tensor`):
+                1 on tokens before the completions, 0 on gaps, shape `(B, P)`.
+            prompts (`Sequence[EncodedPrompt]`):
+                What was completed.
+            completion_ids (`torch.Tensor`):
+                What was generated, shape `(B, N)`.
+            eos_token_ids (`Sequence[int]`):
+                Ids that end a completion.
+        """
+        sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
+        self._cache, self._mask = cache, torch.cat([mask, sampled.to(mask)], dim=1)
+        places = range(len(prompts)) if self.asked is None else [place for place, _ in self.asked]
+        self._rows = {
+            place: (row, prompt, ids[:n])
+            for row, (place, prompt, ids, n) in enumerate(
+                zip(places, prompts, completion_ids.tolist(), sampled.sum(1).tolist(), strict=True)
+            )
+        }
+
+    def take(
+        self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
+    ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
+        """
+        What the prompts go on with, which is no longer kept.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                Unwrapped model.
+            prompts (`Sequence[EncodedPrompt]`):
+                What is to be completed, as `asked` has it.
+
+        Returns:
+            `tuple` or `None`: The cache with a row for each prompt, its mask, and what it lacks of the prompts; `None`
+            if they are to be prefilled again, as `obstacle` says why.
+        """
+        cache, mask, held = self._cache, self._mask, self._rows
+        self._cache, self._mask, self._rows = None, None, {}
+        if self.asked is None:
+            return None
+        self.obstacle = self._branch_obstacle(model, cache, held, prompts)
+        if self.obstacle is not None:
+            return None
+        rests, rows = [], []
+        for prompt, (place, turn) in zip(prompts, self.asked, strict=True):
+            row, before, ids = held[place]
+            n = len(before) + len(ids)
+            fields = {name: value[n:] for name, value in prompt.token_fields.items()}
+            positions = prompt.position_ids[..., n:]
+            rests.append(EncodedPrompt(prompt.input_ids[n:], fields, turn.media, positions, row=prompt.row))
+            rows.append(row)
+        index = torch.tensor(rows, device=mask.device)
+        cache.reorder_cache(index)
+        return cache, mask[index], rests
+
+    def _branch_obstacle(self, model, cache, held, prompts) -> str | None:
+        """Why the cache doesn't hold what the prompts start with."""
+        if cache is None:
+            return "`generate` has used another cache"
+        if any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return "its layers keep windows or states, from which padding can't be told"
+        for prompt, (place, _) in zip(prompts, self.asked or (), strict=True):
+            if place not in held:
+                return "other completions were gone on with since"
+            _, before, ids = held[place]
+            tokens = torch.cat([before.input_ids, torch.tensor(ids, dtype=torch.long)])
+            positions = torch.cat([before.position_ids, before.positions_after(len(ids))], dim=-1)
+            n = len(tokens)
+            if not torch.equal(prompt.input_ids[:n], tokens):
+                return "what is to be completed doesn't start with what was sampled"
+            now = prompt.position_ids[..., :n]
+            if not torch.equal(now, positions.expand_as(now)):
+                return "what tools returned moves the positions of what stands before it"
+            if any(mask is not None for mask in linear_masks(model, prompt, 0).values()):
+                return "its tokens see others than those before them"
+        return None
 
 
 def generate_completions(
@@ -30,6 +155,7 @@ def generate_completions(
     *,
     share_prefill: bool = True,
     companions: Sequence[EncodedPrompt] = (),
+    branches: Branches | None = None,
 ) -> Any:
     """
     Generates a completion of each prompt, equal to what `generate` would give on repeated prompts.
@@ -55,6 +181,8 @@ def generate_completions(
             Whether to prefill each prompt once.
         companions (`Sequence[EncodedPrompt]`, *optional*):
             Further prompts that are prefilled, for the sake of their encoders, but not completed.
+        branches ([`Branches`], *optional*):
+            What to go on with, and where to keep what is generated, if it is to be gone on with.
 
     Returns:
         `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
@@ -64,6 +192,15 @@ def generate_completions(
     takes_a_cache = _takes_a_cache(generation_config, unwrapped_model.generation_config)
     share_prefill = share_prefill and takes_a_cache
     cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
+    kept, past = None, None
+    cache: Any = None
+    if branches is not None:
+        branches.obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
+        if branches.obstacle is None:
+            kept = branches
+            past = branches.take(unwrapped_model, prompts)
+    if past is not None:
+        cache, _, unique = past
     rows = unique if cached else [*prompts, *companions]
     batch = left_pad(rows, pad_token_id)
     input_ids, attention_mask, position_ids = (
@@ -71,8 +208,11 @@ def generate_completions(
     )
     fields = {name: value.to(device) for name, value in batch["fields"].items()}
     media = to_model(join_media(rows), unwrapped_model, device)
+    seen = attention_mask[:, :0] if past is None else past[1]
+    inputs: dict[str, Any]
     if cached:
-        cache: Any = DynamicCache(config=windows_as_forwarded(unwrapped_model))
+        if cache is None:
+            cache = DynamicCache(config=windows_as_forwarded(unwrapped_model))
         if cached > 0:
             cache.activate_past_recording()  # a sliding window would forget what cropping brings back
         stop = input_ids.size(1) + min(cached, 0)
@@ -80,7 +220,7 @@ def generate_completions(
         # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
         inputs = unwrapped_model.prepare_inputs_for_generation(
             input_ids[:, :stop],
-            attention_mask=attention_mask[:, :stop],
+            attention_mask=torch.cat([seen, attention_mask[:, :stop]], dim=1),
             position_ids=position_ids[..., :stop],
             past_key_values=cache,
             use_cache=True,
@@ -94,12 +234,15 @@ def generate_completions(
             for layer in cache.layers:
                 if hasattr(layer, "record_past"):
                     layer.record_past = False
-        index = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
-        cache.reorder_cache(index)
+        index = torch.arange(len(prompts), device=device)
+        if past is None:
+            index = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
+            cache.reorder_cache(index)
+            seen = seen[index]
         inputs = {
-            "input_ids": input_ids[index],
-            "attention_mask": attention_mask[index],
-            "position_ids": position_ids.index_select(-2, index),
+            "input_ids": F.pad(input_ids[index], (seen.size(1), 0), value=pad_token_id),
+            "attention_mask": torch.cat([seen, attention_mask[index]], dim=1),
+            "position_ids": F.pad(position_ids.index_select(-2, index), (seen.size(1), 0)),
             "past_key_values": cache,
         }
     else:
@@ -107,8 +250,12 @@ def generate_completions(
         config = windows_as_forwarded(unwrapped_model)
         if takes_a_cache and config is not unwrapped_model.config:
             inputs["past_key_values"] = DynamicCache(config=config)  # that of `generate` would forget
-    output = model.generate(**inputs, generation_config=generation_config)
-    return output if isinstance(output, ModelOutput) else output[: len(prompts), input_ids.size(1) :]
+    output: Any = model.generate(**inputs, generation_config=generation_config)
+    sequences = output["sequences"] if isinstance(output, ModelOutput) else output
+    completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]
+    if kept is not None and cache is not None and cache.get_seq_length() == sequences.size(1) - 1:
+        kept.keep(cache, inputs["attention_mask"], prompts, completion_ids, _ends(unwrapped_model, generation_config))
+    return output if isinstance(output, ModelOutput) else completion_ids
 
 
 def generate_in_parts(
@@ -121,6 +268,7 @@ def generate_in_parts(
     device: torch.device,
     *,
     surplus: int = 0,
+    branches: Branches | None = None,
     **options,
 ) -> Any:
     """
@@ -143,6 +291,8 @@ def generate_in_parts(
             As there.
         surplus (`int`, *optional*, defaults to `0`):
             How often to generate the last part again, for the sake of processes that have more parts.
+        branches ([`Branches`], *optional*):
+            What to go on with, see [`generate_completions`]. Parts are prefilled again.
         options:
             Further arguments of [`generate_completions`].
 
@@ -150,6 +300,9 @@ def generate_in_parts(
         `torch.Tensor`: Generated ids in the order of the prompts, shape `(B, N)`; of one part, what
         [`generate_completions`] returns.
     """
+    options["branches"] = branches if len(parts) == 1 and not surplus else None
+    if branches is not None and options["branches"] is None:
+        branches.obstacle = "completions are sampled in parts"
     outputs = []
     for part in [*parts, *[parts[-1]] * surplus]:
         own = [prompts[i] for i in part]
@@ -186,15 +339,38 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> It
         model.generation_config = own
 
 
+def _option(config: GenerationConfig, own: GenerationConfig, name: str) -> Any:
+    """An option, the model's own where a config says nothing."""
+    value = getattr(config, name, None)
+    return getattr(own, name, None) if value is None else value
+
+
 def _takes_a_cache(config: GenerationConfig, own: GenerationConfig) -> bool:
     """Whether `generate` can go on from a cache under these options, or the model's own where they say nothing."""
-
-    def option(name):
-        value = getattr(config, name)
-        return getattr(own, name) if value is None else value
-
+    option = functools.partial(_option, config, own)
     own_cache = option("cache_implementation") not in (None, "hybrid") or option("use_cache") is False
     return not own_cache and option("prefill_chunk_size") is None and (option("num_beams") or 1) == 1
+
+
+def _ends(model: PreTrainedModel, config: GenerationConfig) -> list[int]:
+    ends = _option(config, model.generation_config, "eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:
+    """
+    Why no completion can go on from a cache, with gaps where others were longer. What prompts and caches have to do
+    with it is seen by [`Branches.take`].
+    """
+    family = family_of(model)
+    if cached != 1:
+        return "its cache can't be shared by completions, or its layers carry states"
+    if family.apart is not None or family.blank_media:
+        return "what media give depends on what is beside them"
+    for name, neutral in _LOOKS_BACK.items():
+        if _option(config, model.generation_config, name) not in neutral:
+            return f"`{name}` looks at all tokens"
+    return None
 
 
 def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scores import Scores
+from ..generation.transformers import Branches
 from ..policy import Completions
 
 
@@ -28,6 +29,8 @@ class Batch:
             Whether completions share a forward of their prompt; `None` until that is decided.
         continued (`list[EncodedPrompt]`, *optional*):
             In a rollout, while completions go on behind what tools returned, each of these up to there.
+        branches ([`~generation.transformers.Branches`], *optional*):
+            In a rollout with tools, what generation goes on with behind what these return.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
         numbers (`list[int]`, *optional*):
@@ -61,6 +64,7 @@ class Batch:
     messages: Any = None
     packed: bool | None = None
     continued: list[EncodedPrompt] | None = None
+    branches: Branches | None = None
     rows: list[dict[str, Any]] | None = None
     numbers: list[int] | None = None
     encoded: list[EncodedPrompt | None] | None = None

@@ -35,7 +35,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
-from ..generation.transformers import trim_after_eos
+from ..generation.transformers import Branches, trim_after_eos
 from ..generation.vllm import sampling_parameters
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
@@ -307,7 +307,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
     def _roll_out(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], Batch]:
         """Samples, scores and rewards completions with TRL's code; what it returns, and what it worked on."""
         rows, inputs, numbers, encoded = self._read_rows(inputs)
-        with self._at_hand(rows=inputs, numbers=numbers, encoded=encoded) as batch:
+        branches = Branches() if self.tools else None
+        with self._at_hand(rows=inputs, numbers=numbers, encoded=encoded, branches=branches) as batch:
             output = super()._generate_and_score_completions(rows)
             # Prompts are logged as text: TRL's table can't hold media
             for key in ("prompt", "completion"):
@@ -415,13 +416,16 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             # Continuous batching refuses names of attention that it doesn't know
             with original_attention(self._unwrapped(self.model)):
                 return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
-        completion_ids = trim_after_eos(self._sample_completions(prompts, self.generation_config), self.eos_token_ids)
+        output = self._sample_completions(prompts, self.generation_config, branches=self._batch.branches)
+        completion_ids = trim_after_eos(output, self.eos_token_ids)
         return (completion_ids, None) if self._sampling_logps_expected else completion_ids
 
-    def _complete(self, prompts: list[EncodedPrompt], generation_config: GenerationConfig) -> list[list[int]]:
+    def _complete(
+        self, prompts: list[EncodedPrompt], generation_config: GenerationConfig, branches: Branches | None = None
+    ) -> list[list[int]]:
         """Completions under another config than that of training, by whatever samples there, each up to its end."""
         if not self.use_vllm:
-            output = self._sample_completions(prompts, generation_config)
+            output = self._sample_completions(prompts, generation_config, branches=branches)
             return trim_after_eos(output, generation_config.eos_token_id)
         sampling = sampling_parameters(generation_config)
         if generation_config.do_sample:
@@ -438,7 +442,9 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             return self.args.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1
         return self._policy.remedies.apart is not None  # forwards are counted
 
-    def _sample_completions(self, prompts, generation_config, share_prefill: bool | None = None):
+    def _sample_completions(
+        self, prompts, generation_config, share_prefill: bool | None = None, branches: Branches | None = None
+    ):
         with profiling_context(self, "transformers.generate"):
             return self._policy.sample(
                 self.model_wrapped,
@@ -447,6 +453,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 self._tokenizer.pad_token_id,
                 share_prefill=share_prefill,
                 generating=self._generating,
+                branches=branches,
             )
 
     @contextmanager

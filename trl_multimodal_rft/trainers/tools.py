@@ -97,7 +97,7 @@ class Conversations:
             What encodes prompts.
         complete (`Callable`):
             Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts,
-            and with the indices of their completions.
+            and for each the place of its completion and what was returned last.
         tools (`Sequence[dict[str, Callable]]`):
             Each completion's tools, by name.
         max_length (`int`):
@@ -124,7 +124,10 @@ class Conversations:
 
     model: PreTrainedModel
     processor: ProcessorMixin | PreTrainedTokenizerBase
-    complete: Callable[[list[EncodedPrompt], list[int]], tuple[list[list[int]], list[list[float | None]] | None]]
+    complete: Callable[
+        [list[EncodedPrompt], list[tuple[int, EncodedPrompt]]],
+        tuple[list[list[int]], list[list[float | None]] | None],
+    ]
     tools: Sequence[dict[str, Callable]]
     max_length: int
     max_turns: float
@@ -253,7 +256,8 @@ class Conversations:
     def _continue(self, talks: list[Talk], idle: EncodedPrompt, indices: list[int]) -> None:
         """Samples what follows the results; a process without any samples for the sake of the others."""
         wholes = [talk.whole or talk.prompt for talk in talks] or [idle]
-        ids, logps = self.complete(wholes, indices)
+        asked = [(place, talk.turns[-1][1]) for place, talk in zip(indices, talks, strict=True)]
+        ids, logps = self.complete(wholes, asked)
         for i, talk in enumerate(talks):
             room = self.max_length - len(talk.ids)
             new, before = ids[i][:room], talk.prompt.input_ids.tolist() + talk.ids
@@ -291,6 +295,7 @@ class ToolsMixin(TrainerMixin):
     _batch: Any
     _kinds_seen: set[str]
     _completes_in_step: bool
+    _told_how: str | None = None
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
         batch = self._batch
@@ -307,6 +312,9 @@ class ToolsMixin(TrainerMixin):
             {**plain, **waiting} for plain, waiting in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)
         ]
         self._conversations(tools).run(talks)
+        if not self.use_vllm and any(talk.turns for talk in talks):
+            self._tell_how(batch.branches.obstacle)
+        batch.branches = None  # which holds a cache
         counts = sum((talk.counts for talk in talks), Counter())
         model = unwrapped(self.accelerator, self.model)
         batch.prompts = [
@@ -331,6 +339,13 @@ class ToolsMixin(TrainerMixin):
             counts["failures"],
             [[] for _ in talks],  # images, which TRL would encode again
         )
+
+    def _tell_how(self, obstacle: str | None) -> None:
+        """Logs how generation goes on behind results of tools, once."""
+        how = "goes on from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
+        if how != self._told_how:
+            logger.info(f"Behind what tools returned, generation {how}.")
+            self._told_how = how
 
     def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
         """Once, on the first media that a tool returned."""
@@ -363,10 +378,11 @@ class ToolsMixin(TrainerMixin):
             **{**own, **others},
         )
 
-    def _complete_continued(self, wholes: list[EncodedPrompt], indices: list[int]):
+    def _complete_continued(self, wholes: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]]):
         """What follows results of tools, by what samples in training."""
         batch = self._batch
         batch.continued = wholes
+        batch.branches.asked = asked
         try:
             return self._generate_single_turn(
                 [whole.input_ids.tolist() for whole in wholes], None, {}, num_generations=1
