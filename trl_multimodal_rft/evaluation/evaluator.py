@@ -767,7 +767,7 @@ def _complete(
     limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
     policy.conversations(
         tools=tools,
-        complete=lambda prompts, _: (policy.complete(prompts, config), None),
+        complete=lambda prompts, *_: (policy.complete(prompts, config), None),
         max_length=args.max_completion_length,
         ends=config.eos_token_id,
         loop=loop,

@@ -26,6 +26,8 @@ class Batch:
             Whether completions share a forward of their prompt; `None` until that is decided.
         continued (`list[EncodedPrompt]`, *optional*):
             In a rollout, while completions go on behind what tools returned, each of these up to there.
+        room (`list[int]`, *optional*):
+            Meanwhile, how many tokens each may still have.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
         numbers (`list[int]`, *optional*):
@@ -58,6 +60,7 @@ class Batch:
     prompts: list[EncodedPrompt] | None = None
     packed: bool | None = None
     continued: list[EncodedPrompt] | None = None
+    room: list[int] | None = None
     rows: list[dict[str, Any]] | None = None
     numbers: list[int] | None = None
     encoded: list[EncodedPrompt | None] | None = None
