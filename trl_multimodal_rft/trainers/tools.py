@@ -97,7 +97,7 @@ class Conversations:
             What encodes prompts.
         complete (`Callable`):
             Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts,
-            for each the place of its completion and what was returned last, and with how many tokens each has room for.
+            for each the place of its completion and what was returned last, and how many tokens each has room for.
         tools (`Sequence[dict[str, Callable]]`):
             Each completion's tools, by name.
         max_length (`int`):
