@@ -163,13 +163,12 @@ def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=Non
         return flash_attn_varlen_func(
             query, key, value, *sequences, softmax_scale=scaling, causal=True, softcap=softcap or 0.0
         )
-    return _torch_kernel()(query, key, value, *sequences, scale=scaling, window_size=(-1, 0))
+    from torch.nn.attention.varlen import varlen_attn  # which takes longer to import than all of this folder
+
+    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), **_told(varlen_attn))
 
 
 @functools.cache
-def _torch_kernel() -> Callable:
-    from torch.nn.attention.varlen import varlen_attn  # which takes longer to import than all of this folder
-
-    # Before torch 2.13 it takes fewer heads of keys without being told
-    told: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return functools.partial(varlen_attn, **told)
+def _told(kernel: Callable) -> dict[str, Any]:
+    """Before torch 2.13 the kernel takes fewer heads of keys without being told."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
