@@ -74,7 +74,7 @@ def test_rewards_by_name(tmp_path, monkeypatch):
     names = ["choice_reward", "trl_multimodal_rft.rewards.format_reward", "mine.even"]
     first, second, third = load_reward_funcs(names)
     assert (first, second, third.__name__) == (choice_reward, format_reward, "even")
-    for name in ("accuracy", "mine.odd", "theirs.even"):
+    for name in ("accuracy", "RewardModel", "mine.odd", "theirs.even"):
         with pytest.raises(ValueError, match=f"no reward function '{name}'"):
             load_reward_funcs([name])
 

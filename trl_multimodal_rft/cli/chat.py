@@ -96,10 +96,15 @@ def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> An
         `ImportError`: If gradio is missing.
     """
     gradio = require_module("gradio", "chat")
+    buttons = ["download"]  # not the one that shares with the Hub
     makers = {
-        "audio": lambda: gradio.Audio(label="Sound", type="filepath", sources=["microphone", "upload"]),
-        "image": lambda: gradio.Image(label="Image", type="filepath", sources=["upload", "webcam", "clipboard"]),
-        "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"]),
+        "audio": lambda: gradio.Audio(
+            label="Sound", type="filepath", sources=["upload", "microphone"], buttons=buttons
+        ),
+        "image": lambda: gradio.Image(
+            label="Image", type="filepath", sources=["upload", "webcam", "clipboard"], buttons=buttons
+        ),
+        "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"], buttons=buttons),
     }
 
     def ask(text: str, *media: str | None) -> list[str]:

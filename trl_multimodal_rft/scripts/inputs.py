@@ -30,11 +30,11 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
     Raises:
         `ValueError`: If there is no such function.
     """
-    reward_funcs = []
+    reward_funcs, own = [], [name for name in rewards.__all__ if name.endswith("_reward")]
     for name in names:
         module, _, function = name.rpartition(".")
-        if not module and name not in rewards.__all__:
-            raise ValueError(f"There is no reward function {name!r}; name one of {rewards.__all__}, or a dotted path.")
+        if not module and name not in own:
+            raise ValueError(f"There is no reward function {name!r}; name one of {own}, or a dotted path.")
         if module and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
