@@ -1,12 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Attention over a packed row: the prompt once, then all its branches, each seeing the prompt and itself."""
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -163,13 +161,8 @@ def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=Non
         return flash_attn_varlen_func(
             query, key, value, *sequences, softmax_scale=scaling, causal=True, softcap=softcap or 0.0
         )
-    return _torch_kernel()(query, key, value, *sequences, scale=scaling, window_size=(-1, 0))
-
-
-@functools.cache
-def _torch_kernel() -> Callable:
     from torch.nn.attention.varlen import varlen_attn  # which takes longer to import than all of this folder
 
     # Before torch 2.13 it takes fewer heads of keys without being told
-    told: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return functools.partial(varlen_attn, **told)
+    told = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), **told)
