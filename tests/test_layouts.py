@@ -12,7 +12,7 @@ from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data import load_conversations, load_easyr1, load_video_r1
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 
@@ -178,6 +178,13 @@ def test_video_r1(files, tmp_path):
     assert blocks(dataset[0]["prompt"][0]) == ["video", asked]
     assert blocks(dataset[1]["prompt"][0])[0] == "image"
     assert [len(videos) for videos in dataset["videos"][:]] == [1, 0]
+    path = files([{**VIDEO_R1, "process": "<think>It barks.</think>"}])
+    dataset = load_video_r1(path, task="sft", nframes=4, max_pixels=784)
+    assert dataset.column_names == ["messages", "videos", "problem_type", "problem_id", "data_source"]
+    assert blocks(dataset[0]["messages"][1]) == ["<think>It barks.</think>\n<answer>B</answer>"]
+    row = {"prompt": dataset[0]["messages"], "videos": dataset[0]["videos"]}
+    (video,) = iter_refs(rows_to_messages([row]))
+    assert video.options == {"nframes": 4, "max_pixels": 784}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, Callable[..., Dataset]] = {
 }
 # Options of some layouts, by the names of their loaders' arguments
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
+_OPTIONS += ("nframes", "max_pixels")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--media_dir", help="folder with the files of media; by default paths start from the folder of the file")
     add("--template", help="prompt, with {question} and {choices}, {problem}, or {problem} and {options}")
     add("--skip_missing", action="store_true", default=None, help="leave out rows whose sound isn't there")
-    add("--task", choices=("sft", "rl"), help="whole conversations (by default), or prompts with a solution")
+    add("--task", choices=("sft", "rl"), help="whole conversations, or prompts with a solution")
     add("--prompt_key", help="column of the problem")
     add("--answer_key", help="column of the answer")
+    add("--nframes", type=int, help="frames of each video that the model gets")
+    add("--max_pixels", type=int, help="most pixels of an image, and of a frame")
     for rule in fields(MediaRules):
         several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
         add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)

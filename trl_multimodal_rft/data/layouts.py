@@ -23,9 +23,6 @@ _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(deco
 
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
-_BLOCKS = List({"type": Value("string"), "text": Value("string")})
-_MESSAGES = List({"role": Value("string"), "content": _BLOCKS})
-
 
 def load_conversations(
     path: str | Path,
@@ -152,28 +149,43 @@ def load_easyr1(
 
 
 def load_video_r1(
-    path: str | Path, split: str = "train", *, template: str = OPTIONS_TEMPLATE, media_dir: str | Path | None = None
+    path: str | Path,
+    split: str = "train",
+    *,
+    task: Literal["sft", "rl"] = "rl",
+    template: str = OPTIONS_TEMPLATE,
+    nframes: int | None = None,
+    max_pixels: int | None = None,
+    media_dir: str | Path | None = None,
 ) -> Dataset:
     """
     Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
 
     The layout is that of https://huggingface.co/datasets/Video-R1/Video-R1-data: a list in JSON whose entries have
     `problem`, `options` (with letters, empty where nothing is to be chosen), `solution` (the answer, or its letter, in
-    answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`.
+    answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; those
+    for supervised training also `process`, the thoughts before the solution.
 
     Args:
         path (`str` or `Path`):
             The JSON file, a folder that holds one, or a dataset with these columns in a folder or on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a dataset; a file has one.
+        task (`str`, *optional*, defaults to `"rl"`):
+            `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages` whose answer is `process` and `solution`.
         template (`str`, *optional*):
             Prompt, with `{problem}` and `{options}`, one in each line.
+        nframes (`int`, *optional*):
+            Frames of each video that the model gets. By default, its processor's choice.
+        max_pixels (`int`, *optional*):
+            Most pixels of an image, and of a frame. By default, the processor's.
         media_dir (`str` or `Path`, *optional*):
             Folder that relative paths start from. By default that of the file.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the medium), `videos`, `images`, `solution`,
-        `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and `data_source`.
+        `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and `data_source`; or of
+        `messages` in the place of prompt, solution and choices.
 
     Raises:
         `ValueError`: If a row lacks a column, or a file isn't there. The message names the row.
@@ -192,15 +204,29 @@ def load_video_r1(
         return {**row, f"{kind}s": [_required(row, number, "path")]}
 
     rows, media, counts = _read(path, split, media_dir, with_media)
-    columns: dict[str, list] = {"prompt": [], "solution": [], "choices": []}
+    names = ("prompt", "solution", "choices") if task == "rl" else ("messages",)
+    columns: dict[str, list] = {name: [] for name in names}
     for number, row in enumerate(rows):
         options = row.get("options") or []
         asked = template.format(problem=_required(row, number, "problem"), options="\n".join(options))
-        columns["prompt"].append(_placed([{"role": "user", "content": asked}], counts[number], number))
-        columns["solution"].append(_required(row, number, "solution"))
+        chat, solution = [{"role": "user", "content": asked}], _required(row, number, "solution")
+        if task == "sft":
+            chat.append({"role": "assistant", "content": f"{_required(row, number, 'process')}\n{solution}"})
+        placed = _placed(chat, counts[number], number)
+        for block in placed[0]["content"]:
+            if nframes is not None:
+                block["nframes"] = nframes if block["type"] == "video" else None
+            if max_pixels is not None:
+                block["max_pixels"] = max_pixels if block["type"] != "text" else None
+        if task == "sft":
+            columns["messages"].append(placed)
+            continue
+        columns["prompt"].append(placed)
+        columns["solution"].append(solution)
         columns["choices"].append(without_letters(options) if options else None)
     rows = [{key: row.get(key) for key in ("problem_type", "problem_id", "data_source")} for row in rows]
-    return _assemble(columns, rows, set(), media)
+    given = {"nframes": nframes, "max_pixels": max_pixels}
+    return _assemble(columns, rows, set(), media, [name for name, value in given.items() if value is not None])
 
 
 def _read(
@@ -347,12 +373,19 @@ def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], number: i
 
 
 def _assemble(
-    columns: dict[str, list], rows: list[dict[str, Any]], used: set[str], media: Sequence[Dataset]
+    columns: dict[str, list],
+    rows: list[dict[str, Any]],
+    used: set[str],
+    media: Sequence[Dataset],
+    options: Sequence[str] = (),
 ) -> Dataset:
+    """The columns of messages, with the options of their blocks, then media, then all others."""
+    block = {"type": Value("string"), "text": Value("string"), **{name: Value("int64") for name in options}}
+    messages = List({"role": Value("string"), "content": List(block)})
     parts = []
     for name in ("prompt", "messages"):
         if name in columns:
-            parts.append(Dataset.from_dict({name: columns.pop(name)}, Features({name: _MESSAGES})))
+            parts.append(Dataset.from_dict({name: columns.pop(name)}, Features({name: messages})))
     extras = {key: None for row in rows for key in row if key not in used and key not in columns}
     for name, values in {**columns, **{key: [row.get(key) for row in rows] for key in extras}}.items():
         try:

@@ -241,9 +241,9 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     # Rollout
 
-    def _ask_engine(self, prompts, **options):
+    def _ask_engine(self, prompts, sampling=None):
         with self._policy_alone():
-            return super()._ask_engine(prompts, **options)
+            return super()._ask_engine(prompts, sampling)
 
     def _estimate_advantages(self, output, rewards, per_func, group_ids, mask):
         if self.critic is None:

@@ -1,0 +1,206 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Each recipe is read as the command reads it, its dataset is prepared as it says, and it trains a tiny model."""
+
+import json
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import av
+import datasets
+import pytest
+import soundfile
+import yaml
+from datasets import Dataset, Features, Image, List, Value
+from helpers.families import RATE, audio, image, mosaic
+from helpers.four_bits import save_wide
+from helpers.trainer_utils import length_and_sum, saved
+
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.inputs import trainer_inputs
+from trl_multimodal_rft.scripts.launching import split_arguments
+
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "trl_multimodal_rft" / "recipes"
+RECIPES = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
+FAMILIES = {
+    "Qwen2-Audio": "qwen2_audio",
+    "Qwen2.5-Omni": "qwen2_5_omni",
+    "Qwen2.5-VL": "qwen2_5_vl",
+    "Qwen3-VL": "qwen3_vl",
+    "Qwen3.5": "qwen3_5",
+}
+TRAINERS = {
+    "grpo": MultimodalGRPOTrainer,
+    "rloo": MultimodalRLOOTrainer,
+    "ppo": MultimodalPPOTrainer,
+    "sft": MultimodalSFTTrainer,
+}
+FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
+# What belongs to the size of the model and of its machine
+SMALL = {
+    "learning_rate": 1e-2,
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "max_completion_length": 8,
+    "dtype": "float32",
+    "lora_r": 2,
+    "soft_overlong_cache": 4,
+    "use_vllm": False,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+def header(path):
+    """What the comments of a recipe say, by name: lists of lines."""
+    found, name = {}, None
+    for line in path.read_text().splitlines():
+        if match := re.match(r"# (?:(\w+):| {8,})\s+(.*)", line):
+            name = match[1] or name
+            found.setdefault(name, []).append(match[2])
+    return found
+
+
+def method(path):
+    return re.search(r"trl-multimodal-rft (\w+) --config", " ".join(header(path)["Launch"]))[1]
+
+
+def sources(folder):
+    """Hand-made files of each dataset, as it is published, by the path that recipes name them with."""
+    folder.mkdir()
+    (folder / "media").mkdir()
+    for i in range(4):
+        image(56 + 28 * (i % 2), 56, seed=i)["image"].save(folder / "media" / f"{i}.png")
+        soundfile.write(folder / "media" / f"{i}.wav", audio(0.3 + 0.1 * i, seed=i)["audio"], RATE)
+        with av.open(str(folder / "media" / f"{i}.mp4"), "w") as container:
+            stream = container.add_stream("mpeg4", rate=4, width=84, height=56)
+            for frame in mosaic(18, 56, 84, seed=i):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+            container.mux(stream.encode())
+    avqa = {"question_text": "What is in the video?", "multi_choice": ["cat", "dog"]}
+    lines = [{**avqa, "id": i, "answer": i % 2, "audio_path": f"media/{i}.wav"} for i in range(4)]
+    (folder / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
+    rows = [
+        {
+            **video,
+            "problem_id": i,
+            "data_type": "video" if i % 2 else "image",
+            "path": f"./media/{i}.{'mp4' if i % 2 else 'png'}",
+            "process": "<think>I see a dog.</think>",
+            "solution": "<answer>B</answer>",
+        }
+        for i in range(4)
+    ]
+    for name in ("Video-R1-260k.json", "Video-R1-COT-165k.json"):
+        (folder / name).write_text(json.dumps(rows))
+    (folder / "geometry3k").mkdir()
+    features = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
+    rows = [
+        {"images": [str(folder / "media" / f"{i}.png")], "problem": f"<image>Find x. {i}", "answer": "2"}
+        for i in range(4)
+    ]
+    for split in ("train", "test"):
+        Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
+
+
+def prepared(path, tmp_path):
+    """The folder that the recipe's own command writes from hand-made files."""
+    sources(tmp_path / "sources")
+    lines = " ".join(header(path)["Dataset"]).replace("\\", "").split("trl-multimodal-rft ")[1]
+    words = shlex.split(lines)
+    words[2] = str(tmp_path / "sources" / Path(words[2]).name)
+    words = [str(tmp_path / "sources" / "media") if words[i - 1] == "--media_dir" else w for i, w in enumerate(words)]
+    name = words[words.index("--output_dir") + 1]
+    words[words.index(name, words.index("--output_dir"))] = str(tmp_path / name)
+    main(words)
+    return name
+
+
+def arguments(name, **changes):
+    """What the command reads: arguments of `accelerate launch`, and those of the script, some with other values."""
+    parser = import_module(f"trl_multimodal_rft.scripts.{method(RECIPES[name])}").make_parser()
+    known = {action.dest for action in parser._actions}
+    words = [word for key, value in changes.items() if key in known for word in (f"--{key}", str(value))]
+    launcher, argv = split_arguments(parser, ["--config", name, *words])
+    return launcher, parse(parser, argv)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_says_what_it_is(name):
+    path, text = RECIPES[name], RECIPES[name].read_text()
+    said = header(path)
+    assert [each for each in FIELDS if each not in said] == [] and len(text) < 2600
+    keys = yaml.safe_load(text)
+    launcher = keys["accelerate_config"]
+    assert f"--config {name} " in " ".join(said["Launch"]) and f"{launcher})" in said["Launch"][-1]
+    assert (ROOT / "trl_multimodal_rft" / "accelerate_configs" / f"{launcher}.yaml").is_file()
+    reported = " ".join(said["Reported"])
+    assert ("https://" in reported and "not reproduced here" in reported) or reported.startswith(("nothing", "see "))
+    assert re.search(
+        r"^[\d.]+ GiB (of .* trl-multimodal-rft estimate|less than )|^left out: ", " ".join(said["Memory"])
+    )
+    row = next(line for line in (ROOT / "docs" / "recipes.md").read_text().splitlines() if f"/{name}.yaml)" in line)
+    for number in re.findall(r"[\d.]+ -> [\d.]+", reported):
+        assert number.replace("->", "→") in row
+
+
+def test_page_names_no_other():
+    named = re.findall(r"recipes/([\w/]+)\.yaml\)", (ROOT / "docs" / "recipes.md").read_text())
+    assert sorted(set(named)) == sorted(RECIPES)
+
+
+FAST = ("qwen2_audio_7b/avqa_grpo",)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
+def test_trains(name, tmp_path, monkeypatch):
+    path = RECIPES[name]
+    folder = prepared(path, tmp_path)
+    recipe = yaml.safe_load(path.read_text())
+    assert folder == recipe["dataset_name"]
+    family = next(family for start, family in FAMILIES.items() if start in recipe["model_name_or_path"])
+    changes = {**SMALL, "model_name_or_path": str(saved(family)), "output_dir": str(tmp_path / "out")}
+    changes["dataset_name"] = str(tmp_path / folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    if recipe.get("num_generations") == 1:
+        changes["num_generations"] = 1
+    if recipe.get("load_in_4bit"):
+        pytest.importorskip("bitsandbytes")
+        save_wide(family, tmp_path / "model")
+        changes["model_name_or_path"] = str(tmp_path / "model")
+    launcher, (script, config, model) = arguments(name, **changes)
+    assert launcher[0] == "--config_file" and Path(launcher[1]).stem == recipe["accelerate_config"]
+    inputs = trainer_inputs(script, config, model)
+    if "reward_funcs" in inputs:
+        config.reward_weights = [*(config.reward_weights or [1.0] * len(inputs["reward_funcs"])), 1.0]
+        inputs["reward_funcs"] = [*inputs["reward_funcs"], length_and_sum]
+    trainer = TRAINERS[method(path)](**inputs)
+    before = {key: value.clone() for key, value in trainer.model.named_parameters() if value.requires_grad}
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert any((value != before[key]).any() for key, value in trainer.model.named_parameters() if key in before)
+    expected = {"avqa": {"audio"}, "geometry3k": {"image"}}.get(folder, {"image", "video"})
+    kinds = {kind for row in trainer.train_dataset for kind in expected if row.get(kind) or row.get(f"{kind}s")}
+    assert kinds == expected == getattr(trainer, "_kinds_seen", expected)
+    for each in recipe.get("reward_funcs", ()):
+        assert f"rewards/{each}/mean" in trainer.state.log_history[0]
