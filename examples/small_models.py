@@ -9,12 +9,13 @@ The weights of the encoders are initialised five to ten times wider than usual. 
 the usual weights vanish: so little of what it hears or sees reaches the decoder that learning starts late, or never.
 """
 
+import json
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from tasks import DIGITS, DIRECTIONS, HANDWRITTEN_QUESTION, MOVING_QUESTION, SPOKEN_QUESTION
+from tasks import DIGITS, DIRECTIONS, HANDWRITTEN_QUESTION, HIDDEN_QUESTION, MOVING_QUESTION, SPOKEN_QUESTION
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -33,6 +34,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers.integrations import deepspeed
+from trl.chat_template_utils import qwen3_template
 
 
 VISION_TOKENS = {
@@ -110,6 +112,23 @@ def motion_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwe
     return _vision_model([MOVING_QUESTION, *DIRECTIONS], seed, initializer_range=0.2)
 
 
+def hidden_digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
+    """
+    [`digit_model`] for pictures of about 28 x 28 pixels, whose tokens also spell a call of `zoom(x, y)`.
+
+    Args:
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `tuple`: The model, in float32, and its processor, whose chat template writes calls as Qwen's does.
+    """
+    calls = [_call("zoom", x=i, y=i) for i in range(2)]
+    model, processor = _vision_model([HIDDEN_QUESTION, *DIGITS, "tool", *calls], seed, initializer_range=0.1)
+    processor.tokenizer.response_template = qwen3_template  # how calls are read
+    return model, processor
+
+
 def _vision_model(
     texts: list[str], seed: int, initializer_range: float
 ) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
@@ -182,14 +201,21 @@ def _tokenizer(texts: list[str], **named: str) -> PreTrainedTokenizerFast:
     )
 
 
+def _call(name: str, **arguments: int) -> str:
+    """A call as the chat template writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 def _chat_template(**marks: str) -> str:
-    """ChatML; a content block of a type in `marks` is written as that mark."""
+    """ChatML with calls of tools; a content block of a type in `marks` is written as that mark."""
     media = "".join(f"{{% elif block.type == '{kind}' %}}{mark}" for kind, mark in marks.items())
     return (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n"
         "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
         f"{{% if block.type == 'text' %}}{{{{ block.text }}}}{media}{{% endif %}}"
-        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% endfor %}{% endif %}"
+        "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+        "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 

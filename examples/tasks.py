@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Three small question-answering tasks that need no download: spoken digits, handwritten digits and moving digits.
+Small question-answering tasks that need no download: spoken digits, handwritten, hidden and moving digits.
 
 Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format: a column
 `prompt` with the question, a column with the media the question is about, and a column `solution` with the answer, one
@@ -27,6 +27,7 @@ DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  
 
 SPOKEN_QUESTION = "Which digit is spoken?"
 HANDWRITTEN_QUESTION = "Which digit is shown?"
+HIDDEN_QUESTION = "Which digit is hidden?"
 MOVING_QUESTION = "In which direction does the digit move?"
 
 RATE = 16000  # Hz, the rate audio models listen at
@@ -97,6 +98,32 @@ def handwritten_digits() -> DatasetDict:
         columns = {
             "prompt": [_ask(HANDWRITTEN_QUESTION)] * len(images),
             "image": [PILImage.fromarray(image) for image in images],
+            "solution": [DIGITS[label] for label in labels],
+        }
+        features = {"prompt": _PROMPT, "image": Image(), "solution": Value("string")}
+        splits[split] = Dataset.from_dict(columns, Features(features))
+    return DatasetDict(splits)
+
+
+def hidden_digits() -> DatasetDict:
+    """
+    [`handwritten_digits`] in a quarter of a black picture of 56 x 56 pixels, every digit as often in each quarter.
+
+    All quarters with a digit have the same sum of pixels, so that from afar one digit looks like the other.
+
+    Returns:
+        `DatasetDict`:
+            Rows of `prompt`, `image` (`Image`) and `solution`, a word such as `"seven"`.
+    """
+    splits = {}
+    for split, (images, labels) in _mnist().items():
+        pictures = np.zeros((len(images), 56, 56), np.uint8)
+        for row, (picture, image) in enumerate(zip(pictures, images, strict=True)):
+            left, top = 28 * (row // 10 % 2), 28 * (row // 20 % 2)
+            picture[top : top + 28, left : left + 28] = _equally_bright(image)
+        columns = {
+            "prompt": [_ask(HIDDEN_QUESTION)] * len(pictures),
+            "image": [PILImage.fromarray(picture) for picture in pictures],
             "solution": [DIGITS[label] for label in labels],
         }
         features = {"prompt": _PROMPT, "image": Image(), "solution": Value("string")}
@@ -211,6 +238,16 @@ def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         split: (images[:, part].swapaxes(0, 1).reshape(-1, 28, 28), labels[:, part].T.reshape(-1))
         for split, part in parts.items()
     }
+
+
+def _equally_bright(image: np.ndarray) -> np.ndarray:
+    """An image before a grey that brings its mean to 112."""
+    mean = image.mean()
+    grey = (112 - mean) / (1 - mean / 255)
+    lighter = (grey + image * (1 - grey / 255)).astype(np.uint8)
+    missing = 112 * image.size - int(lighter.sum())  # rounded down
+    lighter.reshape(-1)[np.flatnonzero(lighter < 255)[:missing]] += 1
+    return lighter
 
 
 def _utterance(rng: np.random.Generator, text: str, speakers: tuple[str, ...]) -> dict:

@@ -8,13 +8,15 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Image, List
-from small_models import digit_model, motion_model, spoken_digit_model
+from grpo_tools_vision import Magnifier, best_without_tool, with_thumbnails
+from small_models import digit_model, hidden_digit_model, motion_model, spoken_digit_model
 from tasks import (
     DIGITS,
     DIRECTIONS,
     TEST_SPEAKERS,
     TRAIN_SPEAKERS,
     handwritten_digits,
+    hidden_digits,
     leading_answer_reward,
     move,
     moving_digits,
@@ -123,6 +125,26 @@ def test_handwritten_digits_are_distinct_real_images(images):
     assert mean["one"][14, 14] > 150 > 50 > mean["zero"][14, 14]
 
 
+def test_hidden_digits_are_seen_from_near_alone(images):
+    rows = hidden_digits()["test"]
+    seen = with_thumbnails(rows, 2)
+    assert best_without_tool(seen) == 0.1
+    assert seen.select(range(80))["solution"] == images["test"].select(range(80))["solution"]
+    magnifier = Magnifier()
+    for number, row in enumerate(seen.select(range(80))):
+        x, y = number // 10 % 2, number // 20 % 2
+        thumbnail = np.asarray(row["image"])
+        assert thumbnail[y, x] == thumbnail.sum() == 112
+        magnifier.reset(**row)
+        (block,) = magnifier.zoom(x, y)
+        digit = np.asarray(images["test"][number]["image"])
+        assert np.corrcoef(np.asarray(block["image"]).reshape(-1), digit.reshape(-1))[0, 1] > 0.999
+        (block,) = magnifier.zoom(1 - x, y)
+        assert not np.asarray(block["image"]).any()
+    # Four pixels of each quarter do tell digits apart
+    assert best_without_tool(with_thumbnails(rows.select(range(200)), 4)) > 0.5
+
+
 def test_a_single_frame_does_not_tell_the_direction():
     """From every start, each frame is the same collection of pictures whichever way the digit moves."""
     picture = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
@@ -205,6 +227,20 @@ def test_tokenizers_know_the_answers_and_spell_the_rest(build, answers):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.unk_token_id in tokenizer.encode("dépôt 狗")
     assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
+
+
+def test_a_call_is_few_tokens_and_survives_saving(tmp_path):
+    hidden_digit_model()[1].save_pretrained(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    tokenizer = processor.tokenizer
+    for x, y in ((0, 1), (1, 0)):
+        calls = [{"type": "function", "function": {"name": "zoom", "arguments": {"x": x, "y": y}}}]
+        messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+        text = processor.apply_chat_template(messages, tokenize=False)
+        said = text.removeprefix("<|im_start|>assistant\n").removesuffix("\n")
+        ids = tokenizer.encode(said)
+        assert len(ids) == 8 and tokenizer.decode(ids) == said
+        assert tokenizer.parse_response(ids, prefix="<|im_start|>assistant\n")["tool_calls"] == calls
 
 
 def test_weights_follow_the_seed():
