@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,9 +50,12 @@ class Branches:
 
     asked: list[tuple[int, EncodedPrompt]] | None = None
     obstacle: str | None = None
-    _cache: Any = field(default=None, repr=False)
-    _mask: Any = field(default=None, repr=False)  # of what is in it, `(B, N)`
-    _rows: dict[int, tuple[int, EncodedPrompt, list[int]]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        self._cache: Any = None
+        self._mask: Any = None  # of what is in it, `(B, N)`
+        # By the place of a completion its row, what was completed, and what of the completion is in the cache
+        self._rows: dict[int, tuple[int, EncodedPrompt, list[int]]] = {}
 
     def keep(
         self,

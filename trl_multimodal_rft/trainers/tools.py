@@ -72,13 +72,26 @@ class Talk:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
+        """The calls that its last turn ends with."""
         return self.messages[-1].get("tool_calls") or []
 
     @property
     def media(self) -> list[EncodedPrompt]:
+        """Results that hold media."""
         return [turn for _, turn in self.turns if turn.media]
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
+        """
+        Goes on.
+
+        Args:
+            ids (`list[int]`):
+                What with.
+            logps (`list[float]`, *optional*):
+                Log-probabilities of an engine.
+            sampled (`bool`):
+                Whether the model said that.
+        """
         self.ids = self.ids + ids
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
@@ -162,6 +175,7 @@ class Conversations:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The processor's tokenizer."""
         return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
 
     @property
