@@ -12,7 +12,7 @@ from trl_multimodal_rft.trainers.groups import SAVED_CLASSES, Group, GroupBuffer
 def group(number: int, step: int = 0, size: int = 2) -> Group:
     ids = torch.tensor([number])
     prompt = EncodedPrompt(
-        ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=DecodedPrompt([], {}, {}, {})
+        ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=((slice(0, 1), DecodedPrompt([], {}, {}, {})),)
     )
     return Group(prompt, {"completion_ids": torch.full((size, 3), number), "live": torch.ones(size)}, step)
 
@@ -25,8 +25,8 @@ def test_newest_groups_are_kept_without_images():
     buffer, own = GroupBuffer(2, max_age=5, seed=0), group(1)
     buffer.append([group(0), own, group(2)])
     assert prompts_in(buffer.state_dict()["groups"]) == [1, 2]
-    assert own.prompt.decoded is not None
-    assert buffer.take(1)[0].prompt.decoded is None
+    assert own.prompt.decoded
+    assert not buffer.take(1)[0].prompt.decoded
     buffer.append([group(3)])
     assert prompts_in(buffer.state_dict()["groups"]) == [2, 3]
 

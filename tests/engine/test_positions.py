@@ -4,16 +4,17 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers.engine_runs import make
 from helpers.families import RATE, audio, image, video
 from helpers.omni import OMNI
+from helpers.tools import talking
 from helpers.trainer_utils import load, saved, with_media
+from talking import TalkingGRPO, make
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.renderers import renderer_from_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
@@ -77,7 +78,7 @@ def test_positions_are_those_of_vllm(family, omni):
             for engine in (False, True)
         )
         with _processors_unchecked():
-            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded, 0)])
+            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded[0][1], 0)])
         assert rendered["prompt_token_ids"] == prompt.input_ids.tolist()
         features = [
             MultiModalFeatureSpec(data=item, modality=kind, identifier="", mm_position=place, mm_hash="")
@@ -94,13 +95,18 @@ def test_positions_are_those_of_vllm(family, omni):
     assert differ == ({"long", "two long", "images and long"} if family in ("qwen2_vl", "qwen2_5_vl") else set())
 
 
-def test_a_long_video_is_scored_as_it_is_sampled(tmp_path):
+def test_long_videos_are_scored_as_they_are_sampled(tmp_path):
     videos = [clip(16 + 4 * (i % 2), 1, 1, seed=i)["video"] for i in range(8)]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Describe the video. {i}"}]} for i in range(8)])
     rows = with_media(rows, "video", videos)
-    trainer = make(MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_vl", rows, tmp_path)
+    shown = [[TEXT, clip(20, 1, 1, seed=9), TEXT], [clip(12, 1, 2, seed=10)]]
+    trainer = make(TalkingGRPO, MultimodalGRPOConfig, talking("qwen2_vl"), rows, shown, tmp_path)
     trainer.train()
     check = trainer._self_check
     assert check.engine_positions and "at the engine's positions" in str(check)
     assert check.padded < 1e-5 and check.packed < 1e-5
-    assert max(check.engine) < 1e-5 and max(check.engine_updated) < 1e-5
+    assert check.conversation < 1e-5
+    measured = (check.engine, check.engine_updated, check.engine_conversation)
+    assert all(largest <= 1e-4 for _, largest in measured)
+    # What they are about: the model itself has other positions
+    assert max(trainer.largest) > 1e-3

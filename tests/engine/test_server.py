@@ -5,13 +5,16 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import talking
 import torch
 import transformers as hf
 import vllm
 from helpers import engine_runs
 from helpers.engine_runs import RecordedOmni
+from helpers.families import image, video
 from helpers.omni import OMNI
-from helpers.trainer_utils import load, saved, video_rows
+from helpers.tools import with_turns_of_tools
+from helpers.trainer_utils import load, saved, sound, video_rows
 from omni import load_omni, omni_rows
 from trl.generation.vllm_client import VLLMClient
 from trl.scripts import vllm_serve
@@ -51,6 +54,26 @@ def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path):
     assert len(set(encoded)) == 4 and len(encoded) == 16
     trainer.train()
     assert max(trainer.differences) < 1e-5 and len(trainer.differences) == 4
+
+
+def test_tools_show_media(server, omni, tmp_path):
+    """Of all kinds, in conversations of 0 to 3 turns, before and after an update."""
+    objects = load_omni(omni)
+    with_turns_of_tools(objects["processing_class"])
+    media = [
+        [image(56, 84), {"type": "audio", "audio": sound(0.5)}],
+        [video(4, 56, 56), {"type": "text", "text": "Is there a cat?"}],
+        [{"type": "audio", "audio": sound(0.3, 1)}, image(56, 56, 1)],
+    ]
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None}
+    trainer = talking.make(
+        talking.TalkingGRPO, MultimodalGRPOConfig, objects, video_rows(), media, tmp_path, **options
+    )
+    trainer.train()
+    check = trainer._self_check
+    assert len(trainer.largest) == 2 and max(trainer.largest) <= 1e-4
+    assert all(each[1] <= 1e-4 for each in (check.engine, check.engine_updated, check.engine_conversation))
+    assert trainer.state.log_history[0]["tools/call_frequency"] == 10 / 8
 
 
 def trainer_draw(trainer):
@@ -172,7 +195,7 @@ def test_video_with_text_between_its_parts_is_refused(client):
     model, processor = load("qwen3_vl")
     engine = SimpleNamespace(_renderer=renderer, processing_class=processor, _check_number=lambda *args: None)
     rows = rows_to_messages(list(video_rows(1)), (), [])
-    decoded = encode_prompt(rows[0]["prompt"], processor, model, keep_decoded=True).decoded
+    decoded = encode_prompt(rows[0]["prompt"], processor, model, keep_decoded=True).decoded[0][1]
     with _processors_unchecked():
         [rendered] = renderer.render_cmpl([MultimodalVLLMGeneration._with_media(engine, decoded, 0)])
     with pytest.raises(MediaError, match="can't be told where the parts of video go.*`vllm_mode='colocate'`"):
@@ -189,7 +212,7 @@ def test_tokens_around_a_medium_are_left_out():
 
 def test_requests_of_a_group_are_one():
     def request(ids, media, count):
-        return ServerRequest(ids, media and {"mm_hashes": {"audio": [media]}}, count, None)
+        return ServerRequest(ids, media and {"mm_hashes": {"audio": [media]}}, count, 8, None)
 
     asked = [
         request([1], "a", 4),

@@ -73,6 +73,7 @@ def encode_turn(
     ends: Collection[str],
     template_kwargs: dict[str, Any],
     audio_overlong: Literal["raise", "truncate"] = "raise",
+    keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
     """
@@ -93,6 +94,8 @@ def encode_turn(
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        keep_decoded (`bool`, *optional*, defaults to `False`):
+            Whether to keep the decoded media, for engines that process them themselves.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -126,6 +129,7 @@ def encode_turn(
         model,
         template_kwargs={**template_kwargs, **_VERBATIM, "continuation": continuation},
         audio_overlong=audio_overlong,
+        keep_decoded=keep_decoded,
         row=row,
         add_special_tokens=False,
     )
@@ -200,7 +204,7 @@ def so_far(
     shown = [turn for _, turn in turns if turn.media]
     if not shown:
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
-        return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, decoded=None, mask_cache={})
+        return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
     media = join_media([prompt, *shown])
     # To the rules of some families, tokens that open a medium are one, even if they were sampled
     plain = ids.clone()
@@ -216,8 +220,21 @@ def so_far(
         fields,
         media,
         positions,
+        decoded=_placed(prompt, turns),
         modalities=prompt.modalities.union(*(turn.modalities for turn in shown)),
         row=prompt.row,
+    )
+
+
+def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
+    """The decoded parts of a conversation, none unless all are kept."""
+    parts = [(0, prompt), *((len(prompt) + start, turn) for start, turn in turns)]
+    if any(part.modalities and not part.decoded for _, part in parts):
+        return ()
+    return tuple(
+        (slice(start + place.start, start + place.stop), decoded)
+        for start, part in parts
+        for place, decoded in part.decoded
     )
 
 

@@ -54,12 +54,15 @@ class DecodedPrompt:
             What the processor is told about them.
         template_kwargs (`dict[str, Any]`):
             Arguments for `apply_chat_template`.
+        tokenizer_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for the tokenizer.
     """
 
     messages: list[dict[str, Any]]
     media: dict[str, list]
     processor_kwargs: dict[str, Any]
     template_kwargs: dict[str, Any]
+    tokenizer_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def token_ids(self, processor: ProcessorMixin) -> list[int]:
         """
@@ -78,7 +81,7 @@ class DecodedPrompt:
         bos = processor.tokenizer.bos_token
         # As `apply_chat_template` does where the template writes it
         special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
-        return processor.tokenizer(text, **special)["input_ids"]
+        return processor.tokenizer(text, **{**special, **self.tokenizer_kwargs})["input_ids"]
 
 
 @dataclass(eq=False)
@@ -98,8 +101,9 @@ class EncodedPrompt:
         position_ids (`torch.Tensor`):
             Positions the model itself would use, or an engine that samples, shape `(1, P)` or, with multimodal rotary
             positions, `(R, 1, P)`.
-        decoded ([`DecodedPrompt`], *optional*):
-            The prompt and its media before the processor, where that is kept.
+        decoded (`tuple[tuple[slice, DecodedPrompt], ...]`, *optional*):
+            Its parts that hold media, where they are in it, and what they were before the processor, where that is
+            kept: the prompt, and in a conversation what tools returned.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt holds.
         row (`int`, *optional*):
@@ -112,7 +116,7 @@ class EncodedPrompt:
     token_fields: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     position_ids: torch.Tensor
-    decoded: DecodedPrompt | None = None
+    decoded: tuple[tuple[slice, DecodedPrompt], ...] = ()
     modalities: frozenset[str] = frozenset()
     row: int | None = None
     mask_cache: dict = field(default_factory=dict, repr=False)
@@ -162,7 +166,7 @@ class EncodedPrompt:
 
     def __getstate__(self) -> dict:
         # What is saved is for the update, which needs no decoded media and can build the masks again
-        return {**self.__dict__, "decoded": None, "mask_cache": {}}
+        return {**self.__dict__, "decoded": (), "mask_cache": {}}
 
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, set]:
@@ -343,7 +347,6 @@ def encode_messages(
     if isinstance(processor, ProcessorMixin):
         _check_text(messages, refs, placeholder_tokens(model, processor), row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, ablation)
-    processor_kwargs |= processor_options
     kept = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}
@@ -352,7 +355,9 @@ def encode_messages(
             {kind: found for kind, found in by_kind.items() if found},
             copy.deepcopy(processor_kwargs),  # processors write into it
             template_kwargs or {},
+            processor_options,
         )
+    processor_kwargs |= processor_options
     outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs, row)
     input_ids = outputs["input_ids"][0]
     family = family_of(model)
@@ -364,7 +369,7 @@ def encode_messages(
         token_fields=token_fields,
         media=media if refs or family.blank_media else {},
         position_ids=input_ids.new_empty(1, 0),
-        decoded=kept,
+        decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
         modalities=frozenset(ref.kind for ref in refs),
         row=row,
     )

@@ -858,7 +858,9 @@ def _complete(
     if policy.conversations is None or branches is None:
         return talks
 
-    def go_on(prompts: list[EncodedPrompt], places: list[tuple[int, EncodedPrompt]]) -> tuple[list[list[int]], None]:
+    def go_on(
+        prompts: list[EncodedPrompt], places: list[tuple[int, EncodedPrompt]], _: list[int]
+    ) -> tuple[list[list[int]], None]:
         branches.asked = places
         return policy.complete(prompts, config, branches), None
 

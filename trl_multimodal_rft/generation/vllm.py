@@ -4,10 +4,13 @@
 import math
 import tempfile
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.logging import get_logger
@@ -38,10 +41,12 @@ logger = get_logger(__name__)
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
+    from vllm.inputs import mm_input, tokens_input
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.utils import StageMissingLayer
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 # What processors assume of videos whose rate isn't known, in frames per second
 _ASSUMED_FPS = 24
@@ -56,15 +61,18 @@ class Completion(NamedTuple):
 
 class _Request(NamedTuple):
     """
-    A prompt as the engine takes it, the ids that it must make of it, how many completions are wanted, the seed of the
-    first one, and the row that it is of.
+    A prompt as the engine takes it once its media are processed, how many completions are wanted and of how many
+    tokens at most, and the seed of the first one.
     """
 
     prompt: dict[str, Any]
-    ids: list[int]
     count: int
+    most: int
     seed: int | None
-    row: int
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt["prompt_token_ids"]
 
 
 def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
@@ -91,7 +99,8 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
 
 class MultimodalVLLMGeneration(VLLMGeneration):
     """
-    TRL's engine for prompts with media, which are processed once for all completions that follow each other.
+    TRL's engine for prompts with media, which are processed once for all completions that follow each other, and for
+    all turns of a conversation.
 
     Args:
         engine_kwargs (`dict[str, Any]`, *optional*):
@@ -116,6 +125,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._adapter = adapter
         self._adapter_folder = adapter_folder
         self._adapter_request: Any = None  # what the engine samples with, after the first sync
+        # What its processor made of media, as long as these are kept
+        self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -154,22 +165,29 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """What the engine computes in."""
         return self._renderer.model_config.dtype
 
+    @property
+    def max_length(self) -> int:
+        """Of a prompt and its completion, in tokens."""
+        return self._renderer.model_config.max_model_len
+
     # Samples
 
     def generate(
         self,
-        prompts: Sequence[list[int] | EncodedPrompt],
+        prompts: Sequence[list[int] | dict[str, Any] | EncodedPrompt],
         images: Sequence[list | None] | None = None,
         num_generations: int = 1,
         profiler=None,
         sampling: dict[str, Any] | None = None,
+        room: Sequence[int] | None = None,
     ) -> tuple:
         """
         Samples a completion of each prompt.
 
         Args:
-            prompts (`Sequence[list[int]]` or `Sequence[EncodedPrompt]`):
-                Each completion's prompt. Those of a group follow each other, and hold the same object.
+            prompts (`Sequence[list[int]]`, `Sequence[dict]` or `Sequence[EncodedPrompt]`):
+                Each completion's prompt. Those of a group follow each other, and hold the same object. A dictionary is
+                what `vllm.LLM.generate` takes, with media of all kinds and placeholders that aren't expanded.
             images (`Sequence[list]`, *optional*):
                 Images of prompts that are given as token ids, with placeholders that aren't expanded.
             num_generations (`int`, *optional*, defaults to `1`):
@@ -179,9 +197,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             sampling (`dict[str, Any]`, *optional*):
                 Sampling parameters in place of all those of training. With a `seed`, completion `i` is drawn with
                 `seed + i`, and nothing that is drawn later depends on these.
+            room (`Sequence[int]`, *optional*):
+                How many tokens each completion may have, where these are fewer than those of training.
 
         Returns:
-            `tuple`: Prompt ids, completion ids, log-probabilities and their token ids, as TRL's method returns them.
+            `tuple`: Prompt ids with placeholders expanded, completion ids, log-probabilities and their token ids, as
+            TRL's method returns them.
 
         Raises:
             [`MediaError`]: If the engine makes other tokens of a prompt than the processing class, or if a prompt has
@@ -189,8 +210,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             `ValueError`: If a prompt is too long for the engine. The message names the row.
         """
         options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
-        requests = self._requests(prompts, images, None if sampling is None else options.pop("seed", None))
-        self._check_lengths(requests, options["max_tokens"])
+        seed = None if sampling is None else options.pop("seed", None)
+        most = options["max_tokens"]
+        requests = self._requests(prompts, images, seed, [min(n, most) for n in room or [most] * len(prompts)])
+        if any(len(request.ids) + request.most > self.max_length for request in requests):
+            logger.warning_once(
+                f"The engine was started for {self.max_length} tokens, which leaves less than {most} to completions "
+                f"of some prompts; {self._remedy_of_length}."
+            )
         # Asleep, the engine has forgotten its weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
@@ -203,7 +230,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             [[[token] for token in completion.ids] for completion in completions],
         )
 
-    def _requests(self, prompts, images, seed: int | None) -> list[_Request]:
+    def _requests(self, prompts, images, seed: int | None, room: Sequence[int]) -> list[_Request]:
         requests: list[_Request] = []
         last = None
         for index, prompt in enumerate(prompts):
@@ -212,20 +239,55 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
             last = prompt
-            ids, row, decoded = prompt, None, None
-            if isinstance(prompt, EncodedPrompt):
-                ids, row, decoded = prompt.input_ids.tolist(), prompt.row, prompt.decoded
-                if prompt.modalities and decoded is None:
-                    raise ValueError("A prompt has lost its decoded media; encode it with `keep_decoded=True`.")
-            row = index if row is None else row
-            taken: dict[str, Any] = {"prompt_token_ids": ids}
-            if decoded is not None:
-                taken = self._with_media(decoded, row)
-            elif own_images:
-                self._check_number("image", len(own_images), row)
-                taken["multi_modal_data"] = {"image": own_images}
-            requests.append(_Request(taken, list(ids), 1, None if seed is None else seed + index, row))
+            own_seed = None if seed is None else seed + index
+            requests.append(_Request(self._taken(prompt, own_images, index), 1, room[index], own_seed))
         return requests
+
+    def _taken(self, prompt, images, index: int) -> dict[str, Any]:
+        """A prompt as the engine takes it, with what its processor makes of media."""
+        if isinstance(prompt, EncodedPrompt):
+            row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
+            self._check_length(len(ids), row)
+            return self._with_parts(ids, prompt, row)
+        taken = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
+        if images:
+            taken["multi_modal_data"] = {"image": images}
+        media = taken.get("multi_modal_data")
+        if not media:
+            self._check_length(len(taken["prompt_token_ids"]), index)
+            return tokens_input(taken["prompt_token_ids"])
+        for kind, some in media.items():
+            self._check_number(kind, len(some), index)
+        processed = self._process(taken)
+        self._check_length(len(processed["prompt_token_ids"]), index)
+        return processed
+
+    def _with_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
+        if not prompt.modalities:
+            return tokens_input(ids)
+        if not prompt.decoded:
+            raise ValueError("A prompt has lost its decoded media; encode it with `keep_decoded=True`.")
+        numbers: Counter[str] = Counter()
+        for _, decoded in prompt.decoded:
+            numbers.update({kind: len(media) for kind, media in decoded.media.items()})
+        for kind, number in numbers.items():
+            self._check_number(kind, number, row)
+        kwargs, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)
+        for place, decoded in prompt.decoded:
+            if decoded not in self._processed:
+                self._processed[decoded] = self._process(self._with_media(decoded, row))
+            part = self._processed[decoded]
+            _check_ids(ids[place], part["prompt_token_ids"], row)
+            for kind, found in part["mm_placeholders"].items():
+                kwargs[kind] += part["mm_kwargs"][kind]
+                hashes[kind] += part["mm_hashes"][kind]
+                places[kind] += [replace(each, offset=place.start + each.offset) for each in found]
+        return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(places))
+
+    def _process(self, taken: dict[str, Any]) -> dict[str, Any]:
+        with _processors_unchecked():
+            [processed] = self._renderer.render_cmpl([taken])
+        return processed
 
     def _with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
         media: dict[str, Any] = dict(prompt.media)
@@ -236,7 +298,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     f"row {row}: vLLM makes other tokens of a {kind} than {type(processor).__name__}, so that what it "
                     "samples would be scored after another prompt; set `use_vllm=False`."
                 )
-            self._check_number(kind, len(media[kind]), row)
         options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
         if "video" in media:
             videos = options["videos_kwargs"]
@@ -282,23 +343,17 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
         )
 
-    def _check_lengths(self, requests: list[_Request], max_tokens: int) -> None:
-        limit = self._renderer.model_config.max_model_len
-        for request in requests:
-            length = len(request.ids)
-            option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
-            remedy = f"raise {option}, or shorten the prompt or its media"
-            if length >= limit:
-                raise ValueError(
-                    f"row {request.row}: the prompt has {length} tokens with those of its media, which leaves nothing "
-                    f"for a completion of the {limit} that the engine was started for; {remedy}."
-                )
-            if length + max_tokens > limit:
-                logger.warning_once(
-                    f"Row {request.row}: the prompt has {length} tokens with those of its media, which leaves "
-                    f"completions {limit - length} of {max_tokens} before the engine cuts them off; {remedy}. Others "
-                    "may be as long."
-                )
+    def _check_length(self, length: int, row: int) -> None:
+        if length >= self.max_length:
+            raise ValueError(
+                f"row {row}: the prompt has {length} tokens with those of its media, which leaves nothing for a "
+                f"completion of the {self.max_length} that the engine was started for; {self._remedy_of_length}."
+            )
+
+    @property
+    def _remedy_of_length(self) -> str:
+        option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
+        return f"raise {option}, or shorten the prompt or its media"
 
     def _sampling(self) -> dict[str, Any]:
         structured = {} if self.structured_outputs_regex is None else {"regex": self.structured_outputs_regex}
@@ -328,29 +383,35 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        with profiler, _processors_unchecked():
-            outputs = self.llm.generate(
-                [request.prompt for request in asked],
-                sampling_params=[
-                    SamplingParams(**{"seed": request.seed, **options, "n": request.count}) for request in asked
-                ],
-                use_tqdm=False,
-                lora_request=self._adapter_request,
-            )
+        with profiler:
+            outputs = self._run(asked, options)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
         completions = []
-        for request, output in zip(requests, outputs[first:], strict=False):
-            _check_ids(request, output.prompt_token_ids)
+        for output in outputs[first : first + len(requests)]:
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
                 logps = [None if math.isnan(logp) else logp for logp in logps]
                 completions.append(Completion(list(each.token_ids), logps))
         return completions
 
+    def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:
+        """As `vllm.LLM.generate` does, which would process media again."""
+        engine, outputs = self.llm.llm_engine, {}
+        for i, request in enumerate(requests):
+            own = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+            params = SamplingParams(**own, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(i), request.prompt, params, lora_request=self._adapter_request)
+        while engine.has_unfinished_requests():
+            outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
+        return [outputs[i] for i in range(len(requests))]
+
     def _ask_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
-        asked = [ServerRequest(each.ids, self._features(each), each.count, each.seed) for each in requests]
+        asked = [
+            ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
+            for each in requests
+        ]
         gathered = gather_object(asked)
         counts = gather_object([sum(each.count for each in requests)])
         payload: list[Any] = [None]
@@ -361,14 +422,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         first = sum(counts[: self.accelerator.process_index])
         own = counts[self.accelerator.process_index]
         return [Completion(*each) for each in payload[0][first : first + own]]
-
-    def _features(self, request: _Request) -> dict[str, Any] | None:
-        if "multi_modal_data" not in request.prompt:
-            return None
-        with _processors_unchecked():
-            [rendered] = self._renderer.render_cmpl([request.prompt])
-        _check_ids(request, rendered["prompt_token_ids"])
-        return server_features(rendered)
 
     # Weights
 
@@ -474,11 +527,11 @@ def _of_unused_towers(model) -> Callable[[str], bool]:
     )
 
 
-def _check_ids(request: _Request, found: Sequence[int]) -> None:
-    if list(found) != request.ids:
+def _check_ids(own: list[int], found: Sequence[int], row: int) -> None:
+    if list(found) != own:
         raise MediaError(
-            f"row {request.row}: vLLM made {len(found)} tokens of a prompt that has {len(request.ids)} here, not the "
-            "same ones, so that what it samples would be scored after another prompt: its processor and "
+            f"row {row}: vLLM made {len(found)} tokens of a prompt or a tool's result that has {len(own)} here, not "
+            "the same ones, so that what it samples would be scored after another prompt: its processor and "
             "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
         )
 

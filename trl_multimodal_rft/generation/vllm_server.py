@@ -48,6 +48,8 @@ class ServerRequest(NamedTuple):
             What [`server_features`] made of its media.
         count (`int`):
             How many completions are wanted.
+        most (`int`):
+            How many tokens they may have.
         seed (`int`, *optional*):
             Seed of the first one.
     """
@@ -55,6 +57,7 @@ class ServerRequest(NamedTuple):
     ids: list[int]
     features: dict[str, Any] | None
     count: int
+    most: int
     seed: int | None
 
 
@@ -210,7 +213,7 @@ def joined(asked: list[ServerRequest]) -> list[ServerRequest]:
 
 def _of_same_prompt(one: ServerRequest, other: ServerRequest) -> bool:
     media = [each.features and each.features["mm_hashes"] for each in (one, other)]
-    return one.ids == other.ids and media[0] == media[1]
+    return (one.ids, one.most) == (other.ids, other.most) and media[0] == media[1]
 
 
 def server_completions(
@@ -237,7 +240,7 @@ def server_completions(
             [request.ids],
             features=[request.features],  # without, TRL's client goes another way, by text
             n=request.count,
-            generation_kwargs={"seed": request.seed, **options},
+            generation_kwargs={"seed": request.seed, **options, "max_tokens": request.most},
         )
         sampled = zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True)
         return [

@@ -42,7 +42,7 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
             len(prompt.media[name]) if name in prompt.media else 0 for prompt in prompts
         ]
     if "raw_images" in own:
-        images = [None if prompt.decoded is None else prompt.decoded.media.get("image") for prompt in prompts]
+        images = [next((each.media.get("image") for _, each in prompt.decoded), None) for prompt in prompts]
         result["raw_images"] = images if any(images) else None
     result["extra_media"] = result["extra_media"] or None
     return result

@@ -31,6 +31,8 @@ class Batch:
             In a rollout, while completions go on behind what tools returned, each of these up to there.
         branches ([`~generation.transformers.Branches`], *optional*):
             In a rollout with tools, what generation goes on with behind what these return.
+        room (`list[int]`, *optional*):
+            Meanwhile, how many tokens each may still have.
         rows (`list[dict]`, *optional*):
             In a rollout, the rows as the dataset has them.
         numbers (`list[int]`, *optional*):
@@ -65,6 +67,7 @@ class Batch:
     packed: bool | None = None
     continued: list[EncodedPrompt] | None = None
     branches: Branches | None = None
+    room: list[int] | None = None
     rows: list[dict[str, Any]] | None = None
     numbers: list[int] | None = None
     encoded: list[EncodedPrompt | None] | None = None

@@ -77,6 +77,8 @@ class EngineMixin(TrainerMixin):
             adapter=adapter,
             adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         )
+        if self.tools:
+            logger.info("Conversations with tools are continued from vLLM's prefix cache, or prefilled again without.")
         self._last_loaded_step = -1  # the step whose weights the engine has
 
     def _engine_kwargs(self, revision: str | None) -> dict[str, Any]:
@@ -85,11 +87,14 @@ class EngineMixin(TrainerMixin):
         kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
         if self.args.vllm_mode == "server":
             return kwargs
-        limits = {} if self.rollout_func else media_limits(self.args, self.train_dataset, self.eval_dataset)
+        limits, more = {}, self.args.max_tool_media if self.tools else 0
+        if self.rollout_func is None and self.environment_factories is None and more is not None:
+            found = media_limits(self.args, self.train_dataset, self.eval_dataset)
+            limits = {kind: most + more for kind, most in found.items()}
         return {**kwargs, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": limits}  # each prompt comes once
 
     def _ask_engine(
-        self, prompts, sampling: dict[str, Any] | None = None
+        self, prompts, sampling: dict[str, Any] | None = None, room: list[int] | None = None
     ) -> tuple[list[list[int]], list[list[float | None]]]:
         """Completions by vLLM with the weights of this step, and the log-probabilities it sampled them with."""
         if self.state.global_step != self._last_loaded_step:
@@ -98,7 +103,7 @@ class EngineMixin(TrainerMixin):
             self._last_loaded_step = self.state.global_step
         engine: Any = self.vllm_generation
         _, completion_ids, logps, _ = engine.generate(
-            prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling
+            prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling, room=room
         )
         return completion_ids, [[logp for [logp] in each] for each in logps]
 
@@ -112,7 +117,10 @@ class EngineMixin(TrainerMixin):
             return
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(trainer, check)
-        if self._engine_check.run(output, prompts, mask):
+        is_new = self._engine_check.run(output, prompts, mask)
+        if self.tools:
+            is_new = self._engine_check.run_behind_tools(output, prompts, mask) or is_new
+        if is_new:
             logger.info(str(check))
             self.accelerator.print(check)
 

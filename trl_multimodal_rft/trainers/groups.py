@@ -159,7 +159,7 @@ class GroupBuffer:
                 Groups, the newest last, which are kept without the images that only generation needs.
         """
         for group in groups[-self.limit :]:
-            prompt = replace(group.prompt, decoded=None, mask_cache={})
+            prompt = replace(group.prompt, decoded=(), mask_cache={})
             self._groups.append(replace(group.to("cpu"), prompt=prompt))
         self._groups = self._groups[-self.limit :]
 

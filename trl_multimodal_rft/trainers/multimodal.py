@@ -318,6 +318,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             if self._media_log is not None:
                 group_size = self.num_generations if self.model.training else self.num_generations_eval
                 self._media_log.add([row.get("prompt") for row in rows], group_size, batch.completions)
+            if batch.tool_mask is not None:
+                output["tool_mask"] = as_tensor(batch.tool_mask, output["completion_ids"]).long()
             if batch.prompts is not None:
                 if batch.sampled_logps is not None:
                     output["sampling_per_token_logps"] = as_tensor(batch.sampled_logps, output["completion_ids"])
@@ -355,9 +357,6 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 {**{key: original[key] for key in row}, "prompt": row["prompt"]}
                 for row, original in zip(placed, originals, strict=True)
             ]
-        refs = list(iter_refs([row.get("prompt") for row in rows]))
-        if refs and self.use_vllm and self.tools:
-            raise refs[0].error("with vLLM, `tools` work on text rows only; drop the media columns or `use_vllm`")
         self._columns_seen.update(originals[0])
         if len(self._asked) < 2:
             self._asked.update(conversation_of(row["prompt"]) for row in rows if "prompt" in row)
@@ -401,14 +400,10 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         # Whoever calls this with other ids asks for what follows text
         unknown = not prompts or prompt_ids != [prompt.input_ids.tolist() for prompt in prompts]
         if self.use_vllm:
-            unknown = unknown or self._batch.continued is not None
-            if unknown and any(prompt.media for prompt in prompts or ()):
-                raise ValueError(
-                    "A tool returned media, which vLLM isn't given; return text only, or drop `use_vllm`."
-                )
-            completion_ids, logps = self._ask_engine(prompt_ids if unknown else prompts)
-            for prompt in prompts or ():
-                prompt.decoded = None  # the engine has seen it
+            room = self._batch and self._batch.room
+            completion_ids, logps = self._ask_engine(prompt_ids if unknown else prompts, room=room)
+            for prompt in () if self.tools else prompts or ():
+                prompt.decoded = ()  # the engine has seen it
             if not self._sampling_logps_expected:
                 self._batch.sampled_logps = logps
             return (completion_ids, logps) if self._sampling_logps_expected else completion_ids
@@ -431,7 +426,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         if generation_config.do_sample:
             # The engine's own random numbers are those of training
             sampling["seed"] = torch.randint(2**31, ()).item()
-        return self._ask_engine(prompts, sampling)[0]
+        return self._ask_engine(prompts, sampling=sampling)[0]
 
     @property
     def _completes_in_step(self) -> bool:

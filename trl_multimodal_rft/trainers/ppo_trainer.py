@@ -241,9 +241,9 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     # Rollout
 
-    def _ask_engine(self, prompts, sampling=None):
+    def _ask_engine(self, prompts, **options):
         with self._policy_alone():
-            return super()._ask_engine(prompts, sampling)
+            return super()._ask_engine(prompts, **options)
 
     def _estimate_advantages(self, output, rewards, per_func, group_ids, mask):
         if self.critic is None:

@@ -12,7 +12,6 @@ from trl.trainer.rloo_trainer import RewardFunc
 
 from ..algorithms.losses import sequence_ratios
 from .batch import Batch
-from .engine import as_tensor
 from .multimodal import MultimodalMixin
 from .own_tools import OwnToolsMixin
 from .rloo_config import MultimodalRLOOConfig
@@ -120,10 +119,8 @@ class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Batch]:
         output, batch = super()._roll_out(inputs)
-        if batch.tool_mask is not None:
-            output["tool_mask"] = as_tensor(batch.tool_mask, output["completion_ids"]).long()
-            if self.beta != 0:
-                self._count_sampled_only("kl", output)
+        if self.beta != 0:
+            self._count_sampled_only("kl", output)
         if self.use_vllm and self.args.vllm_importance_sampling_correction:
             # The policy that sampled is scored first
             self._correct_for_engine(output, batch.scores[0].logps)

@@ -210,12 +210,12 @@ class RowsMixin(TrainerMixin):
             prompt.decoded = decoded  # which isn't pickled with it
         return row, prompt
 
-    def _read_row(self, row: Row) -> tuple[Row, EncodedPrompt | None, DecodedPrompt | None]:
+    def _read_row(self, row: Row) -> tuple[Row, EncodedPrompt | None, tuple[tuple[slice, DecodedPrompt], ...]]:
         check_has_prompt(row)
         ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
         (placed,) = rows_to_messages([row], ignored, self._own_tokens, rules)
         if next(iter_refs(placed["prompt"]), None) is None:
-            return row, None, None
+            return row, None, ()
         prompt = self._encode(placed["prompt"], row.number)
         return row, prompt, prompt.decoded
 

@@ -99,6 +99,8 @@ class SelfCheck:
             their mean and largest difference.
         engine_updated (`tuple[float, float]` or `None`, *optional*):
             The same after weights have moved.
+        engine_conversation (`tuple[float, float]` or `None`, *optional*):
+            The same in a completion behind media that a tool returned; `None` before the first.
         conversation (`float` or `None`, *optional*):
             Rows in which a tool returned media, behind these, against the model's own forward; `None` before the
             first.
@@ -115,6 +117,7 @@ class SelfCheck:
     engine_positions: bool = False
     engine: tuple[float, float] | None = None
     engine_updated: tuple[float, float] | None = None
+    engine_conversation: tuple[float, float] | None = None
     conversation: float | None = None
 
     def __str__(self) -> str:
@@ -143,6 +146,8 @@ class SelfCheck:
             parts.append("engine = recomputed {:.0e}, at most {:.0e}".format(*self.engine))
         if self.engine_updated is not None:
             parts.append("after an update {:.0e}, at most {:.0e}".format(*self.engine_updated))
+        if self.engine_conversation is not None:
+            parts.append("engine behind media of tools {:.0e}, at most {:.0e}".format(*self.engine_conversation))
         if self.conversation is not None:
             parts.append(f"behind media of tools = model's own {self.conversation:.0e}")
         return f"self-check: {', '.join(parts)}"
@@ -257,8 +262,9 @@ class EngineCheck:
     """
     Compares the log-probabilities of an engine that samples the rollouts, such as vLLM, with the trainer's.
 
-    It does so on the first batch, and on the first one after the weights have moved so far that it shows if the engine
-    didn't get them. A few completions of each process are looked at, each by itself.
+    It does so on the first batch, on the first one after the weights have moved so far that it shows if the engine
+    didn't get them, and on the first media that tools return. A few completions of each process are looked at, each by
+    itself.
 
     Args:
         trainer (`MultimodalMixin`):
@@ -270,7 +276,7 @@ class EngineCheck:
     def __init__(self, trainer: "MultimodalMixin", check: SelfCheck):
         self.trainer = trainer
         self.check = check
-        check.engine = check.engine_updated = None
+        check.engine = check.engine_updated = check.engine_conversation = None
         engine: Any = trainer.vllm_generation
         self.tolerance = max(check.tolerance, _tolerance(engine.dtype))
         self.step = -1  # the last one looked at
@@ -322,15 +328,56 @@ class EngineCheck:
             check.engine_updated, self.first = measured, None  # media and all
             when = f"after {step} updates, and were {before[0]:.0e} before"
             reason = "it doesn't get all weights that are trained, or rounds them"
+        self._judge(measured, limit, when, reason)
+        return True
+
+    def run_behind_tools(self, batch: dict[str, Any], prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> bool:
+        """
+        Measures what was sampled behind media that a tool returned, the first time that there is something.
+
+        Args:
+            batch (`dict`):
+                See [`EngineCheck.run`].
+            prompts (`Sequence[EncodedPrompt]`):
+                See there.
+            mask (`torch.Tensor`):
+                See there.
+
+        Returns:
+            `bool`: Whether it did.
+
+        Raises:
+            `RuntimeError`: See there.
+        """
+        check = self.check
+        if check.engine_conversation is not None:
+            return False
+        sampled = batch["sampling_per_token_logps"]
+        mask = mask * ~sampled.isnan()
+        for i, prompt in enumerate(prompts):
+            mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else None] = 0
+        row = int(mask.sum(1).argmax())  # any, where there is none
+        if not self.trainer.accelerator.reduce(mask[row].sum(), reduction="sum").item():
+            return False
+        place = slice(row, row + 1)
+        prompt = replace(prompts[row], mask_cache={})
+        logps = self._score(([prompt], batch["completion_ids"][place], batch["completion_mask"][place]))
+        measured = self._difference(logps, sampled[place], mask[place])
+        assert measured is not None
+        limit, check.engine_conversation = self._limit(), measured
+        reason = "it makes something else of media that tools return, or has them at other positions"
+        self._judge(measured, limit, "behind media of tools", reason)
+        return True
+
+    def _judge(self, measured: tuple[float, float], limit: float, when: str, reason: str) -> None:
         mean, largest = measured
         is_strict = self.tolerance <= _tolerance(torch.float32)
         if not mean <= limit or (is_strict and not largest <= self.tolerance):
             raise RuntimeError(
-                f"{check}: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from the "
-                f"trainer's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set `use_vllm=False`, "
-                "or `self_check=False` to go on."
+                f"{self.check}: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from "
+                f"the trainer's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set "
+                "`use_vllm=False`, or `self_check=False` to go on."
             )
-        return True
 
     def _limit(self) -> float:
         """How far apart log-probabilities may be on average: not much farther than they were before the update."""
@@ -663,13 +710,23 @@ class _Check:
     def behind_tools(self, prompt: Conversation, completion_ids: list[int]) -> float:
         """How far what follows the last result of a tool is from the model's own forward of all of it."""
         n = len(prompt.later)
-        before, after = ({"input_ids": part.input_ids, **part.token_fields} for part in (prompt, prompt.later))
-        tokens = {name: torch.cat([value, after[name]])[None] for name, value in before.items()}
-        plain = to_model({**tokens, **join_media(prompt.parts)}, self.model, self.device)
+        later = prompt.later
+        whole = EncodedPrompt(
+            torch.cat([prompt.input_ids, later.input_ids]),
+            {name: torch.cat([value, later.token_fields[name]]) for name, value in prompt.token_fields.items()},
+            join_media(prompt.parts),
+            torch.cat([prompt.position_ids, later.position_ids], dim=-1),
+        )
+        tokens = {"input_ids": whole.input_ids, **whole.token_fields}
+        rows = {name: value[None] for name, value in tokens.items()}
+        plain = to_model({**rows, **whole.media}, self.model, self.device)
         plain["attention_mask"] = torch.ones_like(plain["input_ids"])
         ids = torch.tensor([completion_ids], device=self.device)
         mask = torch.ones_like(ids)
-        truth = self._attempt("its own forward of a conversation", lambda: self._own_forward(plain, ids[:, n:]))
+        if self._has_engine_positions(whole):
+            truth = self._at_engine_positions(plain, whole, ids[:, n:])
+        else:
+            truth = self._attempt("its own forward of a conversation", lambda: self._own_forward(plain, ids[:, n:]))
         if truth is None:
             raise self._cannot(f"its own forward can't be measured behind media of tools ({self.failure})")
         scores = self._attempt(

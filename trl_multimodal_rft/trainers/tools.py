@@ -110,7 +110,7 @@ class Conversations:
             What encodes prompts.
         complete (`Callable`):
             Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts,
-            and for each the place of its completion and what was returned last.
+            for each the place of its completion and what was returned last, and how many tokens each has room for.
         tools (`Sequence[dict[str, Callable]]`):
             Each completion's tools, by name.
         max_length (`int`):
@@ -129,6 +129,9 @@ class Conversations:
             From where media may come, and how large they may be.
         apart (`str`, *optional*):
             Which prompts get forwards of their own, see [`~policy.Remedies`].
+        engine_length (`int`, *optional*):
+            Where vLLM samples, tokens of a prompt and its completion that it takes at most. It is given media as they
+            are decoded, and positions are its own.
         anyone (`Callable[[bool], bool]`, *optional*):
             Whether something is so on any process, for those that must complete equally often.
         loop (`asyncio.AbstractEventLoop`, *optional*):
@@ -138,7 +141,7 @@ class Conversations:
     model: PreTrainedModel
     processor: ProcessorMixin | PreTrainedTokenizerBase
     complete: Callable[
-        [list[EncodedPrompt], list[tuple[int, EncodedPrompt]]],
+        [list[EncodedPrompt], list[tuple[int, EncodedPrompt]], list[int]],
         tuple[list[list[int]], list[list[float | None]] | None],
     ]
     tools: Sequence[dict[str, Callable]]
@@ -150,6 +153,7 @@ class Conversations:
     audio_overlong: Literal["raise", "truncate"]
     media_rules: MediaRules
     apart: str | None = None
+    engine_length: int | None = None
     anyone: Callable[[bool], bool] = bool
     loop: Any = None
 
@@ -186,9 +190,9 @@ class Conversations:
         """Appends the results of a completion's calls, if they fit."""
         results = self._call_tools(index, talk)
         turn, results = self._encode_results(talk, results)
-        limit = getattr(self._text_config, "max_position_embeddings", None)
+        limits = [getattr(self._text_config, "max_position_embeddings", None), self.engine_length]
         length = len(talk.ids) + len(turn)
-        if length > self.max_length or (limit is not None and len(talk.prompt) + length >= limit):
+        if length > self.max_length or any(n is not None and len(talk.prompt) + length >= n for n in limits):
             talk.counts["length"] += 1
             return False
         n_media = sum(1 for message in [*talk.messages, *results] for _ in iter_refs(message))
@@ -199,7 +203,8 @@ class Conversations:
         talk.history += [called(results), *results]
         talk.messages += results
         talk.append(turn.input_ids.tolist(), None, sampled=False)
-        talk.whole = so_far(talk.prompt, talk.ids, talk.turns, self.model)
+        engine_positions = {} if self.engine_length is None else {"processor": self.processor}
+        talk.whole = so_far(talk.prompt, talk.ids, talk.turns, self.model, **engine_positions)
         return True
 
     def _call_tools(self, index: int, talk: Talk) -> list[dict[str, Any]]:
@@ -236,6 +241,7 @@ class Conversations:
             "ends": [end for end in ends if end is not None],
             "template_kwargs": self.template_kwargs,
             "audio_overlong": self.audio_overlong,
+            "keep_decoded": self.engine_length is not None,
             "row": talk.prompt.row,
         }
         try:
@@ -271,11 +277,11 @@ class Conversations:
         """Samples what follows the results; a process without any samples for the sake of the others."""
         wholes = [talk.whole or talk.prompt for talk in talks] or [idle]
         asked = [(place, talk.turns[-1][1]) for place, talk in zip(indices, talks, strict=True)]
-        ids, logps = self.complete(wholes, asked)
+        room = [self.max_length - len(talk.ids) for talk in talks]
+        ids, logps = self.complete(wholes, asked, [max(n, 1) for n in room] or [1])
         for i, talk in enumerate(talks):
-            room = self.max_length - len(talk.ids)
-            new, before = ids[i][:room], talk.prompt.input_ids.tolist() + talk.ids
-            talk.append(new, None if logps is None else logps[i][:room], sampled=True)
+            new, before = ids[i][: room[i]], talk.prompt.input_ids.tolist() + talk.ids
+            talk.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
                 talk.messages.append(said(self.tokenizer, new, before, self.tools[indices[i]]))
 
@@ -337,6 +343,8 @@ class ToolsMixin(TrainerMixin):
             else talk.prompt
             for talk in talks
         ]
+        for talk in talks:
+            talk.prompt.decoded = ()  # an engine has seen its last turn
         batch.completions = [talk.messages for talk in talks]
         self._kinds_seen.update(*(each.modalities for each in batch.prompts))
         self._check_conversation(batch.prompts, [talk.ids for talk in talks])
@@ -380,6 +388,7 @@ class ToolsMixin(TrainerMixin):
             "ends": self.eos_token_ids,
             "loop": getattr(self, "async_loop", None),
         }
+        engine: Any = self.vllm_generation if self.use_vllm else None
         return Conversations(
             model=unwrapped(self.accelerator, self.model),
             processor=self.processing_class,
@@ -388,21 +397,24 @@ class ToolsMixin(TrainerMixin):
             audio_overlong=self.args.audio_overlong,
             media_rules=self.args.media_rules,
             apart=self._policy.remedies.apart,
+            engine_length=None if engine is None else engine.max_length,
             anyone=self._any_process if self._completes_in_step else bool,
             **{**own, **others},
         )
 
-    def _complete_continued(self, wholes: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]]):
+    def _complete_continued(
+        self, wholes: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]
+    ):
         """What follows results of tools, by what samples in training."""
         batch = self._batch
-        batch.continued = wholes
+        batch.continued, batch.room = wholes, room
         batch.branches.asked = asked
         try:
             return self._generate_single_turn(
                 [whole.input_ids.tolist() for whole in wholes], None, {}, num_generations=1
             )
         finally:
-            batch.continued = None
+            batch.continued = batch.room = None
 
 
 def with_whole_rows(factory: Callable[[], Any], rules: MediaRules) -> Callable[[], Any]:
@@ -458,6 +470,8 @@ def with_media(rollout_func: Callable) -> Callable:
         if not {"prompt_ids", "completion_ids"} <= output.keys():
             return output  # which TRL refuses
         expected, _, _ = trainer._tokenize_prompts(prompts)
+        for prompt in trainer._batch.prompts:
+            prompt.decoded = ()  # an engine has seen what it was asked
         placeholders = all_placeholder_ids(unwrapped(trainer.accelerator, trainer.model), trainer.processing_class)
         for i, (prompt, given, ids) in enumerate(
             zip(trainer._batch.prompts, output["prompt_ids"], output["completion_ids"], strict=True)

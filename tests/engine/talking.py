@@ -1,0 +1,152 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Conversations that an engine samples, words and ends of turns, compared with the model's forward of what a processor
+makes of each whole conversation."""
+
+import itertools
+
+import torch
+import vllm_cpu
+from helpers.families import encode
+from helpers.trainer_utils import length_and_sum
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.data.features import restore_rows
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.trainers.tools import Conversations
+
+
+WORDS = [" cat", " dog", " bird", " red", " green", " blue"]
+OPTIONS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 1200,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+ENGINE = {**vllm_cpu.ENGINE, "max_model_len": 2048}
+
+
+class Talking:
+    """
+    Completion `i` calls `show` `turns[i]` times, with whatever words it samples, then answers.
+
+    `differences` hold the engine's log-probabilities less those of the truth, of each conversation of each draw.
+    """
+
+    turns = (0, 1, 2, 3, 1, 0, 2, 1)
+    media: list  # what `show` returns, by its number
+
+    def __init__(self, *args, **kwargs):
+        self.differences, self.conversations = [], []
+        super().__init__(*args, **kwargs)
+
+    def _let_call(self, index: int, number: int, message: dict) -> None:
+        if self.turns[index] > number:
+            function = {"name": "show", "arguments": {"number": number}}
+            message["tool_calls"] = [{"type": "function", "function": function}]
+
+    def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, *args):
+        for i, messages in enumerate(completions):
+            self._let_call(i, 0, messages[-1])
+        return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args)
+
+    def _conversations(self, tools, **others):
+        let_call = self._let_call
+
+        class Calling(Conversations):
+            def _continue(self, talks, idle, indices):
+                super()._continue(talks, idle, indices)
+                for talk, index in zip(talks, indices, strict=True):
+                    let_call(index, len(talk.turns), talk.messages[-1])
+
+        return Calling(**vars(super()._conversations(tools, **others)))
+
+    def _generate_and_score_completions(self, inputs):
+        rows = restore_rows(inputs, self.args.media_rules)
+        output = super()._generate_and_score_completions(inputs)
+        logps = output["sampling_per_token_logps"]
+        for i, row in enumerate(rows):
+            mask = output["completion_mask"][i].bool()
+            ids, prompt = output["completion_ids"][i][mask], output["encoded_prompts"][i]
+            self.conversations.append((row, prompt, ids, output["tool_mask"][i][mask].bool(), logps[i][mask]))
+            assert prompt.decoded == ()  # no media are kept
+        self.differences.append([self.difference(*each) for each in self.conversations[-len(rows) :]])
+        return output
+
+    def difference(self, row, prompt: EncodedPrompt, ids, said, sampled, media=None) -> torch.Tensor:
+        """Of what was said, with these media in the place of those that were shown."""
+        messages, place = [{"role": "user", "content": _blocks(row)}], 0
+        for number, (was_said, group) in enumerate(itertools.groupby(said.tolist())):
+            end = place + len(list(group))
+            content = [_plain(block) for block in (media or self.media)[number // 2 % len(self.media)]]
+            if was_said:
+                content = [{"type": "text", "text": self._tokenizer.decode(ids[place : end - 1])}]  # without its end
+            messages.append({"role": "assistant" if was_said else "tool", "content": content})
+            place = end
+        processor, model = self.processing_class, self._unwrapped(self.model)
+        inputs = encode(processor, messages, chat_template=processor.chat_template)
+        start, stop = len(prompt), len(prompt) + len(ids)
+        if media is None:
+            assert inputs["input_ids"][0, :stop].tolist() == [*prompt.input_ids.tolist(), *ids.tolist()]
+        bias = torch.zeros(model.config.get_text_config().vocab_size)
+        bias[list(self._logit_bias)] = torch.tensor(list(self._logit_bias.values()))
+        was_training = model.training
+        with torch.no_grad():
+            logits = model.eval()(**inputs).logits[0, start - 1 : stop - 1] + bias
+        model.train(was_training)
+        truth = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        return torch.where(said, sampled - truth, 0.0)
+
+    @property
+    def largest(self) -> list[float]:
+        """Of each draw."""
+        return [max(each.abs().max().item() for each in draw) for draw in self.differences]
+
+
+class TalkingGRPO(Talking, MultimodalGRPOTrainer):
+    pass
+
+
+def _blocks(row) -> list[dict]:
+    own = [{"type": kind, kind: row[kind]} for kind in ("image", "video", "audio") if row.get(kind) is not None]
+    return [_plain(block) for block in [*own, {"type": "text", "text": row["prompt"][0]["content"]}]]
+
+
+def _plain(block: dict) -> dict:
+    """A block as processors take it."""
+    return {"type": "audio", "audio": block["audio"]["array"]} if block["type"] == "audio" else block
+
+
+def show(number: int) -> list:
+    """
+    Shows something.
+
+    Args:
+        number: Which one.
+
+    Returns:
+        It.
+    """
+    return Talking.media[number % len(Talking.media)]
+
+
+def make(trainer_class, config_class, objects: dict, rows, media: list, folder, **options):
+    """A trainer of two updates whose completions are conversations of six words."""
+    Talking.media = media
+    tokenizer = objects["processing_class"].tokenizer
+    words = [id for word in WORDS for id in tokenizer(word)["input_ids"]]
+    assert len(words) == len(WORDS)
+    bias = {**dict.fromkeys(words, 100.0), tokenizer.eos_token_id: 100.0}
+    args = config_class(
+        str(folder), **{**OPTIONS, "generation_kwargs": {"logit_bias": bias}, "vllm_engine_kwargs": ENGINE, **options}
+    )
+    return trainer_class(
+        **{"reward_funcs": length_and_sum, "args": args, "train_dataset": rows, "tools": [show], **objects}
+    )

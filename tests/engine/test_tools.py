@@ -1,0 +1,114 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tools that see, hear and show, with vLLM: each turn is sampled after all that was said and shown before."""
+
+import pytest
+from helpers import engine_runs
+from helpers.families import image
+from helpers.tools import talking
+from helpers.trainer_utils import audio_rows, image_rows, sound
+from talking import ENGINE, Talking, TalkingGRPO, make
+
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+)
+from trl_multimodal_rft.data.columns import MediaError
+
+
+TEXT = {"type": "text", "text": "Is there a cat?"}
+
+
+class TalkingRLOO(Talking, MultimodalRLOOTrainer):
+    pass
+
+
+def images(seed=0):
+    return [[image(56, 84, seed), TEXT], [TEXT], [image(84, 56, seed + 1), image(56, 56, seed + 2)]]
+
+
+def sounds():
+    return [[{"type": "audio", "audio": sound(0.3 + 0.2 * n, n)}, TEXT] for n in range(3)]
+
+
+def assert_exact(trainer):
+    """Each token as the model scores it, and as the trainer does."""
+    assert len(trainer.largest) == 2 and max(trainer.largest) <= 1e-4
+    check = trainer._self_check
+    assert check.conversation <= 1e-4
+    assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated, check.engine_conversation))
+    assert "engine behind media of tools" in str(check)
+
+
+def test_images(tmp_path):
+    """Of 0 to 3 turns in one batch, before and after an update."""
+    options = {"vllm_engine_kwargs": {**ENGINE, "block_size": 32}, "max_tool_media": 4}
+    trainer = make(
+        TalkingGRPO, MultimodalGRPOConfig, talking("qwen2_5_vl"), image_rows(), images(), tmp_path, **options
+    )
+    engine = trainer.vllm_generation
+    limits = engine.llm.model_config.multimodal_config
+    assert [limits.get_limit_per_prompt(kind) for kind in ("image", "video")] == [5, 4]
+    rendered, render = [], engine._renderer.render_cmpl
+    engine._renderer.render_cmpl = lambda prompts: rendered.append(1) or render(prompts)
+    turns, step = [], engine.llm.llm_engine.step
+
+    def stepping():
+        outputs = step()
+        turns.extend(outputs)
+        return outputs
+
+    engine.llm.llm_engine.step = stepping
+    trainer.train()
+    assert_exact(trainer)
+    assert [len(entry) for entry in trainer.differences] == [8, 8]
+    # Two prompts, and seven results with media, of ten: each once, in however many turns it is looked at
+    assert len(rendered) == 2 * (2 + 7)
+    assert any(output.num_cached_tokens > 0 for output in turns)  # what vLLM goes on from
+
+    *conversation, _ = trainer.conversations[-1]
+    own, other = (trainer.difference(*conversation, 0.0, media) for media in (None, images(seed=50)))
+    moved, called = (own - other).abs(), conversation[-1].tolist().index(False)
+    assert moved[:called].max() <= 1e-4 and moved[called:].max() > 1e-3
+
+
+def test_sounds_up_to_the_engines_limit(tmp_path):
+    engine = {**ENGINE, "max_model_len": 160}
+    options = {"vllm_engine_kwargs": engine, "max_completion_length": 400, "beta": 0.0}
+    trainer = make(
+        TalkingRLOO, MultimodalRLOOConfig, talking("qwen2_audio"), audio_rows(), sounds(), tmp_path, **options
+    )
+    trainer.train()
+    assert_exact(trainer)
+    first = trainer.state.log_history[0]
+    assert 0 < first["tools/ended_by_length"] < first["tools/call_frequency"]
+    assert all(len(prompt) + len(ids) <= 160 for _, prompt, ids, *_ in trainer.conversations)
+
+
+def test_engines_that_do_not_take_what_a_tool_shows(tmp_path):
+    engine = {**ENGINE, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    args = (talking("qwen2_5_vl"), image_rows(), images(), tmp_path)
+    trainer = make(TalkingGRPO, MultimodalGRPOConfig, *args, vllm_engine_kwargs=engine)
+    with pytest.raises(MediaError, match="'image', 2 of them, and the engine was started for 1"):
+        trainer.train()
+
+
+def rollout(prompts, trainer):
+    """Asks the engine with media, as vLLM takes them."""
+    processor, asked = trainer.processing_class, []
+    for prompt in prompts:
+        text = processor.apply_chat_template(prompt, add_generation_prompt=True)
+        media = {"image": [prompt[0]["content"][0]["image"]]}
+        asked.append({"prompt_token_ids": processor.tokenizer(text)["input_ids"], "multi_modal_data": media})
+    prompt_ids, completion_ids, logps, _ = trainer.vllm_generation.generate(asked)
+    logps = [[logp for [logp] in each] for each in logps]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logps}
+
+
+def test_rollout_func_shows_the_engine_media(tmp_path):
+    objects, options = {"rollout_func": rollout}, {"max_steps": 2, "generation_kwargs": None}
+    args = (MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path)
+    trainer = engine_runs.make(*args, objects=objects, **options)
+    trainer.train()
+    assert trainer._self_check.engine[1] <= 1e-4
