@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> dict:
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--preset", choices=list(PRESETS), default="small")
+    parser.add_argument("--preset", choices=PRESETS, default="12m")
     parser.add_argument("--group", type=int, default=8, help="completions of the prompt")
     parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of each turn")
     parser.add_argument("--repeats", type=int, default=2)
