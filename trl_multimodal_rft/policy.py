@@ -398,8 +398,10 @@ class PolicyForward:
                 ready = generating()
             elif self.accelerator is not None:
                 ready = unwrap_model_for_generation(model, self.accelerator)
-            if branches is not None and self.accelerator is not None and not is_whole(self.accelerator):
-                branches.obstacle, branches = "processes wait for each other's forwards", None
+            counted = self.accelerator is not None and not is_whole(self.accelerator)
+            if branches is not None and (counted or remedies.apart is not None):
+                why = "processes wait for each other's forwards" if counted else "completions are sampled in parts"
+                branches.obstacle, branches = why, None
             surplus = self.processes.n_forwards(prompts, remedies.apart, companions) - len(parts)
             with ready as own:
                 return generate_in_parts(

@@ -271,7 +271,6 @@ def generate_in_parts(
     device: torch.device,
     *,
     surplus: int = 0,
-    branches: Branches | None = None,
     **options,
 ) -> Any:
     """
@@ -294,18 +293,13 @@ def generate_in_parts(
             As there.
         surplus (`int`, *optional*, defaults to `0`):
             How often to generate the last part again, for the sake of processes that have more parts.
-        branches ([`Branches`], *optional*):
-            What to go on with, see [`generate_completions`]. Parts are prefilled again.
         options:
-            Further arguments of [`generate_completions`].
+            Further arguments of [`generate_completions`]; `branches` for one part alone.
 
     Returns:
         `torch.Tensor`: Generated ids in the order of the prompts, shape `(B, N)`; of one part, what
         [`generate_completions`] returns.
     """
-    options["branches"] = branches if len(parts) == 1 and not surplus else None
-    if branches is not None and options["branches"] is None:
-        branches.obstacle = "completions are sampled in parts"
     outputs = []
     for part in [*parts, *[parts[-1]] * surplus]:
         own = [prompts[i] for i in part]

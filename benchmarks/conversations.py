@@ -1,0 +1,106 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Generation behind results of tools: from the cache of the turn before, and with the conversation prefilled again.
+
+```bash
+OMP_NUM_THREADS=1 python benchmarks/conversations.py
+python benchmarks/conversations.py --device cuda --preset 3b --tokens 256
+```
+
+The model is that of `policy_update.py`, with seeded random weights. Completions of one prompt with an image are
+sampled; behind each, an image and a question are appended as a tool's result; the next turn is sampled in both ways,
+which alternate, and whose ids are compared. Reported is the *minimum* of its time, CPU time on a CPU, and the ratio.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+from measuring import hardware, versions
+from policy_update import CASES, PRESETS, build_dataset, build_model, build_processor
+from transformers import GenerationConfig
+
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.conversations import so_far
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.generation.transformers import Branches, generate_completions
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Times of the second turn in both ways."""
+    torch.set_num_threads(args.threads)
+    processor = build_processor()
+    model = build_model(PRESETS[args.preset], processor, args.device, args.seed).eval()
+    rows = rows_to_messages(build_dataset(CASES["image"], 2, args.seed))
+    prompt, result = (encode_prompt(row["prompt"], processor, model) for row in rows)
+    tokenizer = processor.tokenizer
+    config = GenerationConfig(
+        max_new_tokens=args.tokens,
+        min_new_tokens=args.tokens,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        suppress_tokens=sorted(set(tokenizer.all_special_ids) - {tokenizer.eos_token_id}),
+        disable_compile=True,
+    )
+    options = (config, tokenizer.pad_token_id, torch.device(args.device))
+
+    @torch.no_grad()
+    def sample(prompts, branches=None):
+        return generate_completions(model, model, prompts, *options, branches=branches)
+
+    def clock() -> float:
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+    best = {"cached": float("inf"), "again": float("inf")}
+    for repeat in range(args.repeats + 1):
+        branches = Branches()
+        first = sample([prompt] * args.group, branches).tolist()
+        wholes = [so_far(prompt, [*ids, *result.input_ids.tolist()], [(len(ids), result)], model) for ids in first]
+        branches.asked = [(place, result) for place in range(args.group)]
+        ids = {}
+        for name, way in (("cached", branches), ("again", None)):
+            start = clock()
+            ids[name] = sample(wholes, way)
+            if repeat > 0:  # the first is a warm-up
+                best[name] = min(best[name], clock() - start)
+        if branches.obstacle is not None:
+            raise RuntimeError(f"The cache was not used: {branches.obstacle}.")
+    return {
+        "cached_s": best["cached"],
+        "again_s": best["again"],
+        "ratio": best["again"] / best["cached"],
+        "same_ids": torch.equal(ids["cached"], ids["again"]),
+        "tokens": {"prompt": len(prompt), "turn": args.tokens, "result": len(result)},
+        "setting": vars(args),
+        "hardware": hardware(args.device),
+        "versions": versions("torch", "transformers"),
+    }
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--preset", choices=PRESETS, default="12m")
+    parser.add_argument("--group", type=int, default=8, help="completions of the prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of each turn")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    result = run(args)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(f"from the cache {result['cached_s']:.2f} s, prefilled again {result['again_s']:.2f} s", end="")
+        print(f", ratio {result['ratio']:.2f}, same ids: {result['same_ids']}, tokens {result['tokens']}")
+    return result
+
+
+if __name__ == "__main__":
+    main()
