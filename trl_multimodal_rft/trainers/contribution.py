@@ -94,9 +94,11 @@ def media_contribution(trainer: "MultimodalMixin", batch: Batch, output: dict[st
             sums[MODALITIES.index(kind)] += torch.stack([moved[i], mask[i].sum().to(moved.dtype)])
     sums = trainer.accelerator.reduce(sums, reduction="sum").cpu()
     means = {kind: (total / count).item() for kind, (total, count) in zip(MODALITIES, sums, strict=True) if count}
-    metrics = {"media/contribution": (sums[:, 0].sum() / sums[:, 1].sum()).item()} if means else {}
-    if len(means) > 1:
-        metrics |= {f"media/contribution/{kind}": mean for kind, mean in means.items()}
+    metrics = {}
+    if means:
+        metrics["media/contribution"] = (sums[:, 0].sum() / sums[:, 1].sum()).item()
+    for kind, mean in means.items() if len(means) > 1 else ():
+        metrics[f"media/contribution/{kind}"] = mean
     return metrics
 
 
