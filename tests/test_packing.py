@@ -300,12 +300,19 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     monkeypatch.setattr(
         attention, "_takes_varlen", lambda base, query, kind, layout, **_: kind in layout.causal_layers
     )
-    monkeypatch.setattr(
-        varlen, "varlen_attn", lambda q, k, v, starts, ends, *_, **__: slow_varlen(q, k, v, starts, ends)
-    )
-    logps = completion_scores(model, model, prompts, ids, mask).logps
-    assert (logps - expected).abs().max() <= 1e-5
-    assert held_masks(layouts[1]) == 0
+
+    def kernel(q, k, v, starts, ends, *_, scale=None, window_size=None, enable_gqa=False):
+        assert enable_gqa and window_size == (-1, 0)
+        return slow_varlen(q, k, v, starts, ends)
+
+    def kernel_before_2_13(q, k, v, starts, ends, *_, scale=None, window_size=None):
+        return slow_varlen(q, k, v, starts, ends)
+
+    for each in (kernel, kernel_before_2_13):
+        monkeypatch.setattr(varlen, "varlen_attn", each)
+        logps = completion_scores(model, model, prompts, ids, mask).logps
+        assert (logps - expected).abs().max() <= 1e-5
+        assert held_masks(layouts[-1]) == 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -20,7 +20,7 @@ from helpers.trainer_utils import (
     run,
     video_rows,
 )
-from policy_update import PRESETS, build_dataset, build_model, build_processor
+from policy_update import PRESETS, Case, build_dataset, build_model, build_processor
 from transformers import Qwen2_5_VLProcessor
 from trl.trainer import utils as trl_utils
 
@@ -134,14 +134,15 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
     plain.save_pretrained(tmp_path)
     model = build_model(PRESETS[preset], processor, device, 0)
     model.config.save_pretrained(tmp_path)
-    rows = build_dataset(argparse.Namespace(image_size=(side // 28, side // 28), questions=("What is it?",)), 1, 0)
+    rows = build_dataset(Case(2, group, (side // 28, side // 28)), 2, 0)
     args = MultimodalGRPOConfig(
         output_dir=str(tmp_path / "run"),
         per_device_train_batch_size=group,
         num_generations=group,
         max_completion_length=completion,
         max_steps=2,
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
+        gradient_accumulation_steps=2,  # so that gradients are there during the second backward pass
         gradient_checkpointing=checkpointing,
         self_check=False,
         use_cpu=not on_gpu,
@@ -167,7 +168,7 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
     estimate.add_arguments(parser)
     said = parser.parse_args(
         [
-            *("--model", str(tmp_path), "--device", device, "--optim", "adamw_torch"),
+            *("--model", str(tmp_path), "--device", device, "--optim", "adamw_torch_fused"),
             *("--dtype", "bfloat16" if on_gpu else "float32", "--bf16" if on_gpu else "--no-bf16"),
             *("--prompt_tokens", str(trainer.prompt_tokens), "--completion_tokens", str(completion)),
             *("--images", "1", "--image_size", str(side)),
