@@ -86,6 +86,8 @@ def test_flash_attention(name, device):
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
 def test_flex_attention(name, device):
     """Packed rows go the way of sdpa, and everything else that of flex attention."""
+    if device == "cpu":
+        pytest.skip("compiles for minutes")
     packed, packed_gradients = scores(name, device, torch.float32, "flex_attention")
     padded, gradients = scores(name, device, torch.float32, packed=False)
     assert (packed - padded).abs().max() <= 1e-4
