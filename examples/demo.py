@@ -17,10 +17,10 @@ import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, Value
 from PIL import Image as PILImage
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl import ScriptArguments, TrlParser
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalSFTConfig, MultimodalSFTTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import parse
@@ -115,6 +115,45 @@ def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path)
         processor.save_pretrained(folder)
     PartialState().wait_for_everyone()
     return str(folder)
+
+
+def cold_start(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    rows: Dataset,
+    training_args: TrainingArguments,
+    max_steps: int = 80,
+) -> None:
+    """
+    Teaches a demo's model the answers of some rows, before it is rewarded for its own.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with random weights, which are changed.
+        processor ([`~transformers.ProcessorMixin`]):
+            Its processor.
+        rows ([`~datasets.Dataset`]):
+            Rows with the columns `prompt` and `solution` and their media.
+        training_args ([`~transformers.TrainingArguments`]):
+            Arguments of the training to come.
+        max_steps (`int`, *optional*, defaults to `80`):
+            Number of updates.
+    """
+    args = MultimodalSFTConfig(
+        str(Path(training_args.output_dir, "cold_start")),
+        per_device_train_batch_size=max(1, 100 // PartialState().num_processes),
+        max_steps=max_steps,
+        learning_rate=1e-3,
+        bf16=training_args.bf16,
+        gradient_checkpointing=False,
+        logging_steps=20,
+        save_strategy="no",
+        report_to="none",
+        seed=training_args.seed,
+        use_cpu=training_args.use_cpu,
+    )
+    dataset = rows.rename_column("solution", "completion")
+    MultimodalSFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processor).train()
 
 
 # Measurements

@@ -2,8 +2,10 @@
 """
 PPO for models that see.
 
-Without arguments, a small Qwen2.5-VL with random weights learns to read handwritten digits, beside a critic with
-weights as random, on a CPU in minutes:
+Without arguments, a small Qwen2.5-VL with random weights learns to read handwritten digits, on a CPU in minutes. A
+tenth of the pictures come with their answers first, for a cold start: PPO alone never tries some digits after others
+have paid off, and its critic explains nothing until most are known. PPO then learns from the right and wrong of its
+answers to all pictures:
 
 ```bash
 accelerate launch examples/ppo_vision.py
@@ -37,7 +39,7 @@ accelerate launch examples/ppo_vision.py \
 `--ptx_dataset_name path/to/answers --ptx_coef 0.05` adds the supervised loss on a dataset with `completion`.
 """
 
-from demo import DEMO_ARGUMENTS, start, train_and_measure, with_noise
+from demo import DEMO_ARGUMENTS, cold_start, start, train_and_measure, with_noise
 from small_models import digit_model
 from tasks import handwritten_digits, leading_answer_reward
 
@@ -51,7 +53,8 @@ from trl_multimodal_rft.scripts.ppo import critic_inputs
 DEMO = {
     **DEMO_ARGUMENTS,
     "output_dir": "outputs/ppo_vision",
-    "max_steps": 300,
+    "max_steps": 100,
+    "per_device_train_batch_size": 384,
     "num_generations": 8,
     "entropy_coef": 0.05,
     "vf_coef": 0.5,
@@ -60,8 +63,9 @@ DEMO = {
 
 
 def demo(script_args, training_args, model_args):
-    model, processor = digit_model()
+    model, processor = digit_model(training_args.seed)
     dataset = handwritten_digits()
+    cold_start(model, processor, dataset["train"].select(range(400)), training_args)
     dataset["train"] = with_noise(dataset["train"])
     trainer = MultimodalPPOTrainer(
         model=model,

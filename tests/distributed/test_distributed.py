@@ -484,3 +484,16 @@ def test_what_ppo_can_not_do(two, engine):
     for rank in two:
         assert len(rank["messages"]) == len(expected)
         assert all(message.startswith(start) for message, start in zip(rank["messages"], expected, strict=True))
+
+
+# Supervised training
+
+
+@pytest.mark.slow
+@on(["ddp", "fsdp2", "zero2", "zero3"], "sft_rows", "sft_parts", "sft_adapter")
+def test_supervised_rows_train_as_in_one_process(engine, two, one):
+    """With other media and numbers of tokens on each process, over accumulated micro-batches, also in parts."""
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"])
+    assert all(rank["sharded"] == (engine == "fsdp2") for rank in two)

@@ -12,6 +12,7 @@ from datetime import timedelta
 import grpo_scenarios
 import mixed_scenarios
 import ppo_scenarios
+import sft_scenarios
 import torch
 from accelerate import PartialState
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
@@ -26,7 +27,7 @@ def main():
         enable_fsdp2_on_cpu()
     # A process that waits in vain fails after a minute, and says where
     rank = start(timeout=timedelta(minutes=1)).process_index
-    scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios)
+    scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)
     for name in SCENARIOS:
         result = scenarios[name](FOLDER / name)
         save_file(result.pop("update", {}), FOLDER / f"{name}-{rank}.safetensors")
