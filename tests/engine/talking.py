@@ -27,6 +27,8 @@ OPTIONS = {
     "save_strategy": "no",
     "gradient_checkpointing": False,
     "use_vllm": True,
+    # Words are sampled by a bias that the trainer's log-probabilities don't have, so that weights would be 0
+    "vllm_importance_sampling_correction": False,
     "use_cpu": True,
     "bf16": False,
 }
