@@ -27,6 +27,8 @@ OPTIONS = {
     "save_strategy": "no",
     "gradient_checkpointing": False,
     "use_vllm": True,
+    # Words are sampled by a bias that the trainer's log-probabilities don't have, so that weights would be 0
+    "vllm_importance_sampling_correction": False,
     "use_cpu": True,
     "bf16": False,
 }
@@ -87,7 +89,9 @@ class Talking:
             end = place + len(list(group))
             content = [_plain(block) for block in (media or self.media)[number // 2 % len(self.media)]]
             if was_said:
-                content = [{"type": "text", "text": self._tokenizer.decode(ids[place : end - 1])}]  # without its end
+                # The last one has no end where the engine's limit cut it
+                last = end - int(ids[end - 1] == self._tokenizer.eos_token_id)
+                content = [{"type": "text", "text": self._tokenizer.decode(ids[place:last])}]
             messages.append({"role": "assistant" if was_said else "tool", "content": content})
             place = end
         processor, model = self.processing_class, self._unwrapped(self.model)
