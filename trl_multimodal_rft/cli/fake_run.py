@@ -130,11 +130,16 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _attention_operations(query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return sdpa_flop_count(query.shape, *_of_all_heads(query, key, value))
 
 
 def _attention_backward_operations(gradient, query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return sdpa_backward_flop_count(gradient.shape, query.shape, *_of_all_heads(query, key, value))
+
+
+def _of_all_heads(query, *states) -> list[tuple[int, ...]]:
+    """Shapes with as many heads as queries have: before torch 2.13 others aren't counted."""
+    return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in states]
 
 
 @contextmanager
