@@ -120,6 +120,14 @@ def test_ppo_vision(tmp_path):
     check_critic(tmp_path, launch("ppo_vision", tmp_path))
 
 
+@pytest.mark.slow
+def test_sft(tmp_path):
+    output = launch("sft", tmp_path)
+    assert "'mean_token_accuracy':" in output and "Accuracy on held-out recordings after training" in output
+    assert json.loads((tmp_path / "demo_metrics.json").read_text())["updates"] == 2
+    assert (tmp_path / "training_curves.png").exists() and "SFT" in (tmp_path / "README.md").read_text()
+
+
 def test_arguments(tmp_path):
     """The command line wins over a config file, that over the demo, which nothing applies of to a model by name."""
 
