@@ -16,7 +16,7 @@ IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$L
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-ppo-audio demo-ppo-vision demo-vllm \
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-vllm \
 	test test-slow test-vllm test-gpu test-gpu-vllm gpu-report vllm-families benchmark docs lint types clean
 
 demo: $(VENV)/examples
@@ -30,6 +30,9 @@ demo-video: $(VENV)/examples
 
 demo-tools-vision: $(VENV)/examples
 	$(LAUNCH) examples/grpo_tools_vision.py
+
+demo-tools-audio: $(VENV)/examples
+	$(LAUNCH) examples/grpo_tools_audio.py
 
 demo-ppo-audio: $(VENV)/examples
 	$(LAUNCH) examples/ppo_audio.py

@@ -17,6 +17,7 @@ import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, Value
 from PIL import Image as PILImage
+from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl import ScriptArguments, TrlParser
 
@@ -120,30 +121,31 @@ def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path)
 def cold_start(
     model: PreTrainedModel,
     processor: ProcessorMixin,
-    rows: Dataset,
+    dataset: Dataset,
     training_args: TrainingArguments,
-    max_steps: int = 80,
+    batch_size: int = 100,
+    **options,
 ) -> None:
     """
-    Teaches a demo's model the answers of some rows, before it is rewarded for its own.
+    Teaches a demo's model by example, before it is rewarded for its own answers.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model with random weights, which are changed.
         processor ([`~transformers.ProcessorMixin`]):
             Its processor.
-        rows ([`~datasets.Dataset`]):
-            Rows with the columns `prompt` and `solution` and their media.
+        dataset ([`~datasets.Dataset`]):
+            What [`MultimodalSFTTrainer`] takes.
         training_args ([`~transformers.TrainingArguments`]):
             Arguments of the training to come.
-        max_steps (`int`, *optional*, defaults to `80`):
-            Number of updates.
+        batch_size (`int`, *optional*, defaults to `100`):
+            Rows of an update.
+        **options:
+            Arguments of [`MultimodalSFTConfig`] in the place of `max_steps=80` and `learning_rate=1e-3`.
     """
     args = MultimodalSFTConfig(
         str(Path(training_args.output_dir, "cold_start")),
-        per_device_train_batch_size=max(1, 100 // PartialState().num_processes),
-        max_steps=max_steps,
-        learning_rate=1e-3,
+        per_device_train_batch_size=max(1, batch_size // PartialState().num_processes),
         bf16=training_args.bf16,
         gradient_checkpointing=False,
         logging_steps=20,
@@ -151,8 +153,8 @@ def cold_start(
         report_to="none",
         seed=training_args.seed,
         use_cpu=training_args.use_cpu,
+        **{"max_steps": 80, "learning_rate": 1e-3, **options},
     )
-    dataset = rows.rename_column("solution", "completion")
     MultimodalSFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processor).train()
 
 
@@ -261,25 +263,21 @@ def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     """
     makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
     (column,) = makers.keys() & set(dataset.column_names)
-    encoded = dataset.cast_column(column, {"bytes": Value("binary"), "path": Value("string")})[column]
+    stored = dataset.cast_column(column, {"bytes": Value("binary"), "path": Value("string")})[column]
     rng = np.random.default_rng(0)
-    media = [
-        {"bytes": makers[column](medium, rng), "path": None} if row // 10 % every == 0 else medium
-        for row, medium in enumerate(encoded)
-    ]
+    media = [makers[column](medium, rng) if row // 10 % every == 0 else medium for row, medium in enumerate(stored)]
     return dataset.remove_columns(column).add_column(column, media).cast_column(column, dataset.features[column])
 
 
-def _noise_like_recording(medium: dict, rng: np.random.Generator) -> bytes:
+def _noise_like_recording(medium: dict, rng: np.random.Generator) -> dict:
     import soundfile
 
-    like, file = soundfile.info(medium["path"]), io.BytesIO()
-    soundfile.write(file, rng.normal(scale=0.1, size=like.frames), like.samplerate, format="WAV")
-    return file.getvalue()
+    like = soundfile.info(medium["path"])
+    return encoded(rng.normal(scale=0.1, size=like.frames), like.samplerate)
 
 
-def _noise_like_picture(medium: dict, rng: np.random.Generator) -> bytes:
+def _noise_like_picture(medium: dict, rng: np.random.Generator) -> dict:
     like, file = PILImage.open(io.BytesIO(medium["bytes"])), io.BytesIO()
     pixels = rng.integers(256, size=(like.height, like.width), dtype=np.uint8)
     PILImage.fromarray(pixels).save(file, format="PNG")
-    return file.getvalue()
+    return {"bytes": file.getvalue(), "path": None}

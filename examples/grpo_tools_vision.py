@@ -33,50 +33,28 @@ accelerate launch examples/grpo_tools_vision.py \
 """
 
 import sys
-from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
-from datasets import Dataset
-from demo import DEMO_ARGUMENTS, start, train_and_measure
+from datasets import Dataset, DatasetDict
+from demo import start
 from PIL import Image
 from small_models import hidden_digit_model
 from tasks import hidden_digits
+from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_demo
 from trl import ModelConfig, TrlParser
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-    TrainingCurvesCallback,
-)
-from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.scripts.arguments import RFTScriptArguments
-from trl_multimodal_rft.scripts.inputs import adapter_inputs, trainer_inputs
-from trl_multimodal_rft.scripts.training import curves, finish, train
 
 
 DEMO = {
-    **DEMO_ARGUMENTS,
+    **TOOL_DEMO_ARGUMENTS,
     "output_dir": "outputs/grpo_tools_vision",
     "thumbnail_size": 2,
-    "per_device_train_batch_size": 256,
     "max_completion_length": 26,  # a call, a quarter of the picture and an answer
-    "max_tool_calling_iterations": 1,
-    "entropy_coef": 0.01,
     "max_steps": 120,
-}
-COLD_START = {
-    "num_train_epochs": 6,
-    "per_device_train_batch_size": 20,
-    "learning_rate": 2e-3,
-    "lr_scheduler_type": "constant",
-    "assistant_only_loss": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "save_strategy": "no",
-    "report_to": "none",
 }
 
 
@@ -128,79 +106,30 @@ def with_thumbnails(rows: Dataset, size: int) -> Dataset:
     return rows.map(shrink)
 
 
-def best_without_tool(rows: Dataset) -> float:
-    """
-    Accuracy that no policy exceeds without the tool.
-
-    To such a policy, rows with the same prompt and the same thumbnail are one, so at best it gives the most frequent
-    of their answers.
-    """
-    answers: defaultdict[tuple, Counter] = defaultdict(Counter)
-    for row in rows:
-        answers[repr(row["prompt"]), row["image"].size, row["image"].tobytes()][row["solution"]] += 1
-    return sum(max(counts.values()) for counts in answers.values()) / len(rows)
-
-
-def demonstrations(rows: Dataset) -> Dataset:
+def demonstrations(rows: Dataset) -> list[dict]:
     """Conversations in which the right quarter is looked at, and the right answer given."""
     magnifier, conversations = Magnifier(), []
     for row in rows:
         y, x = (int(where.min() > 0) for where in np.asarray(row["picture"]).nonzero())
         magnifier.reset(**row)
-        (result,) = magnifier.zoom(x, y)
-        call = {"type": "function", "function": {"name": "zoom", "arguments": {"x": x, "y": y}}}
-        question = {"type": "text", "text": row["prompt"][0]["content"]}
-        messages = [
-            {"role": "user", "content": [{"type": "image"}, question]},
-            {"role": "assistant", "content": [], "tool_calls": [call]},
-            {"role": "tool", "content": [{"type": "image"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": row["solution"]}]},
-        ]
-        conversations.append({"messages": messages, "images": [row["image"], result["image"]]})
-    return Dataset.from_list(conversations)
+        conversations.append(demonstration(row, magnifier.zoom, x=x, y=y))
+    return conversations
 
 
 def demo(script_args, training_args, model_args):
     model, processor = hidden_digit_model()
-    dataset = {name: with_thumbnails(rows, script_args.thumbnail_size) for name, rows in hidden_digits().items()}
-    cold_start = MultimodalSFTTrainer(
-        model=model,
-        args=MultimodalSFTConfig(
-            **COLD_START,
-            output_dir=f"{training_args.output_dir}/cold_start",
-            use_cpu=training_args.use_cpu,
-            seed=training_args.seed,
-        ),
-        train_dataset=demonstrations(dataset["train"].select(range(200))),
-        processing_class=processor,
+    dataset = DatasetDict(
+        {name: with_thumbnails(rows, script_args.thumbnail_size) for name, rows in hidden_digits().items()}
     )
-    cold_start.train()
-
+    lessons = demonstrations(dataset["train"].select(range(200)))
     training_args.ignored_media_columns = ["picture"]
-    trainer = MultimodalGRPOTrainer(
-        model=model,
-        reward_funcs=accuracy_reward,
-        args=training_args,
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
-        processing_class=processor,
-        environment_factory=Magnifier,
-        callbacks=[TrainingCurvesCallback()],
-        **adapter_inputs(model_args),
-    )
-    trainer.accelerator.print(f"Accuracy without the tool, at best: {best_without_tool(dataset['test']):.1%}")
-    train_and_measure(trainer, script_args, dataset["test"], "pictures")
+    train_demo(model, processor, dataset, lessons, 6, Magnifier, "pictures", script_args, training_args, model_args)
 
 
 def main(script_args, training_args, model_args):
     training_args.ignored_media_columns = ["picture"]
-    inputs = trainer_inputs(script_args, training_args, model_args)
-    for name in ("train_dataset", "eval_dataset"):
-        if inputs[name] is not None:
-            inputs[name] = with_thumbnails(inputs[name], script_args.thumbnail_size)
-    trainer = MultimodalGRPOTrainer(**inputs, environment_factory=Magnifier, callbacks=curves())
-    train(trainer, script_args)
-    finish(trainer, script_args)
+    prepare = partial(with_thumbnails, size=script_args.thumbnail_size)
+    train_by_name(prepare, Magnifier, script_args, training_args, model_args)
 
 
 def make_parser() -> TrlParser:

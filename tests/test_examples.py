@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ import soundfile
 import torch
 import yaml
 from demo import DemoParser, with_noise
-from small_models import hidden_digit_model, spoken_digit_model
-from tasks import handwritten_digits, hidden_digits, spoken_digits
+from small_models import cropping_model, hidden_digit_model, spoken_digit_model
+from tasks import handwritten_digits, hidden_digits, long_recordings, spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalPPOConfig
@@ -72,8 +73,9 @@ def test_vision_and_video(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_tools(tmp_path):
-    output = launch("grpo_tools_vision", tmp_path)
+@pytest.mark.parametrize("script", ["grpo_tools_audio", "grpo_tools_vision"])
+def test_tools(script, tmp_path):
+    output = launch(script, tmp_path)
     check_results(tmp_path, output)
     assert "Accuracy without the tool, at best: 10.0%" in output
     assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
@@ -82,18 +84,25 @@ def test_tools(tmp_path):
 
 
 @pytest.mark.slow
-def test_tools_with_arguments(tmp_path):
-    model, processor = hidden_digit_model()
+@pytest.mark.parametrize(
+    ("script", "build", "rows", "more"),
+    [
+        ("grpo_tools_audio", cropping_model, partial(long_recordings, None, 40, 40), ()),
+        ("grpo_tools_vision", hidden_digit_model, hidden_digits, ("--thumbnail_size", "28")),
+    ],
+)
+def test_tools_with_arguments(script, build, rows, more, tmp_path):
+    model, processor = build()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
-    for name, rows in hidden_digits().items():
-        rows.select(range(40)).to_parquet(tmp_path / "data" / f"{name}.parquet")
+    for name, split in rows().items():
+        split.select(range(40)).to_parquet(tmp_path / "data" / f"{name}.parquet")
     options = (
-        *("--model_name_or_path", str(tmp_path / "model"), "--dtype", "float32", "--thumbnail_size", "28"),
+        *("--model_name_or_path", str(tmp_path / "model"), "--dtype", "float32", *more),
         *("--dataset_name", str(tmp_path / "data"), "--num_generations", "8", "--max_completion_length", "16"),
         *("--bf16", "False", "--use_cpu", "--eval_strategy", "steps", "--eval_steps", "1"),
     )
-    output = launch("grpo_tools_vision", tmp_path / "trained", *options)
+    output = launch(script, tmp_path / "trained", *options)
     assert "'tools/call_frequency':" in output and "rewards/format_reward/mean" in output and "eval_reward" in output
     assert not (tmp_path / "trained" / "cold_start").exists()
 

@@ -8,8 +8,9 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Image, List
-from grpo_tools_vision import Magnifier, best_without_tool, with_thumbnails
-from small_models import digit_model, hidden_digit_model, motion_model, spoken_digit_model
+from grpo_tools_audio import Player, decoded, with_outlines
+from grpo_tools_vision import Magnifier, with_thumbnails
+from small_models import cropping_model, digit_model, hidden_digit_model, motion_model, spoken_digit_model
 from tasks import (
     DIGITS,
     DIRECTIONS,
@@ -18,10 +19,12 @@ from tasks import (
     handwritten_digits,
     hidden_digits,
     leading_answer_reward,
+    long_recordings,
     move,
     moving_digits,
     spoken_digits,
 )
+from tool_demo import best_without_tool
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -145,6 +148,30 @@ def test_hidden_digits_are_seen_from_near_alone(images):
     assert best_without_tool(with_thumbnails(rows.select(range(200)), 4)) > 0.5
 
 
+def test_long_recordings_are_told_by_their_parts_alone(tmp_path):
+    rows = long_recordings(tmp_path, train_rows=10, test_rows=80)["test"]
+    heard = with_outlines(rows)
+    assert best_without_tool(heard) == 0.1
+    assert best_without_tool(rows) == 1
+    player = Player()
+    for number, (row, spoken) in enumerate(zip(heard, spoken_digits(tmp_path, 10, 80)["test"], strict=True)):
+        assert row["solution"] == spoken["solution"]
+        second = number // 10 % 4
+        tones = decoded(row["audio"]).reshape(4, -1)
+        assert [tone.any() for tone in tones] == [other == second for other in range(4)]
+        player.reset(**row)
+        (block,) = player.crop(second, second + 1)
+        word, _ = soundfile.read(spoken["audio"]["path"])
+        heard_word = decoded(block["audio"])
+        np.testing.assert_allclose(heard_word[: len(word)], word, atol=2**-15)
+        assert len(heard_word) == 16000 and not heard_word[len(word) :].any()
+        (block,) = player.crop((second + 1) % 4, (second + 1) % 4 + 1)
+        assert not decoded(block["audio"]).any()
+    for start, end in ((3, 5), (-1, 1), (2, 2)):
+        with pytest.raises(ValueError, match="start must be before end, both from 0 to 4"):
+            player.crop(start, end)
+
+
 def test_a_single_frame_does_not_tell_the_direction():
     """From every start, each frame is the same collection of pictures whichever way the digit moves."""
     picture = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
@@ -229,12 +256,19 @@ def test_tokenizers_know_the_answers_and_spell_the_rest(build, answers):
     assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
 
 
-def test_a_call_is_few_tokens_and_survives_saving(tmp_path):
-    hidden_digit_model()[1].save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("build", "name", "asked"),
+    [
+        (hidden_digit_model, "zoom", [{"x": 0, "y": 1}, {"x": 1, "y": 0}]),
+        (cropping_model, "crop", [{"start": 0, "end": 1}, {"start": 3, "end": 4}]),
+    ],
+)
+def test_a_call_is_few_tokens_and_survives_saving(build, name, asked, tmp_path):
+    build()[1].save_pretrained(tmp_path)
     processor = AutoProcessor.from_pretrained(tmp_path)
     tokenizer = processor.tokenizer
-    for x, y in ((0, 1), (1, 0)):
-        calls = [{"type": "function", "function": {"name": "zoom", "arguments": {"x": x, "y": y}}}]
+    for arguments in asked:
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
         messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
         text = processor.apply_chat_template(messages, tokenize=False)
         said = text.removeprefix("<|im_start|>assistant\n").removesuffix("\n")

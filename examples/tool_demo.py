@@ -1,0 +1,171 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the example scripts share whose models look or listen closer with a tool."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+from datasets import Dataset, DatasetDict
+from demo import DEMO_ARGUMENTS, cold_start, train_and_measure
+from transformers import PreTrainedModel, ProcessorMixin
+from trl import ModelConfig
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft.rewards import accuracy_reward
+from trl_multimodal_rft.scripts.arguments import RFTScriptArguments
+from trl_multimodal_rft.scripts.inputs import adapter_inputs, trainer_inputs
+from trl_multimodal_rft.scripts.training import curves, finish, train
+
+
+TOOL_DEMO_ARGUMENTS = {
+    **DEMO_ARGUMENTS,
+    "per_device_train_batch_size": 256,
+    "max_tool_calling_iterations": 1,
+    "entropy_coef": 0.01,
+}
+
+
+def best_without_tool(rows: Dataset) -> float:
+    """
+    Accuracy that no policy exceeds without the tool.
+
+    To such a policy, rows with the same prompt and the same medium are one, so at best it gives the most frequent of
+    their answers.
+
+    Args:
+        rows ([`~datasets.Dataset`]):
+            Rows with the columns `prompt` and `solution`, and in `image` or `audio` what is seen or heard without the
+            tool.
+
+    Returns:
+        `float`: Between 0 and 1.
+    """
+    (column,) = {"audio", "image"} & set(rows.column_names)
+    answers: defaultdict[tuple, Counter] = defaultdict(Counter)
+    for row in rows:
+        medium = row[column]
+        content = medium["bytes"] if column == "audio" else (medium.size, medium.tobytes())
+        answers[repr(row["prompt"]), content][row["solution"]] += 1
+    return sum(max(counts.values()) for counts in answers.values()) / len(rows)
+
+
+def demonstration(row: dict, tool: Callable, **arguments) -> dict:
+    """
+    A conversation in which a tool is called, and the right answer given.
+
+    Args:
+        row (`dict`):
+            A row with the columns `prompt` and `solution` and a medium.
+        tool (`Callable`):
+            Tool that returns a medium of the same kind.
+        **arguments:
+            What it is called with.
+
+    Returns:
+        `dict`: A row of `messages` and `images` or `audios`.
+    """
+    (block,) = tool(**arguments)
+    kind = block["type"]
+    question = {"type": "text", "text": row["prompt"][0]["content"]}
+    call = {"type": "function", "function": {"name": tool.__name__, "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": [{"type": kind}, question]},
+        {"role": "assistant", "content": [], "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": kind}]},
+        {"role": "assistant", "content": [{"type": "text", "text": row["solution"]}]},
+    ]
+    return {"messages": messages, f"{kind}s": [row[kind], block[kind]]}
+
+
+def train_demo(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    dataset: DatasetDict,
+    demonstrations: list[dict],
+    epochs: int,
+    environment: Callable,
+    name: str,
+    script_args: RFTScriptArguments,
+    training_args: MultimodalGRPOConfig,
+    model_args: ModelConfig,
+) -> None:
+    """
+    Shows a small model how the tool is called, and trains it on what it answers with it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with random weights.
+        processor ([`~transformers.ProcessorMixin`]):
+            Its processor.
+        dataset ([`~datasets.DatasetDict`]):
+            Rows with the splits `train` and `test`.
+        demonstrations (`list[dict]`):
+            Of [`demonstration`].
+        epochs (`int`):
+            How often they are learned from.
+        environment (`Callable`):
+            Makes what has the tool.
+        name (`str`):
+            What rows are, for what is printed.
+        script_args (`RFTScriptArguments`):
+            Arguments of the script.
+        training_args ([`MultimodalGRPOConfig`]):
+            Arguments of the training.
+        model_args ([`~trl.ModelConfig`]):
+            Arguments of the model.
+    """
+    cold_start(
+        model,
+        processor,
+        Dataset.from_list(demonstrations),
+        training_args,
+        batch_size=20,
+        max_steps=-1,
+        num_train_epochs=epochs,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        assistant_only_loss=True,
+    )
+    trainer = MultimodalGRPOTrainer(
+        model=model,
+        reward_funcs=accuracy_reward,
+        args=training_args,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
+        processing_class=processor,
+        environment_factory=environment,
+        callbacks=[TrainingCurvesCallback()],
+        **adapter_inputs(model_args),
+    )
+    trainer.accelerator.print(f"Accuracy without the tool, at best: {best_without_tool(dataset['test']):.1%}")
+    train_and_measure(trainer, script_args, dataset["test"], name)
+
+
+def train_by_name(
+    prepare: Callable[[Dataset], Dataset],
+    environment: Callable,
+    script_args: RFTScriptArguments,
+    training_args: MultimodalGRPOConfig,
+    model_args: ModelConfig,
+) -> None:
+    """
+    Trains a model on a dataset, both of which the arguments name.
+
+    Args:
+        prepare (`Callable`):
+            Makes of a split what is seen or heard without the tool, and what the tool shows.
+        environment (`Callable`):
+            Makes what has the tool.
+        script_args (`RFTScriptArguments`):
+            Arguments of the script.
+        training_args ([`MultimodalGRPOConfig`]):
+            Arguments of the training.
+        model_args ([`~trl.ModelConfig`]):
+            Arguments of the model.
+    """
+    inputs = trainer_inputs(script_args, training_args, model_args)
+    for name in ("train_dataset", "eval_dataset"):
+        if inputs[name] is not None:
+            inputs[name] = prepare(inputs[name])
+    trainer = MultimodalGRPOTrainer(**inputs, environment_factory=environment, callbacks=curves())
+    train(trainer, script_args)
+    finish(trainer, script_args)
