@@ -12,12 +12,10 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
-import evaluate as script
 import numpy as np
 import pytest
 import torch
 import transformers as hf
-from accelerate import Accelerator
 from datasets import Dataset
 from helpers.families import FAMILIES, RATE, mel_extractor  # noqa: F401
 from helpers.omni import OMNI, save_released
@@ -37,7 +35,6 @@ from helpers.trainer_utils import (
 )
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
-from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -47,6 +44,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_t
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 
 
@@ -129,8 +127,7 @@ def test_evaluation_by_name(family, monkeypatch):
         return seen[-1][1]
 
     monkeypatch.setattr("trl_multimodal_rft.evaluation.evaluator.encode_prompt", remember)
-    model_args = ModelConfig(model_name_or_path=folder, dtype="float32")
-    model, processor = script.load_model(model_args, Accelerator(cpu=True), trust_remote_code=False)
+    model, processor = load_trained(folder, dtype="float32")
     dataset = rows(family).add_column("solution", ["a bird"] * 4)
     evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=2))
     assert_heard(*zip(*seen, strict=True), folder, model)
@@ -254,10 +251,7 @@ def test_accuracy_by_name_is_that_by_instance(tmp_path):
     by_name, by_instance = (
         evaluate_trainer(trainer, held_out, accuracy_reward, config) for trainer in policies(listener(), tmp_path)
     )
-    loaded = script.load_model(
-        ModelConfig(model_name_or_path=listener(), dtype="float32"), Accelerator(cpu=True), False
-    )
-    by_script = evaluate(*loaded, held_out, accuracy_reward, config)
+    by_script = evaluate(*load_trained(listener(), dtype="float32"), held_out, accuracy_reward, config)
     assert by_instance.metrics["accuracy"] > 0.9
     for other in (by_name, by_script):
         assert other.metrics["accuracy"] == by_instance.metrics["accuracy"]
@@ -307,7 +301,7 @@ def test_doors_refuse_the_wrong_side(tmp_path):
     doors = [
         lambda: evaluate(model, processor, rows(AUDIO), accuracy_reward),
         lambda: RewardModel(model, processor),
-        lambda: script.load_model(ModelConfig(model_name_or_path=str(wrong)), Accelerator(cpu=True), False),
+        lambda: load_trained(str(wrong)),
         lambda: NaiveExperienceMaker(
             *(actor, None, None, None, processor.tokenizer, 8, None, settings),
             reward_fn=length_and_sum,
@@ -414,9 +408,7 @@ def test_head_of_an_omni_reference_is_not_cast(tmp_path):
 @pytest.mark.parametrize("family", [OMNI, "qwen3_omni_moe"])
 def test_a_released_omni_model_is_its_thinker_elsewhere(family):
     folder, thinker = whole_omni(family)
-    model, processor = script.load_model(
-        ModelConfig(model_name_or_path=folder, dtype="float32"), Accelerator(cpu=True), trust_remote_code=False
-    )
+    model, processor = load_trained(folder, dtype="float32")
     assert_equal_weights(model, thinker)
     assert type(processor) is type(FAMILIES[family].build()[1])
     assert_equal_weights(ActorOmni(folder, bf16=False).base_model, thinker)
