@@ -300,7 +300,14 @@ def by_hand(model, processor, row, ids, silent):
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])
+@pytest.mark.parametrize(
+    "trainer_class",
+    [
+        MultimodalGRPOTrainer,
+        pytest.param(MultimodalRLOOTrainer, marks=pytest.mark.slow),
+        pytest.param(MultimodalPPOTrainer, marks=pytest.mark.slow),
+    ],
+)
 def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, trainer_class):
     model, processor = loaded(listener)
     options = {"media_contribution_steps": 1, "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}

@@ -150,9 +150,12 @@ TRL_ROWS = {
     "albums": (album_rows, {"assistant_only_loss": True}),
     "dft": (picture_rows, {"loss_type": "dft", "learning_rate": 3.0}),
 }
+DEFAULT_ROWS = ("chat", "completions about images", "albums")
 
 
-@pytest.mark.parametrize("name", TRL_ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DEFAULT_ROWS else [pytest.mark.slow]) for name in TRL_ROWS]
+)
 def test_equals_trl(name, tmp_path):
     """Rows in TRL's order, TRL's loss over the tokens of an update, its metrics and its weights after two updates."""
     rows, options = TRL_ROWS[name]
