@@ -91,7 +91,7 @@ def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object])
         demo_arguments (`dict`):
             Names and values of the demo's arguments.
     """
-    arguments = parse(DemoParser(script.make_parser().dataclass_types, demo_arguments))
+    arguments = parse(DemoParser(script.ARGUMENTS, demo_arguments))
     by_name = arguments[-1].model_name_or_path is not None
     (script.main if by_name else demo)(*arguments)
 

@@ -32,9 +32,11 @@ Writes `metrics.json` and `rows.parquet` into `--output_dir`. Each process holds
 spreads over all GPUs.
 """
 
+from trl import TrlParser
+
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.evaluate import main, make_parser
+from trl_multimodal_rft.scripts.evaluate import ARGUMENTS, main
 
 
 if __name__ == "__main__":
-    main(*parse(make_parser()))
+    main(*parse(TrlParser(ARGUMENTS)))

@@ -45,7 +45,7 @@ from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_d
 
 from trl_multimodal_rft.data.columns import MediaRef
 from trl_multimodal_rft.data.loading import load_audio
-from trl_multimodal_rft.scripts.grpo import make_parser  # noqa: F401
+from trl_multimodal_rft.scripts.grpo import ARGUMENTS  # noqa: F401
 
 
 DEMO = {

@@ -43,7 +43,7 @@ from PIL import Image
 from small_models import hidden_digit_model
 from tasks import hidden_digits
 from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_demo
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.scripts.arguments import RFTScriptArguments
@@ -69,6 +69,9 @@ class ToolScriptArguments(RFTScriptArguments):
     """
 
     thumbnail_size: int = field(default=448, metadata={"help": "Width and height of thumbnails at most, in pixels."})
+
+
+ARGUMENTS = (ToolScriptArguments, MultimodalGRPOConfig, ModelConfig)
 
 
 class Magnifier:
@@ -130,10 +133,6 @@ def main(script_args, training_args, model_args):
     training_args.ignored_media_columns = ["picture"]
     prepare = partial(with_thumbnails, size=script_args.thumbnail_size)
     train_by_name(prepare, Magnifier, script_args, training_args, model_args)
-
-
-def make_parser() -> TrlParser:
-    return TrlParser((ToolScriptArguments, MultimodalGRPOConfig, ModelConfig))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from helpers.families import ONE_OF_EACH_KIND, RATE, encode
 from helpers.more_families import ALL_FAMILIES
 from helpers.trainer_utils import load, make_trainer
 from PIL import Image
+from trl import TrlParser
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -158,7 +159,7 @@ def test_filter_keeps_exactly_what_needs_its_sound(listener, tones, tmp_path, ca
     arguments += ["--num_samples", 2, "--temperature", 0.1, "--max_completion_length", 2]
 
     def filtered(*options):
-        filter.main(*parse(filter.make_parser(), [str(each) for each in (*arguments, *options)]))
+        filter.main(*parse(TrlParser(filter.ARGUMENTS), [str(each) for each in (*arguments, *options)]))
 
     with pytest.raises(ValueError, match="set `--ablate` to"):
         filtered()

@@ -23,7 +23,7 @@ from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.models import Critic
-from trl_multimodal_rft.scripts.ppo import make_parser
+from trl_multimodal_rft.scripts.ppo import ARGUMENTS
 
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +142,7 @@ def test_arguments(tmp_path):
 
     def parse(*args):
         demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}
-        parser = DemoParser(make_parser().dataclass_types, demo)
+        parser = DemoParser(ARGUMENTS, demo)
         script_args, training_args, model_args = parser.parse_args_and_config(["--use_cpu", *args])
         values = training_args.max_steps, training_args.learning_rate, training_args.output_dir
         return (*values, model_args.model_name_or_path, script_args.value_model_name_or_path)

@@ -16,6 +16,7 @@ from datasets import Dataset, Features, Image, List, Value
 from helpers.families import RATE, audio, image, mosaic
 from helpers.four_bits import save_wide
 from helpers.trainer_utils import length_and_sum, saved
+from trl import TrlParser
 
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
@@ -136,7 +137,7 @@ def prepared(path, tmp_path):
 
 def arguments(name, **changes):
     """What the command reads: arguments of `accelerate launch`, and those of the script, some with other values."""
-    parser = import_module(f"trl_multimodal_rft.scripts.{method(RECIPES[name])}").make_parser()
+    parser = TrlParser(import_module(f"trl_multimodal_rft.scripts.{method(RECIPES[name])}").ARGUMENTS)
     known = {action.dest for action in parser._actions}
     words = [word for key, value in changes.items() if key in known for word in (f"--{key}", str(value))]
     launcher, argv = split_arguments(parser, ["--config", name, *words])

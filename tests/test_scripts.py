@@ -16,6 +16,7 @@ from helpers.trainer_utils import load, saved
 from small_models import spoken_digit_model
 from tasks import spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
+from trl import TrlParser
 
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
@@ -42,11 +43,11 @@ def test_config_file_is_for_script_and_launcher(tmp_path):
     keys = {"reward_funcs": "choice_reward", "accelerate_config": "multi_gpu", "num_processes": 3}
     path = recipe(tmp_path, num_generations=4, multi_gpu=True, **keys)
     command = ["--config", path, "--max_steps", "2", "--num_processes", "2", "--output_dir=out", "--seed=3"]
-    launcher, script = split_arguments(grpo.make_parser(), command)
+    launcher, script = split_arguments(TrlParser(grpo.ARGUMENTS), command)
     assert launcher[0] == "--config_file" and launcher[1].endswith("accelerate_configs/multi_gpu.yaml")
     assert launcher[2:] == ["--multi_gpu", "--num_processes", "3", "--num_processes", "2"]
     assert script == ["--config", path, "--max_steps", "2", "--output_dir=out", "--seed=3"]
-    script_args, training_args, model_args = parse(grpo.make_parser(), script)
+    script_args, training_args, model_args = parse(TrlParser(grpo.ARGUMENTS), script)
     assert script_args.reward_funcs == ["choice_reward"] and model_args.model_name_or_path == "model"
     assert (training_args.num_generations, training_args.max_steps, training_args.seed) == (4, 2, 3)
 
@@ -64,7 +65,7 @@ def test_unknown_argument(keys, options, message, tmp_path):
     command = ["--config", recipe(tmp_path, **keys), *CPU, *options]
     for read in (split_arguments, parse):
         with pytest.raises(ValueError, match=message):
-            read(grpo.make_parser(), command)
+            read(TrlParser(grpo.ARGUMENTS), command)
 
 
 def test_rewards_by_name(tmp_path, monkeypatch):
@@ -194,7 +195,7 @@ def test_script_trains(script, tmp_path):
         rows = [{**row, "prompt": "What?", "completion": "A bird."} for row in rows]
         Dataset.from_list(rows).to_parquet(tmp_path / "answers" / "train.parquet")
         how |= {"ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1, "shared_trunk": True}
-    script.main(*parse(script.make_parser(), ["--config", recipe(tmp_path, **given, **how)]))
+    script.main(*parse(TrlParser(script.ARGUMENTS), ["--config", recipe(tmp_path, **given, **how)]))
     trained = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path / "trained").state_dict()
     before = load("qwen2_audio")[0].state_dict()
     assert any(not trained[name].equal(before[name]) for name in before)

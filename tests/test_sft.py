@@ -8,7 +8,7 @@ from datasets import Dataset
 from helpers.families import RATE, image
 from helpers.more_families import ALL_FAMILIES
 from helpers.resumed_runs import logged
-from helpers.trainer_utils import load, saved, sound, with_media
+from helpers.trainer_utils import PLAIN, load, saved, sound, with_media
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
@@ -26,22 +26,7 @@ from trl_multimodal_rft.encoding.supervised import encode_sequence
 
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sings, and then another one answers."]
 SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
-PLAIN = {
-    "max_steps": 2,
-    "optim": "sgd",
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 1e9,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-}
+PAIRS = {**PLAIN, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 # What TRL needs to know which words are the assistant's
 GENERATION = (
@@ -106,7 +91,7 @@ def make(family, rows, folder, chat_template=None, objects=None, **options):
     processor.chat_template = chat_template or processor.chat_template
     given = {"model": model, "processing_class": processor, **(objects or {})}
     return MultimodalSFTTrainer(
-        args=MultimodalSFTConfig(str(folder), **{**PLAIN, **options}), train_dataset=rows, **given
+        args=MultimodalSFTConfig(str(folder), **{**PAIRS, **options}), train_dataset=rows, **given
     )
 
 
@@ -163,7 +148,7 @@ def test_equals_trl(name, tmp_path):
     processor.chat_template = GENERATION if "assistant_only_loss" in options else processor.chat_template
     theirs = SFTTrainer(
         model,
-        SFTConfig(str(tmp_path / "trl"), **{**PLAIN, "max_length": None, **options}),
+        SFTConfig(str(tmp_path / "trl"), **{**PAIRS, "max_length": None, **options}),
         train_dataset=rows(),
         processing_class=processor,
     )
@@ -277,7 +262,7 @@ def test_resumed_run_is_the_one_that_did_not_stop(tmp_path):
 def test_by_name_into_grpo_and_ppo(tmp_path):
     """A folder's name, no processor; its checkpoint and card; a step of each trainer for what was learned."""
     rows = picture_rows(4, form="prompt")
-    args = MultimodalSFTConfig(str(tmp_path / "sft"), **PLAIN, packing=True)
+    args = MultimodalSFTConfig(str(tmp_path / "sft"), **PAIRS, packing=True)
     trainer = MultimodalSFTTrainer(str(saved("qwen2_5_vl")), args, rows)
     trainer.train()
     trainer.save_model()
@@ -285,7 +270,7 @@ def test_by_name_into_grpo_and_ppo(tmp_path):
     card = (tmp_path / "sft" / "README.md").read_text()
     assert "SFT" in card and "image-text-to-text" in card and "`nll` of completions" in card
     weights = dict(trainer.model.named_parameters())
-    plain = {k: v for k, v in PLAIN.items() if k != "gradient_accumulation_steps"} | {"max_steps": 1}
+    plain = {k: v for k, v in PAIRS.items() if k != "gradient_accumulation_steps"} | {"max_steps": 1}
     for trainer_class, config_class in (
         (MultimodalGRPOTrainer, MultimodalGRPOConfig),
         (MultimodalPPOTrainer, MultimodalPPOConfig),
@@ -409,7 +394,7 @@ def test_rows_that_are_too_long_are_skipped(tmp_path):
 )
 def test_options_without_effect_are_refused(option, tmp_path):
     with pytest.raises(ValueError, match=next(iter(option))):
-        MultimodalSFTConfig(str(tmp_path), **PLAIN, **option)
+        MultimodalSFTConfig(str(tmp_path), **PAIRS, **option)
 
 
 def test_prefix_models_learn_completions_only(tmp_path):

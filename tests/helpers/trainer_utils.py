@@ -279,6 +279,23 @@ class Run:
     history: list[dict]
 
 
+# A run of any trainer, short and plain
+PLAIN = {
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e9,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+
+
 def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, **options):
     """
     A trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
@@ -290,18 +307,7 @@ def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=leng
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_completion_length": 8,
-        "max_steps": 2,
-        "optim": "sgd",
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
+        **PLAIN,
         **options,
     }
     objects = dict(objects or {})

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Sequence
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from trl import TrlParser
 
 from ..scripts.launching import split_arguments
 
@@ -30,6 +31,6 @@ def run(name: str, argv: Sequence[str]) -> None:
         `ValueError`: If an argument is neither's.
     """
     script = importlib.import_module(f"..scripts.{name}", __package__)
-    parser = script.make_parser(prog=f"trl-multimodal-rft {name}", epilog=_EPILOG)
+    parser = TrlParser(script.ARGUMENTS, prog=f"trl-multimodal-rft {name}", epilog=_EPILOG)
     launcher, arguments = split_arguments(parser, argv)
     launch_command(launch_command_parser().parse_args([*launcher, "--module", script.__name__, *arguments]))

@@ -157,6 +157,9 @@ def evaluate_by_name(
     return dataset, result
 
 
+ARGUMENTS = (RFTScriptArguments, EvaluationArguments, EvaluationConfig, ModelConfig)
+
+
 def main(
     script_args: RFTScriptArguments,
     evaluation_args: EvaluationArguments,
@@ -188,22 +191,5 @@ def main(
     accelerator.end_training()
 
 
-def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
-    """
-    Parser of the script's arguments.
-
-    Args:
-        prog (`str`, *optional*):
-            Name of the program.
-        epilog (`str`, *optional*):
-            What its help ends with.
-
-    Returns:
-        [`~trl.TrlParser`]: The parser.
-    """
-    types = (RFTScriptArguments, EvaluationArguments, EvaluationConfig, ModelConfig)
-    return TrlParser(types, prog=prog, epilog=epilog)
-
-
 if __name__ == "__main__":
-    main(*parse(make_parser()))
+    main(*parse(TrlParser(ARGUMENTS)))

@@ -127,6 +127,9 @@ def _text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+ARGUMENTS = (RFTScriptArguments, FilterArguments, EvaluationConfig, ModelConfig)
+
+
 def main(
     script_args: RFTScriptArguments,
     filter_args: FilterArguments,
@@ -172,22 +175,5 @@ def main(
     accelerator.end_training()
 
 
-def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
-    """
-    Parser of the script's arguments.
-
-    Args:
-        prog (`str`, *optional*):
-            Name of the program.
-        epilog (`str`, *optional*):
-            What its help ends with.
-
-    Returns:
-        [`~trl.TrlParser`]: The parser.
-    """
-    types = (RFTScriptArguments, FilterArguments, EvaluationConfig, ModelConfig)
-    return TrlParser(types, prog=prog, epilog=epilog)
-
-
 if __name__ == "__main__":
-    main(*parse(make_parser()))
+    main(*parse(TrlParser(ARGUMENTS)))

@@ -10,6 +10,9 @@ from .inputs import trainer_inputs
 from .training import curves, finish, train
 
 
+ARGUMENTS = (RFTScriptArguments, MultimodalGRPOConfig, ModelConfig)
+
+
 def main(script_args: RFTScriptArguments, training_args: MultimodalGRPOConfig, model_args: ModelConfig) -> None:
     """
     Trains and saves a model.
@@ -27,21 +30,5 @@ def main(script_args: RFTScriptArguments, training_args: MultimodalGRPOConfig, m
     finish(trainer, script_args)
 
 
-def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
-    """
-    Parser of the script's arguments.
-
-    Args:
-        prog (`str`, *optional*):
-            Name of the program.
-        epilog (`str`, *optional*):
-            What its help ends with.
-
-    Returns:
-        [`~trl.TrlParser`]: The parser.
-    """
-    return TrlParser((RFTScriptArguments, MultimodalGRPOConfig, ModelConfig), prog=prog, epilog=epilog)
-
-
 if __name__ == "__main__":
-    main(*parse(make_parser()))
+    main(*parse(TrlParser(ARGUMENTS)))

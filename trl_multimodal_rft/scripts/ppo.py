@@ -13,6 +13,9 @@ from .inputs import trainer_inputs
 from .training import curves, finish, train
 
 
+ARGUMENTS = (PPOScriptArguments, MultimodalPPOConfig, ModelConfig)
+
+
 def main(script_args: PPOScriptArguments, training_args: MultimodalPPOConfig, model_args: ModelConfig) -> None:
     """
     Trains and saves a model.
@@ -53,21 +56,5 @@ def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
     }
 
 
-def make_parser(prog: str | None = None, epilog: str | None = None) -> TrlParser:
-    """
-    Parser of the script's arguments.
-
-    Args:
-        prog (`str`, *optional*):
-            Name of the program.
-        epilog (`str`, *optional*):
-            What its help ends with.
-
-    Returns:
-        [`~trl.TrlParser`]: The parser.
-    """
-    return TrlParser((PPOScriptArguments, MultimodalPPOConfig, ModelConfig), prog=prog, epilog=epilog)
-
-
 if __name__ == "__main__":
-    main(*parse(make_parser()))
+    main(*parse(TrlParser(ARGUMENTS)))
