@@ -23,7 +23,7 @@ from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.rewards import choice_reward, format_reward
 from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
-from trl_multimodal_rft.scripts.inputs import load_reward_funcs, with_prompts
+from trl_multimodal_rft.scripts.inputs import load_reward_funcs, load_split, with_prompts
 from trl_multimodal_rft.scripts.launching import split_arguments
 
 
@@ -158,6 +158,32 @@ def test_prompts_that_cant_be_made(kind):
     inside = Dataset.from_dict({"prompt": [[{"role": "user", "content": [{"audio": b"no sound"}]}]]}, features=feature)
     with pytest.raises(ValueError, match="'prompt' has media.*into the column"):
         prompted(inside if kind == "dataset" else inside.to_iterable_dataset(), system_prompt="Be brief.")
+
+
+def test_mixture(tmp_path):
+    """As TRL loads several datasets; and the same rows are held out whenever and wherever they are."""
+    for name, rows in (("few", 6), ("many", 30)):
+        Dataset.from_dict({"question": [f"{name} {i}" for i in range(rows)], "unused": [0] * rows}).to_parquet(
+            tmp_path / name / "train.parquet"
+        )
+    parts = [{"path": str(tmp_path / name), "split": "train", "columns": ["question"]} for name in ("few", "many")]
+
+    def mixed(split, **keys):
+        path = recipe(tmp_path, prompt="{question}?", **keys)
+        script_args = parse(TrlParser(grpo.ARGUMENTS), ["--config", path, *CPU])[0]
+        rows = load_split(script_args, split)
+        return list(rows["prompt"])
+
+    every = [f"few {i}?" for i in range(6)] + [f"many {i}?" for i in range(30)]
+    assert mixed("train", datasets=parts) == every
+    shares = [{**part, "fraction": share} for part, share in zip(parts, (1, 2), strict=True)]
+    assert mixed("train", datasets=shares) == every[:18]
+    train, test = (mixed(split, datasets=parts, test_split_size=0.25) for split in ("train", "test"))
+    assert len(test) == 9 and sorted(train + test) == sorted(every)
+    with pytest.raises(ValueError, match="no split 'test'; set `test_split_size`"):
+        mixed("test", datasets=parts)
+    with pytest.raises(ValueError, match="A stream can't be divided"):
+        mixed("test", datasets=parts, test_split_size=0.25, streaming=True)
 
 
 # Runs

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl import ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from .launching import launcher_arguments
 
 
 @dataclass
-class PromptArguments(ScriptArguments):
+class PromptArguments(ScriptArguments, DatasetMixtureConfig):
     r"""
-    Arguments of scripts that read a dataset of prompts.
+    Arguments of scripts that read a dataset of prompts, or several ([`~trl.DatasetMixtureConfig`]).
 
     Args:
         prompt (`str`, *optional*):
@@ -61,6 +61,7 @@ class RFTScriptArguments(PromptArguments):
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if isinstance(self.reward_funcs, str):  # one, in a config file
             self.reward_funcs = [self.reward_funcs]
 

@@ -5,15 +5,20 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 
 from .. import rewards
 from ..data.named import load_rows
 from .arguments import PromptArguments, RFTScriptArguments
 from .prompts import with_system_message, with_texts
+
+
+logger = get_logger(__name__)
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
@@ -67,7 +72,7 @@ def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) 
 
 def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
     """
-    Rows of the dataset that the arguments name, with their prompts.
+    Rows of the dataset that the arguments name, or of several together, with their prompts.
 
     Args:
         script_args ([`PromptArguments`]):
@@ -81,10 +86,28 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
     Raises:
         `ValueError`: If no dataset is named, or there is none of this name.
     """
-    if script_args.dataset_name is None:
+    if script_args.datasets:
+        if script_args.dataset_name is not None:
+            logger.warning("Rows are those of `datasets`, as in TRL; `dataset_name` is ignored.")
+        rows = _mixture(script_args, split)
+    elif script_args.dataset_name is None:
         raise ValueError("There are no rows; set `--dataset_name` to a name on the Hub, a folder or a file.")
-    rows = load_rows(script_args.dataset_name, script_args.dataset_config, split, script_args.dataset_streaming)
+    else:
+        rows = load_rows(script_args.dataset_name, script_args.dataset_config, split, script_args.dataset_streaming)
     return with_prompts(rows, script_args)
+
+
+def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
+    size = script_args.test_split_size
+    splits: Any = get_dataset(replace(script_args, test_split_size=None))
+    if size is not None:
+        if script_args.streaming:
+            raise ValueError("A stream can't be divided; leave out `streaming` or `test_split_size`.")
+        # TRL divides by a number that differs between processes, and after a resume
+        splits = splits["train"].train_test_split(test_size=size, seed=0)
+    if split not in splits:
+        raise ValueError(f"`datasets` have no split {split!r}; set `test_split_size`, or leave evaluation out.")
+    return splits[split]
 
 
 def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
