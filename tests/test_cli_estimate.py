@@ -184,18 +184,25 @@ def test_says_what_to_change(folder, capsys):
     assert not result["fits"] and result["advice"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_audio", "gemma3", "qwen3_5", "internvl", "glm4v"])
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v"])
 def test_other_families(family, tmp_path, capsys):
-    seconds = ["--audio_seconds", "1"] if family == "qwen2_audio" else ["--image_size", "56"]
+    seconds = ["--audio_seconds", "1"] if family in ("qwen2_audio", "qwen2_5_omni") else ["--image_size", "56"]
     main(["estimate", "--model", str(FAMILIES[family].save(tmp_path)), "--prompt_tokens", "60", *seconds])
     assert "What encoders" not in capsys.readouterr().out
 
 
-def test_config_alone_counts_encoders(folder):
-    """A file with a config has no processor; the tower runs on patches of the shape that the config names."""
-    config = ["--model", folder / "config.json", *TINY]
-    with_image, without = (estimate.measure(parse(*config, "--images", n)).held for n in (1, 0))
-    assert with_image > without
+@pytest.mark.parametrize(("family", "medium"), [("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")])
+def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
+    """A file with a config has no processor; the tower runs on patches or frames of the shape that the config names."""
+    config = ["--model", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]
+    config += ["--images", "0", "--device", "cpu", "--no-bf16"]
+    said, without = (estimate.measure(parse(*config, medium, n)) for n in (1, 0))
+    assert said.held > without.held
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "FakeFloats", nullcontext)
+        measured = estimate.measure(parse(*config, medium, 1))
+    assert said.held == pytest.approx(measured.held, rel=0.03)
+    assert said.operations == pytest.approx(measured.operations, rel=0.01)
 
 
 def test_errors(folder, capsys):

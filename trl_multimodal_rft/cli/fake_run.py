@@ -23,9 +23,11 @@ class FakeFloats(TorchDispatchMode):
     """
     Within the context, floating-point tensors have shapes but no numbers, and integers are what they are.
 
-    Models look at ids, grids and masks to know how many features an image has. `FakeTensorMode` alone would hide
-    these, too, and only models without a look at their inputs would run.
+    Models look at ids, grids and masks to know how many features an image has, and at quotients of lengths.
+    `FakeTensorMode` alone would hide these, too, and only models without a look at their inputs would run.
     """
+
+    LENGTHS = 1024  # of media; tensors of more numbers are features or positions
 
     def __init__(self):
         super().__init__()
@@ -49,7 +51,7 @@ class FakeFloats(TorchDispatchMode):
         return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
 
     def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.fake.from_tensor(tensor) if _is_hidden(tensor) else tensor
+        return self.fake.from_tensor(tensor) if _is_hidden(tensor) and tensor.numel() > self.LENGTHS else tensor
 
     @staticmethod
     def _without_masks(indices):
