@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-vllm \
-	test test-slow test-vllm test-gpu test-gpu-vllm gpu-report vllm-families benchmark docs lint types clean
+	test test-slow test-vllm test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -55,6 +55,10 @@ test-slow: $(VENV)/tests
 # With vLLM's own engine, on the CPU: a process per file, as engines leave memory behind
 test-vllm: $(VLLM)/ok
 	ls tests/engine/test_*.py | $(call IN,$(VLLM)) OMP_NUM_THREADS=1 xargs -n 1 -P 2 python -m pytest
+
+# The wheel with each extra, in an environment that has nothing else
+test-extras: $(VENV)/tests
+	PYTHONPATH=tests $(BIN)/python tests/extras.py
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
 test-gpu: $(VENV)/tests

@@ -193,7 +193,7 @@ def test_other_families(family, tmp_path, capsys):
 
 @pytest.mark.parametrize(("family", "medium"), [("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")])
 def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
-    """A file with a config has no processor; the tower runs on patches or frames of the shape that the config names."""
+    """A file with a config has no processor; the tower runs on patches or frames as the config names them."""
     config = ["--model", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]
     config += ["--images", "0", "--device", "cpu", "--no-bf16"]
     said, without = (estimate.measure(parse(*config, medium, n)) for n in (1, 0))

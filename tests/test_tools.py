@@ -2,6 +2,7 @@
 """Tools that see, hear and show: what is sampled is scored, as the model's own forward scores the conversation."""
 
 import functools
+from dataclasses import replace
 
 import PIL.Image
 import pytest
@@ -457,8 +458,8 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         said = torch.tensor([[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in said])
         return torch.cat([inputs["input_ids"], said], 1)
 
-    def truth(i, suppressed):
-        block = {"type": "image", "image": rows[i]["image"]}
+    def truth(i, suppressed, seen=None):
+        block = {"type": "image", "image": seen or rows[i]["image"]}
         question = [block, {"type": "text", "text": rows[i]["prompt"][0]["content"]}, *Shown().reset(**rows[i])]
         shown = [{"type": "image", "image": rows[i]["image"].resize((56, 56))}, TEXT]
         said = [{"type": "text", "text": call(number=i)}]
@@ -497,6 +498,20 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         said, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
         assert len(text) > 3 and said.startswith(text)
         assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(said)
+    # Without the row's image, tools show what they did
+    config = replace(config, ablate="image")
+    blind = evaluate(model, processor, rows, first, config, environment_factory=Shown)
+    assert [row["completions"] for row in blind.rows] == [row["completions"] for row in alone.rows]
+    assert blind.rows[2]["completions_without"] == ["No"] and blind.metrics["image_contribution"] == 0
+    changed = 0
+    for i in (0, 1, 3):
+        grey = PIL.Image.new("RGB", rows[i]["image"].size, (128, 128, 128))
+        (conversation,) = blind.rows[i]["completions_without"]
+        text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")  # a cut one
+        called, answer = conversation.split("tool: <image>Is there a cat?")
+        assert answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in called
+        changed += [conversation] != blind.rows[i]["completions"]
+    assert changed
     (file,) = [alone.save(tmp_path / "results") or tmp_path / "results" / "rows.parquet"]
     assert load_dataset("parquet", data_files=str(file), split="train")["ended_by"][0] == [None]
 

@@ -54,10 +54,11 @@ def test_evaluation_during_training_and_after(tmp_path):
     sampling.seed = 1
     assert completions(evaluate_trainer(trainer, held_out, length_and_sum, sampling)) != drawn
 
-    greedy = EvaluationConfig(max_completion_length=6)
+    greedy = EvaluationConfig(max_completion_length=6, ablate="audio")
     own = evaluate_trainer(trainer, held_out, length_and_sum, greedy)
     theirs = evaluate(trainer.model, trainer.processing_class, held_out, length_and_sum, greedy)
     assert own.rows == theirs.rows and own.metrics == theirs.metrics
+    assert [row["completions_without"] for row in own.rows] != completions(own)
     trainer.model.load_state_dict(start)  # as one that was read from a checkpoint
     assert completions(evaluate_trainer(trainer, held_out, length_and_sum, greedy)) != completions(own)
 

@@ -1,0 +1,150 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+The wheel with each of its extras, in an environment that has nothing else.
+
+There the command line trains a tiny model by its name, on rows as the Hub gives them, and evaluates what it saved.
+`make test-extras` runs all, and with names behind it, this file runs those. `vllm` and `flash-attn` need a GPU,
+`examples` is what `make demo` installs, and `docs`, `test` and `dev` are what `make test` does.
+"""
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import soundfile
+from datasets import Audio, Dataset, Features, Image, Value, Video
+from helpers.families import FAMILIES, RATE, audio, image, video
+
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = {"vllm", "flash-attn", "examples", "docs", "test", "dev"}
+HOW = ["--max_steps", "2", "--num_generations", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
+HOW += ["--max_completion_length", "4", "--bf16", "False", "--dtype", "float32", "--logging_steps", "1"]
+HOW += ["--reward_funcs", "format_reward", "--accelerate_config", "cpu", "--gradient_checkpointing", "False"]
+
+
+def recording(seed: int) -> dict:
+    file = io.BytesIO()
+    soundfile.write(file, audio(0.5, seed)["audio"], RATE, format="MP3" if seed % 2 else "WAV")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def picture(seed: int) -> dict:
+    file = io.BytesIO()
+    image(84, 56, seed=seed)["image"].save(file, format="PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def clip(seed: int) -> dict:
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=2)
+        frames = video(4, 84, 56, seed=seed)["video"]
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+    return {"bytes": file.getvalue(), "path": None}
+
+
+MEDIA = {"audio": (Audio(), recording), "image": (Image(), picture), "video": (Video(), clip)}
+
+
+def write_inputs(folder: Path) -> None:
+    """Two models, rows of text and of each kind, and the wheel."""
+    for family in ("qwen2_audio", "qwen2_5_vl"):
+        FAMILIES[family].save(folder / family)
+    for kind, (feature, make) in {"text": (None, None), **MEDIA}.items():
+        features = {"prompt": Value("string"), "solution": Value("string")}
+        rows = [{"prompt": f"What is it? {i}", "solution": str(i)} for i in range(4)]
+        if make is not None:
+            features[kind] = feature
+            rows = [{**row, kind: make(i)} for i, row in enumerate(rows)]
+        for split in ("train", "test"):
+            Dataset.from_list(rows, Features(features)).to_parquet(folder / "rows" / kind / f"{split}.parquet")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
+
+
+def environment(extra: str, folder: Path) -> dict[str, str]:
+    """Variables of a new environment with the wheel and the extra."""
+    home, (wheel,) = folder / "venv", folder.glob("*.whl")
+    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    outside |= {"PATH": f"{home / 'bin'}:{outside['PATH']}", "LD_LIBRARY_PATH": str(home / "ffmpeg")}
+    outside |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "WANDB_MODE": "offline"}
+    install = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt"]
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    for words in ([*install, f"{wheel}[{extra}]" if extra else wheel], [ROOT / "tests" / "shims" / "install.py"]):
+        subprocess.run([home / "bin" / "python", *words], env=outside, check=True)
+    return outside
+
+
+def check(extra: str, folder: Path) -> None:
+    """Installs an extra and uses what it is for."""
+    outside = environment(extra, folder)
+    kinds = set(extra.split(",")) & MEDIA.keys()
+    kind = kinds.pop() if kinds else "text"
+    model = folder / ("qwen2_5_vl" if kind in ("image", "video") else "qwen2_audio")
+    trained, programs = folder / "trained", folder / "venv" / "bin"
+
+    def command(*words):
+        subprocess.run([programs / "trl-multimodal-rft", *words], cwd=folder, env=outside, check=True)
+
+    more = {
+        "logging": ["--report_to", "tensorboard", "wandb", "trackio", "--log_completions"],
+        "peft": ["--use_peft"],
+        "peft,quantization": ["--use_peft", "--load_in_4bit", "--max_grad_norm", "1"],
+        "rewards": ["--reward_funcs", "accuracy_reward"],
+        "deepspeed": ["--accelerate_config", "deepspeed_zero2"],
+    }.get(extra, [])
+    rows = ["--dataset_name", folder / "rows" / kind]
+    if extra == "deepspeed":  # its launcher and kernels are a GPU's
+        subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
+        return
+    command("check", "--model", model, "--dataset", folder / "rows" / kind, "--num_workers", "0")
+    command("grpo", "--model_name_or_path", model, *rows, "--output_dir", trained, *HOW, *more)
+    if extra == "plots":
+        assert (trained / "training_curves.png").stat().st_size
+    if extra == "logging":
+        assert list(trained.rglob("events.out.tfevents*")) and list(folder.rglob("run-*.wandb"))
+    if extra == "chat":
+        asked_over_http([programs / "trl-multimodal-rft", "chat", trained, "--port", "7899"], outside)
+    options = ["--reward_funcs", "format_reward", "--max_completion_length", "4", "--accelerate_config", "cpu"]
+    command("evaluate", "--model_name_or_path", trained, *rows, *options, "--output_dir", folder / "results")
+    assert json.loads((folder / "results" / "metrics.json").read_text())["metrics"]["rows"] == 4
+
+
+def asked_over_http(words: list, env: dict) -> None:
+    """Waits for the page, which says where it is."""
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as page:
+        try:
+            assert any("http://127.0.0.1:7899" in line for line in page.stdout)
+            with urllib.request.urlopen("http://127.0.0.1:7899/config", timeout=60) as answer:
+                assert json.load(answer)["components"]
+        finally:
+            page.terminate()
+
+
+def main() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = ["", *(extra for extra in project["optional-dependencies"] if extra not in ELSEWHERE)]
+    known[known.index("quantization")] = "peft,quantization"  # which adapters are for
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", nargs="*", default=known, help="which; all by default, and none at all")
+    for extra in parser.parse_args().extras:
+        with tempfile.TemporaryDirectory() as folder:
+            write_inputs(Path(folder))
+            check(extra, Path(folder))
+        print(f"{extra or 'no extra'}: installed, trained and evaluated", flush=True)
+
+
+if __name__ == "__main__":
+    main()
