@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-vllm \
-	test test-slow test-vllm test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark docs lint types clean
+	test test-slow test-vllm test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -76,6 +76,11 @@ vllm-families: $(VLLM)/ok
 
 benchmark: $(VENV)/examples
 	$(BIN)/python benchmarks/policy_update.py
+
+# Those that need no GPU, with their outputs
+notebooks: $(VENV)/tests
+	$(call IN,$(VENV)) jupyter execute --inplace --NotebookClient.record_timing=False \
+		examples/notebooks/grpo_audio.ipynb examples/notebooks/custom_advantage_and_reward.ipynb
 
 docs: $(VENV)/tests
 	$(BIN)/mkdocs build --strict

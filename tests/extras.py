@@ -27,7 +27,19 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"vllm", "flash-attn", "examples", "docs", "test", "dev"}
 HOW = ["--max_steps", "2", "--num_generations", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
 HOW += ["--max_completion_length", "4", "--bf16", "False", "--dtype", "float32", "--logging_steps", "1"]
-HOW += ["--reward_funcs", "format_reward", "--accelerate_config", "cpu", "--gradient_checkpointing", "False"]
+HOW += ["--accelerate_config", "cpu", "--gradient_checkpointing", "False"]
+# Recipes of the wheel, in which rewards are named
+RECIPES = {
+    "audio": ["--config", "qwen2_audio_7b/avqa_grpo"],
+    "image": ["--config", "qwen2_5_vl_3b/geometry3k_grpo", "--use_vllm", "False"],
+    "video": ["--config", "qwen2_5_vl_7b/video_r1_grpo"],
+}
+# What else an extra is for
+OPTIONS = {
+    "logging": ["--report_to", "tensorboard", "wandb", "trackio", "--log_completions"],
+    "peft": ["--use_peft"],
+    "peft,quantization": ["--use_peft", "--load_in_4bit"],
+}
 
 
 def recording(seed: int) -> dict:
@@ -90,27 +102,20 @@ def environment(extra: str, folder: Path) -> dict[str, str]:
 def check(extra: str, folder: Path) -> None:
     """Installs an extra and uses what it is for."""
     outside = environment(extra, folder)
-    kinds = set(extra.split(",")) & MEDIA.keys()
-    kind = kinds.pop() if kinds else "text"
+    kind = extra if extra in MEDIA else "text"
     model = folder / ("qwen2_5_vl" if kind in ("image", "video") else "qwen2_audio")
     trained, programs = folder / "trained", folder / "venv" / "bin"
 
     def command(*words):
         subprocess.run([programs / "trl-multimodal-rft", *words], cwd=folder, env=outside, check=True)
 
-    more = {
-        "logging": ["--report_to", "tensorboard", "wandb", "trackio", "--log_completions"],
-        "peft": ["--use_peft"],
-        "peft,quantization": ["--use_peft", "--load_in_4bit", "--max_grad_norm", "1"],
-        "rewards": ["--reward_funcs", "accuracy_reward"],
-        "deepspeed": ["--accelerate_config", "deepspeed_zero2"],
-    }.get(extra, [])
-    rows = ["--dataset_name", folder / "rows" / kind]
     if extra == "deepspeed":  # its launcher and kernels are a GPU's
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
-    command("check", "--model", model, "--dataset", folder / "rows" / kind, "--num_workers", "0")
-    command("grpo", "--model_name_or_path", model, *rows, "--output_dir", trained, *HOW, *more)
+    rows = ["--dataset_name", folder / "rows" / kind]
+    how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]
+    command("check", "--model", model, "--dataset", rows[1], "--num_workers", "0")
+    command("grpo", "--model_name_or_path", model, *rows, "--output_dir", trained, *how)
     if extra == "plots":
         assert (trained / "training_curves.png").stat().st_size
     if extra == "logging":

@@ -151,7 +151,9 @@ def test_streams_and_files(tmp_path, capsys):
     Dataset.from_list(rows).cast_column("images", List(ImageFeature())).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     Dataset.from_list(rows).to_json(tmp_path / "folder" / "rows.jsonl")
+    (tmp_path / "run.yaml").write_text(f"dataset_name: {tmp_path / 'rows.parquet'}\nlearning_rate: 1.0e-6\n")
     for options in (
+        ["--config", tmp_path / "run.yaml"],
         ["--dataset", tmp_path / "rows.parquet"],
         ["--dataset", tmp_path / "folder"],
         ["--dataset", tmp_path / "folder", "--dataset_streaming", "--num_workers", 1],

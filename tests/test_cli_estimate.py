@@ -161,6 +161,35 @@ def test_vllm():
     assert memory(parse("--model", "m", "--use_vllm", "--vllm_mode", "server"), numbers())["vLLM"] == 0
 
 
+def test_supervised_rows(folder):
+    """No row shares its prompt, and nothing is sampled."""
+    said = {name: estimate.measure(parse("--model", folder, *TINY, "--trainer", name)) for name in ("grpo", "sft")}
+    assert said["sft"].tokens == 4 * (60 + 24) and said["grpo"].tokens == 60 + 4 * 24
+    parts = memory(parse("--model", folder, *TINY, "--trainer", "sft"), said["sft"])
+    assert parts["generation"] == parts["KV cache"] == 0 and parts["peak"] == parts["update"]
+
+
+def test_options_of_a_run():
+    """Those of a recipe and of its launcher, unless the command line says otherwise."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "run", seen.append)
+        main(["estimate", "--config", "qwen2_5_vl_7b/geometry3k_grpo"])
+        main(["estimate", "--config=qwen2_5_vl_7b/geometry3k_grpo_qlora", "--num_generations", "4", "--gpus", "2"])
+        main(["estimate", "--config", "qwen2_5_vl_7b/video_r1_sft", "--strategy", "zero2"])
+    first, second, third = map(vars, seen)
+    assert first["model"] == "Qwen/Qwen2.5-VL-7B-Instruct" and (first["strategy"], first["gpus"]) == ("fsdp2", 8)
+    assert (first["per_device_train_batch_size"], first["steps_per_generation"], first["num_generations"]) == (
+        20,
+        16,
+        5,
+    )
+    assert first["use_vllm"] and (first["completion_tokens"], first["beta"], first["dtype"]) == (2048, 0.01, "float32")
+    assert (second["strategy"], second["gpus"], second["num_generations"]) == ("single", 2, 4)
+    assert second["load_in_4bit"] and second["use_peft"] and second["steps_per_generation"] == 8
+    assert second["dtype"] == "bfloat16" and third["strategy"] == "zero2" and third["packing"] == "prefix"
+
+
 def test_budget_and_batch(folder):
     many = [*TINY, "--per_device_train_batch_size", "8", "--no-bf16"]
     whole = estimate.measure(parse("--model", folder, *many))

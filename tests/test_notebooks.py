@@ -61,17 +61,29 @@ def shown(notebook, kind):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stripped(path):
-    """Without outputs, and with links that lead somewhere."""
+def test_as_committed(path):
+    """With the outputs of a run from top to bottom, of none where that takes a GPU; links lead somewhere."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert parameters_cell(notebook).cell_type == "code"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    if path.stem == "qwen2_audio_lora":
+        assert not outputs and all(cell.execution_count is None for cell in code)
+    else:
+        assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+        assert shown(notebook, "image/png") and not any(output.get("name") == "stderr" for output in outputs)
+        assert path.stat().st_size < 2**20 and not re.search(r"/(home|root|tmp|work)/", path.read_text())
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == [] and cell.execution_count is None
-        else:
+        if cell.cell_type == "markdown":
             for link in re.findall(r"\]\(([^)#]+)", cell.source):
                 assert link.startswith("https://") or (FOLDER / link).exists(), link
+
+
+def test_committed_run_is_what_the_text_says():
+    notebook = nbformat.read(FOLDER / "grpo_audio.ipynb", as_version=4)
+    before, after = re.search(r"accuracy: ([\d.]+)% before, ([\d.]+)% after", printed(notebook)).groups()
+    assert float(before) == 0 and float(after) > 95
 
 
 def test_grpo_audio(tmp_path):

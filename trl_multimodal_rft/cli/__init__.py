@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             command = importlib.import_module(f".{name}", __name__)
             command.add_arguments(parser)
-            command.run(parser.parse_args(argv[1:]))
+            words = argv[1:]
+            if hasattr(command, "of_run"):
+                words = importlib.import_module(".recipe", __name__).with_recipe(parser, words, command.of_run)
+            command.run(parser.parse_args(words))
     except ValueError as error:
         parser.exit(1, f"{error}\n")

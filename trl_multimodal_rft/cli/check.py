@@ -27,6 +27,7 @@ from ..encoding.processors import load_processor
 from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
 from ..models.pretrained import read_config
 from .check_report import CheckedRow, Report
+from .recipe import add_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser (`argparse.ArgumentParser`):
             Parser to add them to.
     """
+    add_config(parser)
     add = parser.add_argument
     add("--dataset", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
     add("--dataset_config", help="configuration of the dataset")
@@ -55,6 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="processes that read and encode rows; 0 is this one alone")
     add("--output", help="file for the report, in Markdown")
+
+
+def of_run(keys: dict[str, Any]) -> dict[str, Any]:
+    """
+    Options of the command for a run.
+
+    Args:
+        keys (`dict[str, Any]`):
+            Arguments of the run by their names.
+
+    Returns:
+        `dict[str, Any]`: The same by names of this command's options.
+    """
+    names = {"dataset": "dataset_name", "dataset_split": "dataset_train_split", "model": "model_name_or_path"}
+    return keys | {option: keys.get(name) for option, name in names.items()}
 
 
 class RowChecker(torch.utils.data.Dataset):

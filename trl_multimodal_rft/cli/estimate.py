@@ -5,6 +5,7 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,7 +20,9 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
 from ..models.pretrained import read_config
+from ..scripts.launching import read_keys, shipped
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
+from .recipe import add_config
 from .synthetic import EncoderInputs, synthetic_prompt
 
 
@@ -55,13 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser (`argparse.ArgumentParser`):
             Parser to add them to.
     """
+    add_config(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--model", required=True, help="name on the Hub, folder or config.json")
     add("--strategy", choices=DIVIDES, default="single", help="how weights, gradients and optimizer are divided")
     add("--gpus", type=int, default=1, help="number of GPUs")
     add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
-    add("--trainer", choices=("grpo", "ppo"), default="grpo", help="PPO has a critic; RLOO takes what GRPO takes")
+    trainers = (
+        "RLOO takes what GRPO takes; PPO has a critic; supervised rows have a completion each, and nothing samples"
+    )
+    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help=trainers)
     add("--shared_trunk", action="store_true", help="PPO's critic is a head on the policy")
     add("--beta", type=float, default=0.0, help="above 0 a reference model scores, too")
     add("--per_device_train_batch_size", type=int, default=8, help="completions of a micro-batch on each GPU")
@@ -88,6 +95,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vllm_enable_sleep_mode", action="store_true", help="vLLM gives its share back during updates")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels to count with")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def of_run(keys: dict[str, Any]) -> dict[str, Any]:
+    """
+    Options of the command for a run.
+
+    Args:
+        keys (`dict[str, Any]`):
+            Arguments of the run by their names, those of `accelerate launch`, too.
+
+    Returns:
+        `dict[str, Any]`: The same by names of this command's options.
+
+    Raises:
+        `ValueError`: If there is no such `accelerate_config`.
+    """
+    launch = read_keys(shipped("accelerate_configs", keys.get("accelerate_config", "single_gpu"))) | keys
+    strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
+    stage = launch.get("deepspeed_config", {}).get("zero_stage")
+    return {
+        **keys,
+        "model": keys.get("model_name_or_path"),
+        "strategy": strategies.get(launch["distributed_type"], f"zero{stage}"),
+        "gpus": launch["num_processes"],
+        "completion_tokens": keys.get("max_completion_length"),
+        # TRL's default
+        "steps_per_generation": keys.get("steps_per_generation", keys.get("gradient_accumulation_steps")),
+        "packing": keys["packing"] if keys.get("packing") in ("prefix", "padded") else None,  # of supervised rows
+    }
 
 
 @dataclass
@@ -200,7 +236,7 @@ def measure(args: argparse.Namespace) -> Measured:
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
                     parameter.data = parameter.data.to(base.dtype)
     prompt, encoders = synthetic_prompt(base, args)
-    group = min(args.num_generations, args.per_device_train_batch_size)
+    group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     prompts = [replace(prompt) for _ in range(-(-args.per_device_train_batch_size // group))]
     prompts = [each for each in prompts for _ in range(group)][: args.per_device_train_batch_size]
     lengths = [args.completion_tokens] * len(prompts)
@@ -343,7 +379,10 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
     if reference and args.strategy == "fsdp2":  # TRL shards it as one piece, which is there whole while it scores
         update = max(update, states + 2 * (trained + frozen))
-    generation = states + gathered_to_sample + cache + vllm
+    if args.trainer == "sft":
+        cache = gathered_to_sample = generation = 0.0
+    else:
+        generation = states + gathered_to_sample + cache + vllm
     return {
         "weights": weights,
         "gradients": gradients,

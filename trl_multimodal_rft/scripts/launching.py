@@ -5,6 +5,7 @@ import importlib.resources
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from accelerate.commands.launch import launch_command_parser
@@ -52,7 +53,7 @@ def split_arguments(parser: TrlParser, argv: Sequence[str]) -> tuple[list[str], 
     Raises:
         `ValueError`: If an argument is of neither.
     """
-    argv = words = _with_path(argv, "--config", "recipes")
+    argv = words = with_path(argv, "--config", "recipes")
     of_file: list[str] = []
     if "--config" in argv:
         place = argv.index("--config")
@@ -69,11 +70,29 @@ def split_arguments(parser: TrlParser, argv: Sequence[str]) -> tuple[list[str], 
     return launcher_arguments([*of_file, *unknown]), script
 
 
-def _of_file(parser: TrlParser, path: str) -> list[str]:
-    """Gives the parser what a config file says, as [`~trl.TrlParser`] does. What it doesn't know, as words."""
+def read_keys(path: str) -> dict[str, Any]:
+    """
+    What a config file says.
+
+    Args:
+        path (`str`):
+            Path of the YAML file.
+
+    Returns:
+        `dict[str, Any]`: Values by their names.
+
+    Raises:
+        `ValueError`: If it has no names with values.
+    """
     keys = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(keys, dict):
         raise ValueError(f"{path} has no names with values.")
+    return keys
+
+
+def _of_file(parser: TrlParser, path: str) -> list[str]:
+    """Gives the parser what a config file says, as [`~trl.TrlParser`] does. What it doesn't know, as words."""
+    keys = read_keys(path)
     os.environ.update({name: str(value) for name, value in (keys.pop("env", None) or {}).items()})
     return parser.set_defaults_with_config(**keys)
 
@@ -93,7 +112,7 @@ def launcher_arguments(argv: Sequence[str]) -> list[str]:
     Raises:
         `ValueError`: If one isn't its own.
     """
-    argv = _with_path(argv, "--accelerate_config", "accelerate_configs")
+    argv = with_path(argv, "--accelerate_config", "accelerate_configs")
     defaults = vars(launch_command_parser().parse_args(["script"]))
     arguments: list[str] = []
     option = ""  # the one before, if it takes a value
@@ -118,8 +137,24 @@ def launcher_arguments(argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def _with_path(argv: Sequence[str], option: str, folder: str) -> list[str]:
-    """Both forms of an option as two words, with the path of the file."""
+def with_path(argv: Sequence[str], option: str, folder: str) -> list[str]:
+    """
+    A command line in which an option that names a YAML file, in either form, is two words.
+
+    Args:
+        argv (`Sequence[str]`):
+            Arguments.
+        option (`str`):
+            The option.
+        folder (`str`):
+            Folder of the package with files that may be named.
+
+    Returns:
+        `list[str]`: Arguments, with the path of the file.
+
+    Raises:
+        `ValueError`: If no file is named, or there is none of this name.
+    """
     words: list[str] = []
     for word in argv:
         words += [option, word.removeprefix(f"{option}=")] if word.startswith(f"{option}=") else [word]
