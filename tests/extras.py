@@ -11,6 +11,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ ELSEWHERE = {"vllm", "flash-attn", "examples", "docs", "test", "dev"}
 HOW = ["--max_steps", "2", "--num_generations", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
 HOW += ["--max_completion_length", "4", "--bf16", "False", "--dtype", "float32", "--logging_steps", "1"]
 HOW += ["--accelerate_config", "cpu", "--gradient_checkpointing", "False"]
+HOW += ["--steps_per_generation", "1", "--gradient_accumulation_steps", "1"]
 # Recipes of the wheel, in which rewards are named
 RECIPES = {
     "audio": ["--config", "qwen2_audio_7b/avqa_grpo"],
@@ -83,7 +85,11 @@ def write_inputs(folder: Path) -> None:
             rows = [{**row, kind: make(i)} for i, row in enumerate(rows)]
         for split in ("train", "test"):
             Dataset.from_list(rows, Features(features)).to_parquet(folder / "rows" / kind / f"{split}.parquet")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):  # a build leaves files beside its source
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "trl_multimodal_rft", folder / "trl_multimodal_rft")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, folder], check=True)
+    shutil.rmtree(folder / "trl_multimodal_rft")  # commands run in this folder, and are the installed package's
 
 
 def environment(extra: str, folder: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ Both functions read the completions and nothing else. A prompt of this recipe sh
 
 import re
 from decimal import Decimal
-from importlib.util import find_spec
 
 from . import expressions
 
@@ -53,7 +52,6 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
     Raises:
         ValueError: If there is no `solution`, or not one for each completion.
-        ImportError: If `math_verify` is needed and not installed.
 
     Example:
     ```python
@@ -166,7 +164,7 @@ def _equal(answer: str, reference: str) -> bool:
     if all(letter or number is not None for letter, number in zip(letters, numbers, strict=True)):
         if not set(texts) & set(_CONSTANTS):
             return False
-    return _symbolically_equal(answer, reference)
+    return expressions.equal(answer, reference)
 
 
 def _is_expression(text: str) -> bool:
@@ -178,12 +176,3 @@ def _number(text: str) -> Decimal | None:
     if _NUMBER.fullmatch(text) is None or not any(map(str.isdigit, text)):
         return None
     return Decimal(text.replace(",", ""))
-
-
-def _symbolically_equal(answer: str, reference: str) -> bool:
-    if find_spec("math_verify") is None:
-        raise ImportError(
-            f"accuracy_reward can't compare the answer {answer!r} with the solution {reference!r} as expressions "
-            "without math-verify; install it with `pip install trl-multimodal-rft[rewards]`."
-        )
-    return expressions.equal(answer, reference)
