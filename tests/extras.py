@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 
 import soundfile
-from datasets import Audio, Dataset, Features, Image, Value, Video
+from datasets import Audio, Dataset, Features, Image, List, Value, Video
 from helpers.families import FAMILIES, RATE, audio, image, video
 
 
@@ -78,8 +78,8 @@ def write_inputs(folder: Path) -> None:
     for family in ("qwen2_audio", "qwen2_5_vl"):
         FAMILIES[family].save(folder / family)
     for kind, (feature, make) in {"text": (None, None), **MEDIA}.items():
-        features = {"prompt": Value("string"), "solution": Value("string")}
-        rows = [{"prompt": f"What is it? {i}", "solution": str(i)} for i in range(4)]
+        features = {"prompt": Value("string"), "solution": Value("string"), "choices": List(Value("string"))}
+        rows = [{"prompt": f"What is it? {i}", "solution": str(i), "choices": ["0", "1", "2", "3"]} for i in range(4)]
         if make is not None:
             features[kind] = feature
             rows = [{**row, kind: make(i)} for i, row in enumerate(rows)]
