@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> dict:
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
         reader.get_train_dataloader()
         start = time.perf_counter()
-        known = {i: reader._read(reader._loaded[True][i]) for i in range(n)}
+        known = {i: reader._read(reader._train_rows[i]) for i in range(n)}
         reading = (time.perf_counter() - start) / n * args.prompts
         wait = args.wait * reading
         for _ in range(args.repeats):
