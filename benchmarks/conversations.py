@@ -13,11 +13,10 @@ which alternate, and whose ids are compared. Reported is the *minimum* of its ti
 """
 
 import argparse
-import json
-import time
+from collections.abc import Sequence
 
 import torch
-from measuring import hardware, versions
+from measuring import CLOCKS, command_line, conditions, now, parse_options, report
 from policy_update import CASES, PRESETS, build_dataset, build_model, build_processor
 from transformers import GenerationConfig
 
@@ -29,7 +28,6 @@ from trl_multimodal_rft.generation.transformers import Branches, generate_comple
 
 def run(args: argparse.Namespace) -> dict:
     """Times of the second turn in both ways."""
-    torch.set_num_threads(args.threads)
     processor = build_processor()
     model = build_model(PRESETS[args.preset], processor, args.device, args.seed).eval()
     rows = rows_to_messages(build_dataset(CASES["image"], 2, args.seed))
@@ -50,12 +48,7 @@ def run(args: argparse.Namespace) -> dict:
     def sample(prompts, branches=None):
         return generate_completions(model, model, prompts, *options, branches=branches)
 
-    def clock() -> float:
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time()
-
+    clock = [*CLOCKS].index("wall" if args.device == "cuda" else "cpu")
     best = {"cached": float("inf"), "again": float("inf")}
     for repeat in range(args.repeats + 1):
         branches = Branches()
@@ -64,10 +57,10 @@ def run(args: argparse.Namespace) -> dict:
         branches.asked = [(place, result) for place in range(args.group)]
         ids = {}
         for name, way in (("cached", branches), ("again", None)):
-            start = clock()
+            start = now(args.device)
             ids[name] = sample(wholes, way)
             if repeat > 0:  # the first is a warm-up
-                best[name] = min(best[name], clock() - start)
+                best[name] = min(best[name], (now(args.device) - start)[clock])
         if branches.obstacle is not None:
             raise RuntimeError(f"The cache was not used: {branches.obstacle}.")
     return {
@@ -76,30 +69,30 @@ def run(args: argparse.Namespace) -> dict:
         "ratio": best["again"] / best["cached"],
         "same_ids": torch.equal(ids["cached"], ids["again"]),
         "tokens": {"prompt": len(prompt), "turn": args.tokens, "result": len(result)},
-        "setting": vars(args),
-        "hardware": hardware(args.device),
-        "versions": versions("torch", "transformers"),
+        **conditions(args, "transformers"),
     }
 
 
-def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--preset", choices=PRESETS, default="12m")
+def table(result: dict) -> str:
+    """A line of times."""
+    return (
+        f"from the cache {result['cached_s']:.2f} s, prefilled again {result['again_s']:.2f} s, "
+        f"ratio {result['ratio']:.2f}, same ids: {result['same_ids']}, tokens {result['tokens']}"
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
+    parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
     parser.add_argument("--group", type=int, default=8, help="completions of the prompt")
     parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of each turn")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(argv)
-    result = run(args)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print(f"from the cache {result['cached_s']:.2f} s, prefilled again {result['again_s']:.2f} s", end="")
-        print(f", ratio {result['ratio']:.2f}, same ids: {result['same_ids']}, tokens {result['tokens']}")
-    return result
+    return parse_options(parser, argv, device="cpu", threads=1, repeats=2, seed=0, json=False)
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ import gc
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import policy_update
 import rollout
 import torch
-from measuring import MIB, hardware, markdown, versions
+from measuring import MIB, command_line, hardware, markdown, now, parse_options, versions
 from torch.profiler import ProfilerActivity, profile
 from trl.import_utils import is_vllm_available
 
@@ -62,12 +62,10 @@ def matrix_rate(device: str) -> float:
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     times = []
     for _ in range(13):
-        start = time.perf_counter()
+        start = now(device)
         a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / min(times[3:])
+        times.append(now(device) - start)
+    return 2 * size**3 / min(seconds for seconds, _ in times[3:])
 
 
 def operations(contestants: dict[str, policy_update.Contestant]) -> dict[str, float]:
@@ -255,39 +253,17 @@ def run(args: argparse.Namespace) -> str:
     return write()
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """
-    Options of the report.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `argparse.Namespace`: The options.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the report."""
+    parser = command_line(__doc__)
     parser.add_argument("--preset", choices=["tiny", "3b", "7b"], default="3b", help="size of the models")
-    parser.add_argument("--repeats", type=int, default=1, help="how many repetitions the minimum is taken over")
     parser.add_argument("--minutes", type=float, default=9, help="after which no row is begun")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="where the page is written")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv, device="cuda", repeats=1)
 
 
-def main(argv: list[str] | None = None) -> str:
-    """
-    Command line of the report.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `str`: What [`run`] returns.
-    """
+def main(argv: Sequence[str] | None = None) -> str:
+    """Command line of the report; returns its page."""
     text = run(parse(argv))
     print(text)
     return text

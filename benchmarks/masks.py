@@ -21,11 +21,10 @@ First all masks are compared with their definition. Times are the *minimum* of s
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 
 import torch
-from measuring import CLOCKS, MIB, hardware, markdown, versions
+from measuring import CLOCKS, MIB, command_line, conditions, count, markdown, parse_options, report
 
 from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
@@ -142,38 +141,12 @@ class Case:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """
-    Runs the benchmark.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed command line.
-
-    Returns:
-        `dict`: Bytes and seconds for each number of prompts, setting, hardware and versions.
-    """
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    names = ("group", "prompt_length", "completion_length", "window", "dtype", "repetitions", "clock", "seed")
-    return {
-        "cases": [Case(args, n_prompts).measure() for n_prompts in args.prompts],
-        "setting": {**{name: getattr(args, name) for name in names}, "threads": torch.get_num_threads()},
-        "hardware": hardware(),
-        "versions": versions("trl-multimodal-rft", "torch"),
-    }
+    """Bytes and seconds for each number of prompts, setting, hardware and versions."""
+    return {"cases": [Case(args, n_prompts).measure() for n_prompts in args.prompts], **conditions(args)}
 
 
 def table(result: dict) -> str:
-    """
-    The result as text.
-
-    Args:
-        result (`dict`):
-            What [`run`] returns.
-
-    Returns:
-        `str`: A line about the setting and a table.
-    """
+    """A line about the setting, and a table."""
     setting = result["setting"]
     line = (
         f"prompts of up to {setting['prompt_length']} tokens, completions of up to {setting['completion_length']}, "
@@ -206,40 +179,21 @@ def table(result: dict) -> str:
     return f"{line}\n\n{markdown(header, rows)}"
 
 
-def main(argv: Sequence[str] | None = None) -> dict:
-    """
-    Command line of the benchmark.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `dict`: What [`run`] returns.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
     parser.add_argument("--prompts", type=int, nargs="+", default=[2, 4], help="prompts of a row, one run for each")
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--group", type=count, default=8, help="completions of a prompt")
     parser.add_argument("--prompt-length", type=int, default=4096, help="most tokens of a prompt, at least 9/10 of it")
     parser.add_argument("--completion-length", type=int, default=4096, help="most tokens, at least half of it")
     parser.add_argument("--window", type=int, help="tokens that a token sees; all before it by default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the scores")
-    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
-    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="which time is measured")
-    parser.add_argument("--repetitions", type=int, default=5, help="how many the minimum is taken over")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
-    args = parser.parse_args(argv)
-    for name in ("group", "repetitions"):
-        if getattr(args, name) < 1:
-            parser.error(f"`--{name}` must be at least 1")
-    result = run(args)
-    print(table(result))
-    if args.json:
-        print(json.dumps(result))
-    return result
+    return parse_options(parser, argv, clock="wall", threads=None, repetitions=5, seed=0, json=False)
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

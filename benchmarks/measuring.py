@@ -1,18 +1,169 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What all benchmarks report beside their numbers."""
+"""What the benchmarks share: their command lines, times, and what they report beside their numbers."""
 
+import argparse
+import gc
 import importlib.metadata
+import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 MIB = 2**20
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+# Command lines
+
+
+def count(text: str) -> int:
+    """Type of an option that must be at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
+OPTIONS = {
+    "device": {"choices": ("cpu", "cuda")},
+    "clock": {"choices": tuple(CLOCKS), "help": "which time is reported"},
+    "threads": {"type": int, "help": "CPU threads, if not torch's own choice"},
+    **dict.fromkeys(
+        ("repeats", "repetitions"), {"type": count, "help": "how many repetitions the minimum is taken over"}
+    ),
+    "seed": {"type": int},
+    "json": {"action": "store_true", "help": "print the result as JSON in the last line"},
+}
+
+
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """A parser that describes a script by the first line of its docstring."""
+    return argparse.ArgumentParser(
+        description=doc.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+
+def parse_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **shared) -> argparse.Namespace:
+    """
+    Parses a command line that also has options of [`OPTIONS`].
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Has the script's own options.
+        argv (`Sequence[str]`, *optional*):
+            Arguments; those of the process by default.
+        **shared:
+            Names of the other options, and their defaults.
+
+    Returns:
+        `argparse.Namespace`: The options.
+    """
+    for name, default in shared.items():
+        parser.add_argument(f"--{name}", default=default, **OPTIONS[name])
+    args = parser.parse_args(argv)
+    if {"device": "cuda", "clock": "cpu"}.items() <= vars(args).items():
+        parser.error("CPU time says nothing about a GPU; use `--clock wall`")
+    return args
+
+
+def report(args: argparse.Namespace, run: Callable[[argparse.Namespace], dict], table: Callable[[dict], str]) -> dict:
+    """
+    Runs a benchmark and prints what it found.
+
+    Args:
+        args (`argparse.Namespace`):
+            Its options, `threads` and `json` among them.
+        run (`Callable`):
+            Measures with these options.
+        table (`Callable`):
+            Makes text of the result: about the setting, and a table.
+
+    Returns:
+        `dict`: The result.
+    """
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    result = run(args)
+    print(table(result))
+    if args.json:
+        print(json.dumps(result))
+    return result
+
+
+# Times
+
+
+def now(device: str | torch.device) -> np.ndarray:
+    """The time on all of [`CLOCKS`] in seconds, when the GPU has done what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return np.array([clock() for clock in CLOCKS.values()])
+
+
+class TimedSteps:
+    """
+    A trainer whose steps are timed, without the optimizer's own.
+
+    `best` has, by the name of what is measured, the least time that it took on each of [`CLOCKS`].
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer to measure.
+    """
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+        self.device = trainer.accelerator.device
+        self.loader = trainer.get_train_dataloader()
+        self.best: dict[str, np.ndarray] = {}
+        trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
+
+    def _step(self) -> np.ndarray:
+        """Everything from reading the rows to the gradients; returns its time."""
+        self.trainer.model.zero_grad(set_to_none=False)
+        gc.collect()
+        start = now(self.device)
+        rows = next(iter(self.loader))
+        self.trainer.training_step(self.trainer.model, rows, None)
+        return now(self.device) - start
+
+    def _keep_best(self, name: str, value: np.ndarray) -> None:
+        self.best[name] = np.minimum(self.best.get(name, value), value)
+
+
+# Reports
+
+
+def conditions(args: argparse.Namespace, *packages: str, **more) -> dict:
+    """
+    What a result depends on.
+
+    Args:
+        args (`argparse.Namespace`):
+            Options.
+        *packages (`str`):
+            Packages beside torch and this one whose versions matter.
+        **more:
+            What the setting has beside the options.
+
+    Returns:
+        `dict`: Setting, hardware and versions.
+    """
+    options = {name: value for name, value in vars(args).items() if name != "json"}
+    return {
+        "setting": {**options, "threads": torch.get_num_threads(), **more},
+        "hardware": hardware(getattr(args, "device", None)),
+        "versions": versions("trl-multimodal-rft", "torch", *packages),
+    }
 
 
 def hardware(device: str | None = None) -> dict:

@@ -19,18 +19,17 @@ Reported is the median wall-clock time of a step, and its ratio to that of *know
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
-import torch
 from datasets import Dataset
-from measuring import hardware, markdown, versions
+from measuring import command_line, conditions, markdown, parse_options, report
 from policy_update import CASES, PRESETS, build_model, build_processor
 from transformers import TrainerCallback
 
@@ -162,26 +161,11 @@ def step_seconds(run: Emulated) -> list[float]:
     return times.seconds[1:]
 
 
-def parse_args() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clips", type=int, default=4, help="Video files.")
-    parser.add_argument("--seconds", type=float, default=10.0, help="Length of a clip.")
-    parser.add_argument("--size", type=int, nargs=2, default=(1280, 720), help="Width and height of a clip.")
-    parser.add_argument("--frame_pixels", type=int, default=32 * 28 * 28, help="Most pixels of a frame for the model.")
-    parser.add_argument("--prompts", type=int, default=2, help="Prompts of a step.")
-    parser.add_argument("--group", type=int, default=4, help="Completions of a prompt.")
-    parser.add_argument("--steps", type=int, default=6, help="Steps that count, of each run.")
-    parser.add_argument("--wait", type=float, default=1.2, help="Emulated sampling, by the time to read a batch.")
-    parser.add_argument("--repeats", type=int, default=2, help="How often the runs alternate.")
-    parser.add_argument("--json", action="store_true", help="Print the results as one line of JSON, too.")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Writes the clips, runs all and prints a table."""
-    args = parse_args()
-    torch.set_num_threads(1)
+def run(args: argparse.Namespace) -> dict:
+    """
+    Seconds of a step and their ratios to those of *known*, seconds of reading and waiting; setting, hardware and
+    versions.
+    """
     seconds: dict[str, list[float]] = {"when needed": [], "ahead": [], "known": []}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{i}.mp4") for i in range(args.clips)]
@@ -196,7 +180,7 @@ def main() -> None:
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
         reader.get_train_dataloader()
         start = time.perf_counter()
-        known = {i: reader._read(reader._loaded[True][i]) for i in range(n)}
+        known = {i: reader._read(reader._train_rows[i]) for i in range(n)}
         reading = (time.perf_counter() - start) / n * args.prompts
         wait = args.wait * reading
         for _ in range(args.repeats):
@@ -207,15 +191,45 @@ def main() -> None:
             ):
                 seconds[name] += step_seconds(trainer(rows, folder, args, wait=wait, **options))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratios = {name: value / medians["known"] for name, value in medians.items()}
-    setting = f"{args.prompts} clips of {args.seconds:g} s, {args.size[0]} x {args.size[1]}, in a step"
-    print(f"{setting}; reading them takes {reading:.2f} s of one core, sampling is emulated by {wait:.2f} s\n")
-    print(
-        markdown(["media", "step", "by *known*"], [[k, f"{v:.2f} s", f"{ratios[k]:.2f}x"] for k, v in medians.items()])
+    return {
+        "step_s": medians,
+        "ratios": {name: value / medians["known"] for name, value in medians.items()},
+        "reading_s": reading,
+        "wait_s": wait,
+        **conditions(args, "trl", "transformers", "av"),
+    }
+
+
+def table(result: dict) -> str:
+    """A line about the setting, and a table."""
+    setting, ratios = result["setting"], result["ratios"]
+    width, height = setting["size"]
+    line = (
+        f"{setting['prompts']} clips of {setting['seconds']:g} s, {width} x {height}, in a step; reading them takes "
+        f"{result['reading_s']:.2f} s of one core, sampling is emulated by {result['wait_s']:.2f} s"
     )
-    if args.json:
-        found = {"step_s": medians, "ratios": ratios, "reading_s": reading, "wait_s": wait, "setting": vars(args)}
-        print(json.dumps({**found, **hardware(), "versions": versions("trl", "transformers", "torch", "av")}))
+    rows = [[name, f"{value:.2f} s", f"{ratios[name]:.2f}x"] for name, value in result["step_s"].items()]
+    return f"{line}\n\n{markdown(['media', 'step', 'by *known*'], rows)}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
+    parser.add_argument("--clips", type=int, default=4, help="video files")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of a clip")
+    parser.add_argument("--size", type=int, nargs=2, default=(1280, 720), help="width and height of a clip")
+    parser.add_argument("--frame_pixels", type=int, default=32 * 28 * 28, help="most pixels of a frame for the model")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
+    parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count, of each run")
+    parser.add_argument("--wait", type=float, default=1.2, help="emulated sampling, by the time to read a batch")
+    parser.add_argument("--repeats", type=int, default=2, help="how often the runs alternate")
+    return parse_options(parser, argv, threads=1, json=False)
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

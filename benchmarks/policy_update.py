@@ -33,19 +33,16 @@ it projects completion tokens only, so that there is nothing to save there.
 """
 
 import argparse
-import gc
-import json
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset
-from measuring import hardware, versions
+from measuring import CLOCKS, MIB, TimedSteps, command_line, conditions, now, parse_options, report
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -111,6 +108,13 @@ class Preset:
     vocab_size: int | None = None  # the tokenizer's, if not given
 
 
+LARGE_TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 PRESETS = {
     "tiny": Preset(
         text={
@@ -158,14 +162,7 @@ PRESETS = {
             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
             "tie_word_embeddings": True,
         },
-        tower={
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "out_hidden_size": 2048,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
+        tower={**LARGE_TOWER, "out_hidden_size": 2048},
         vocab_size=151936,
     ),
     "7b": Preset(  # https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct/blob/main/config.json
@@ -177,14 +174,7 @@ PRESETS = {
             "num_key_value_heads": 4,
             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
         },
-        tower={
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "out_hidden_size": 3584,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
+        tower={**LARGE_TOWER, "out_hidden_size": 3584},
         vocab_size=152064,
     ),
 }
@@ -466,7 +456,7 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 17) for ids in completion_ids]
 
 
-class Contestant:
+class Contestant(TimedSteps):
     """
     A trainer whose steps are timed.
 
@@ -478,16 +468,12 @@ class Contestant:
     """
 
     def __init__(self, trainer: GRPOTrainer, completions: list[list[int]]):
-        self.trainer = trainer
+        super().__init__(trainer)
         self.processor = trainer.processing_class
-        self.device = trainer.accelerator.device
-        self.loader = trainer.get_train_dataloader()
         self.injected: list[list[int]] | None = None
         self.completions = completions
         self.times: dict[str, list[np.ndarray]] = defaultdict(list)
-        self.best: dict[str, np.ndarray] = {}
         self.encoded = 0
-        trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
         sample = trainer._generate_single_turn
         trainer._generate_single_turn = lambda *args, **kwargs: (
             (self.injected, None) if self.injected else sample(*args, **kwargs)
@@ -500,39 +486,25 @@ class Contestant:
         ):
             setattr(trainer, name, self._timed(name, getattr(trainer, name)))
 
-    def _now(self) -> np.ndarray:
-        """Wall-clock and CPU time, in seconds."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return np.array([time.perf_counter(), time.process_time()])
-
     def _timed(self, name, function):
         def wrapper(*args, **kwargs):
-            start = self._now()
+            start = now(self.device)
             result = function(*args, **kwargs)
             # Scores with a gradient belong to the loss; those without are of the rollout
             if name != "_get_per_token_logps_and_entropies" or not torch.is_grad_enabled():
-                self.times[name].append(self._now() - start)
+                self.times[name].append(now(self.device) - start)
             return result
 
         return wrapper
 
     def _run(self, injected: list[list[int]] | None) -> np.ndarray:
         """One step up to the gradients; returns its time."""
-        self.trainer.model.zero_grad(set_to_none=False)
         self.times.clear()
         self.processor.encoded = 0
         self.injected = injected
-        gc.collect()
-        start = self._now()
-        rows = next(iter(self.loader))
-        self.trainer.training_step(self.trainer.model, rows, None)
-        total = self._now() - start
+        total = self._step()
         self.encoded = self.processor.encoded
         return total
-
-    def _keep_best(self, name: str, value: np.ndarray) -> None:
-        self.best[name] = np.minimum(self.best.get(name, value), value)
 
     def measure_update(self) -> None:
         self._run(self.completions)
@@ -650,9 +622,7 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
         `dict`: Ratios (TRL over ours), what they were computed from (seconds, bytes, counts), setting, hardware and
         versions.
     """
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    clock = ("wall", "cpu").index(args.clock)
+    clock = [*CLOCKS].index(args.clock)
     with tempfile.TemporaryDirectory() as folder:
         contestants = build_trainers(args, folder)
         trl, ours = contestants["trl"], contestants["ours"]
@@ -694,38 +664,25 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
         "update_shared_fraction": update_shared,
         "step_shared_fraction": step_shared,
         **raw,
-        "setting": {
-            **{
-                name: getattr(args, name)
-                for name in ("case", "family", "preset", "device", "clock", "repeats", "seed", "beta", "checkpointing")
-            },
-            "baseline": "padded rows" if FAMILIES[args.family].hears else "TRL",
-            "threads": torch.get_num_threads(),
-            "dtype": str(ours.trainer.model.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in ours.trainer.model.parameters()),
-            "prompts": len(ours.completions) // group,
-            "group": group,
-            "prompt_tokens": len(prompt),
-            "media_tokens": media_tokens,
-            "update_completion_tokens": lengths,
-            "step_completion_tokens": args.tokens or LONGEST,
-        },
-        "hardware": hardware(args.device),
-        "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
+        **conditions(
+            args,
+            "trl",
+            "transformers",
+            baseline="padded rows" if FAMILIES[args.family].hears else "TRL",
+            dtype=str(ours.trainer.model.dtype).removeprefix("torch."),
+            parameters=sum(p.numel() for p in ours.trainer.model.parameters()),
+            prompts=len(ours.completions) // group,
+            group=group,
+            prompt_tokens=len(prompt),
+            media_tokens=media_tokens,
+            update_completion_tokens=lengths,
+            step_completion_tokens=args.tokens or LONGEST,
+        ),
     }
 
 
 def table(result: dict) -> str:
-    """
-    The result as text.
-
-    Args:
-        result (`dict`):
-            What [`run`] returns.
-
-    Returns:
-        `str`: A few lines about the setting and a table.
-    """
+    """A few lines about the setting, and a table."""
     setting, trl, ours = result["setting"], result["trl"], result["ours"]
     suffix = "_s" if setting["clock"] == "wall" else "_cpu_s"
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
@@ -755,8 +712,8 @@ def table(result: dict) -> str:
     rows += [
         (
             f"memory ({memory})",
-            f"{trl['memory_bytes'] / 2**20:.0f} MiB",
-            f"{ours['memory_bytes'] / 2**20:.0f} MiB",
+            f"{trl['memory_bytes'] / MIB:.0f} MiB",
+            f"{ours['memory_bytes'] / MIB:.0f} MiB",
             result["memory_ratio"],
         ),
         (
@@ -773,24 +730,12 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """
-    Options of the benchmark.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `argparse.Namespace`: The options.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
     parser.add_argument("--case", choices=CASES, default="image", help="what the prompts hold")
     parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture of the model")
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, help="prompts per step, if not the case's own number")
     parser.add_argument("--group", type=int, help="completions of a prompt, if not the case's own number")
     parser.add_argument("--tokens", type=int, help="tokens of every completion, sampled or not")
@@ -799,42 +744,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference model scores, too"
     )
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="which time the ratios are taken from"
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
-    parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and args.clock == "cpu":
-        parser.error("CPU time says nothing about a GPU; use `--clock wall`")
+    shared = {"device": "cpu", "clock": "wall", "threads": None, "repeats": 3, "seed": 0, "json": False}
+    args = parse_options(parser, argv, **shared)
     if args.preset not in FAMILIES[args.family].presets:
         parser.error(f"there is no `--preset {args.preset}` of {args.family}")
     if FAMILIES[args.family].hears != bool(CASES[args.case].seconds):
         parser.error(f"{args.family} takes no `--case {args.case}`")
-    if args.repeats < 1:
-        parser.error("`--repeats` must be at least 1")
     return args
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """
-    Command line of the benchmark.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `dict`: What [`run`] returns.
-    """
-    args = parse(argv)
-    result = run(args)
-    print(table(result))
-    if args.json:
-        print(json.dumps(result))
-    return result
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

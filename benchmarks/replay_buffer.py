@@ -25,12 +25,11 @@ images as Qwen2.5-VL takes them, patches and grids of different sizes, repeated 
 """
 
 import argparse
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from measuring import CLOCKS, hardware, versions
+from measuring import CLOCKS, MIB, command_line, conditions, count, parse_options, report
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_multimodal_rft.lightrft import ReplayBuffer
@@ -234,21 +233,10 @@ def contests(batches: list[ExperienceVL], made_size: int) -> dict[str, tuple[Cal
 
 def run(args: argparse.Namespace) -> dict:
     """
-    Runs the benchmark.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed command line.
-
-    Returns:
-        `dict`: Ratios (time of the usual loops over ours, bytes of the batches over those of the buffer), samples per
-        second and the times they come from, bytes, token efficiency, setting, hardware and versions.
-
-    Raises:
-        `SystemExit`: If ours and the usual loops don't give the same.
+    Ratios (time of the usual loops over ours, bytes of the batches over those of the buffer), samples per second and
+    the times they come from, bytes, token efficiency, setting, hardware and versions; a `SystemExit` if ours and the
+    usual loops don't give the same.
     """
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     batches = build_batches(args.samples, args.group_size, args.batch_size, args.tokens, args.patch_values)
     functions = contests(batches, args.made_size)
     for name, (ours, usual, *arguments) in functions.items():
@@ -283,29 +271,17 @@ def run(args: argparse.Namespace) -> dict:
             }
             for side, times in best.items()
         },
-        "setting": {
-            **{name: value for name, value in vars(args).items() if name != "json"},
-            "shortest_sample": min(lengths),
-            "longest_sample": max(lengths),
-            "threads": torch.get_num_threads(),
-            "dtype": str(batches[0].values.dtype).removeprefix("torch."),
-        },
-        "hardware": hardware(),
-        "versions": versions("trl-multimodal-rft", "torch"),
+        **conditions(
+            args,
+            shortest_sample=min(lengths),
+            longest_sample=max(lengths),
+            dtype=str(batches[0].values.dtype).removeprefix("torch."),
+        ),
     }
 
 
 def table(result: dict) -> str:
-    """
-    The result as text.
-
-    Args:
-        result (`dict`):
-            What [`run`] returns.
-
-    Returns:
-        `str`: A few lines about the setting and a table.
-    """
+    """A few lines about the setting, and a table."""
     setting, ours, usual = result["setting"], result["ours"], result["usual"]
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
     lines = [
@@ -323,7 +299,7 @@ def table(result: dict) -> str:
         f"{result[f'{name}_ratio']:>11.2f}x"
         for name in names
     ]
-    mib = {name: result[f"{name}_bytes"] / 2**20 for name in ("batch", "usual", "buffer")}
+    mib = {name: result[f"{name}_bytes"] / MIB for name in ("batch", "usual", "buffer")}
     lines += [
         "",
         f"memory: {mib['batch']:.1f} MiB appended, {mib['usual']:.1f} MiB kept by the loop, {mib['buffer']:.1f} MiB "
@@ -336,46 +312,29 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """
-    Command line of the benchmark.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `dict`: What [`run`] returns.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
     parser.add_argument("--samples", type=int, default=512, help="samples in the buffer")
     parser.add_argument("--group-size", type=int, default=8, help="responses to a prompt and its image")
     parser.add_argument("--batch-size", type=int, default=32, help="samples in a batch that is appended")
-    parser.add_argument("--made-size", type=int, default=8, help="samples in a batch that is made")
-    parser.add_argument("--tokens", type=int, default=1024, help="longest response")
-    parser.add_argument("--patch-values", type=int, default=1176, help="values of a patch, as in Qwen2.5-VL")
+    parser.add_argument("--made-size", type=count, default=8, help="samples in a batch that is made")
+    parser.add_argument("--tokens", type=count, default=1024, help="longest response")
+    parser.add_argument("--patch-values", type=count, default=1176, help="values of a patch, as in Qwen2.5-VL")
     parser.add_argument("--max-tokens", type=int, default=8192, help="budget of a packed row")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="which time is measured")
-    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
-    parser.add_argument("--repetitions", type=int, default=10, help="how many repetitions the minimum is taken over")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
-    args = parser.parse_args(argv)
-    if min(args.repetitions, args.tokens, args.patch_values, args.made_size) < 1:
-        parser.error("`--repetitions`, `--tokens`, `--patch-values` and `--made-size` must be at least 1")
+    args = parse_options(parser, argv, clock="wall", threads=None, repetitions=10, json=False)
     if args.group_size < 1 or args.batch_size < 1 or args.batch_size % args.group_size:
         parser.error("`--batch-size` must be a multiple of `--group-size`")
     if args.samples < 1 or args.samples % args.group_size:
         parser.error("`--samples` must be a multiple of `--group-size`")
     if args.max_tokens < LONGEST_PROMPT + args.tokens:
         parser.error(f"`--max-tokens` must be at least {LONGEST_PROMPT} more than `--tokens`: that long is a prompt")
+    return args
 
-    result = run(args)
-    print(table(result))
-    if args.json:
-        print(json.dumps(result))
-    return result
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

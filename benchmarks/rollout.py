@@ -24,14 +24,11 @@ each quantity is reported. CPU ratios are not GPU ratios.
 
 import argparse
 import functools
-import gc
-import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from measuring import CLOCKS, hardware, markdown, versions
+from measuring import CLOCKS, TimedSteps, command_line, conditions, markdown, now, parse_options, report
 from policy_update import CASES, PRESETS, build_dataset, build_model, build_processor, reward
 from transformers import Qwen2_5_VLProcessor
 from trl import GRPOConfig, GRPOTrainer
@@ -47,7 +44,7 @@ CONTESTANTS = {
 }
 
 
-class Contestant:
+class Contestant(TimedSteps):
     """
     A trainer whose steps are timed.
 
@@ -59,28 +56,21 @@ class Contestant:
     """
 
     def __init__(self, trainer: GRPOTrainer, processed: list[int]):
-        self.trainer, self.processed = trainer, processed
-        self.loader = trainer.get_train_dataloader()
-        self.best: dict[str, np.ndarray] = {}
+        super().__init__(trainer)
+        self.processed = processed
         self.prompts = 0  # put through a processor in the latest step
         self.tokens = 0  # sampled in it
         self.scored = self.sampled_after = 0  # tokens of the prompt
-        trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
         self._generate, trainer._generate_single_turn = trainer._generate_single_turn, self._timed
         if trainer.use_vllm:
             engine = trainer.vllm_generation.llm
             self._ask, engine.generate = engine.generate, self._watched
 
-    def _now(self) -> np.ndarray:
-        if self.trainer.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        return np.array([clock() for clock in CLOCKS.values()])
-
     def _timed(self, prompt_ids, *args, **kwargs):
         self.scored = self.sampled_after = len(prompt_ids[0])
-        start = self._now()
+        start = now(self.device)
         result = self._generate(prompt_ids, *args, **kwargs)
-        self._keep_best("generation", self._now() - start)
+        self._keep_best("generation", now(self.device) - start)
         self.tokens = sum(map(len, result[0]))
         return result
 
@@ -89,20 +79,12 @@ class Contestant:
         self.sampled_after = len(outputs[0].prompt_token_ids)
         return outputs
 
-    def _keep_best(self, name: str, value: np.ndarray) -> None:
-        self.best[name] = np.minimum(self.best.get(name, value), value)
-
     def step(self) -> None:
         """One step up to the gradients, with weights that the engine hasn't seen."""
-        self.trainer.model.zero_grad(set_to_none=False)
         self.trainer.state.global_step += 1
         self.trainer._step += 1
         self.processed.clear()
-        gc.collect()
-        start = self._now()
-        rows = next(iter(self.loader))
-        self.trainer.training_step(self.trainer.model, rows, None)
-        self._keep_best("step", self._now() - start)
+        self._keep_best("step", self._step())
         self.prompts = sum(self.processed)
 
 
@@ -155,18 +137,9 @@ def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int
 
 def run(args: argparse.Namespace) -> dict:
     """
-    Runs the benchmark.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed command line.
-
-    Returns:
-        `dict`: For each contestant tokens per second, seconds, prompts processed, tokens of the prompt for the sampler
-        and for the scorer; setting, hardware and versions.
+    For each contestant tokens per second, seconds, prompts processed, tokens of the prompt for the sampler and for the
+    scorer; setting, hardware and versions.
     """
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     if args.device == "cpu" and hasattr(vllm_generation, "LLM"):  # as `tests/engine` has them
         vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
     clock = [*CLOCKS].index(args.clock)
@@ -201,27 +174,11 @@ def run(args: argparse.Namespace) -> dict:
         }
         for each, contestant in contestants.items()
     }
-    names = ("preset", "device", "clock", "repeats", "seed", "prompts", "group", "tokens")
-    setting = {name: getattr(args, name) for name in names}
-    return {
-        **results,
-        "setting": {**setting, "threads": torch.get_num_threads(), "parameters": parameters},
-        "hardware": hardware(args.device),
-        "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
-    }
+    return {**results, **conditions(args, "trl", "transformers", parameters=parameters)}
 
 
 def table(result: dict) -> str:
-    """
-    The result as text.
-
-    Args:
-        result (`dict`):
-            What [`run`] returns.
-
-    Returns:
-        `str`: A few lines about the setting and a table.
-    """
+    """A few lines about the setting, and a table."""
     setting, machine = result["setting"], result["hardware"]
     title = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions of "
@@ -244,56 +201,21 @@ def table(result: dict) -> str:
     return f"{title}\n\n{markdown(header, rows)}"
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """
-    Options of the benchmark.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `argparse.Namespace`: The options.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, default=2, help="prompts per step, of 418 tokens with an image")
     parser.add_argument("--group", type=int, default=16, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each completion")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="which time is reported")
-    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
-    parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and args.clock == "cpu":
-        parser.error("CPU time says nothing about a GPU; use `--clock wall`")
-    if args.repeats < 1:
-        parser.error("`--repeats` must be at least 1")
-    return args
+    shared = {"device": "cpu", "clock": "wall", "threads": None, "repeats": 3, "seed": 0, "json": False}
+    return parse_options(parser, argv, **shared)
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """
-    Command line of the benchmark.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `dict`: What [`run`] returns.
-    """
-    args = parse(argv)
-    result = run(args)
-    print(table(result))
-    if args.json:
-        print(json.dumps(result))
-    return result
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

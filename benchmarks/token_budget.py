@@ -20,7 +20,6 @@ would hide the rest.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,10 +28,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import policy_update
-import torch
 import trl.trainer.utils
 from datasets import concatenate_datasets
-from measuring import MIB, hardware, markdown, versions
+from measuring import MIB, command_line, conditions, markdown, parse_options, report
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.fake_run import Watch
@@ -177,19 +175,7 @@ class Contestant:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """
-    Runs the benchmark.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed command line.
-
-    Returns:
-        `dict`: For each budget what was measured, and its ratio to that without a budget; setting, hardware and
-        versions.
-    """
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    """For each budget what was measured, and its ratio to that without one; setting, hardware and versions."""
     budgets = [None, *args.budgets]
     with tempfile.TemporaryDirectory() as folder, small_tile():
         contestants = [Contestant(args, budget, folder) for budget in budgets]
@@ -206,33 +192,12 @@ def run(args: argparse.Namespace) -> dict:
         result["gradient_difference"] = differences[i]
         for name in ("held_bytes", "peak_bytes", "cpu_s"):
             result[f"{name.rpartition('_')[0]}_ratio"] = result[name] / results[0][name]
-    return {
-        "budgets": results,
-        "setting": {
-            **{
-                name: getattr(args, name)
-                for name in ("preset", "prompts", "group", "checkpointing", "repeats", "seed")
-            },
-            "threads": torch.get_num_threads(),
-            "parameters": sum(p.numel() for p in whole.parameters()),
-            "tokens": contestants[0].tokens(),
-        },
-        "hardware": hardware(),
-        "versions": versions("trl-multimodal-rft", "trl", "transformers", "torch"),
-    }
+    own = {"parameters": sum(p.numel() for p in whole.parameters()), "tokens": contestants[0].tokens()}
+    return {"budgets": results, **conditions(args, "trl", "transformers", **own)}
 
 
 def table(result: dict) -> str:
-    """
-    The result as text.
-
-    Args:
-        result (`dict`):
-            What [`run`] returns.
-
-    Returns:
-        `str`: A line about the setting and a table.
-    """
+    """A line about the setting, and a table."""
     setting = result["setting"]
     line = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions, "
@@ -256,37 +221,20 @@ def table(result: dict) -> str:
     return f"{line}\n\n{markdown(header, rows)}"
 
 
-def main(argv: Sequence[str] | None = None) -> dict:
-    """
-    Command line of the benchmark.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; those of the process by default.
-
-    Returns:
-        `dict`: What [`run`] returns.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the benchmark."""
+    parser = command_line(__doc__)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1600, 1200, 800], help="tokens, one run for each")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of the micro-batch")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--preset", choices=("tiny", "12m"), default="12m", help="size of the model")
     parser.add_argument("--checkpointing", action="store_true", help="compute layers again in the backward pass")
-    parser.add_argument("--threads", type=int, help="CPU threads, if not torch's own choice")
-    parser.add_argument("--repeats", type=int, default=3, help="how many repetitions the minimum is taken over")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON in the last line")
-    args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error("`--repeats` must be at least 1")
-    result = run(args)
-    print(table(result))
-    if args.json:
-        print(json.dumps(result))
-    return result
+    return parse_options(parser, argv, threads=None, repeats=3, seed=0, json=False)
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Command line of the benchmark; returns what [`run`] does."""
+    return report(parse(argv), run, table)
 
 
 if __name__ == "__main__":

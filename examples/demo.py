@@ -15,16 +15,22 @@ from types import ModuleType
 
 import numpy as np
 from accelerate import PartialState
-from datasets import Dataset, Value
+from datasets import Dataset, DatasetDict, Value
 from PIL import Image as PILImage
 from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
-from trl import ScriptArguments, TrlParser
+from trl import ModelConfig, ScriptArguments, TrlParser
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalSFTConfig, MultimodalSFTTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+    TrainingCurvesCallback,
+)
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.inputs import adapter_inputs
 from trl_multimodal_rft.scripts.training import finish, train
 
 
@@ -116,6 +122,42 @@ def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path)
         processor.save_pretrained(folder)
     PartialState().wait_for_everyone()
     return str(folder)
+
+
+def demo_inputs(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    dataset: DatasetDict,
+    training_args: TrainingArguments,
+    model_args: ModelConfig,
+) -> dict[str, object]:
+    """
+    Arguments that the trainers of most demos have in common, as `grpo_audio.py` writes them out.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with random weights.
+        processor ([`~transformers.ProcessorMixin`]):
+            Its processor.
+        dataset ([`~datasets.DatasetDict`]):
+            Rows with the splits `train` and `test`.
+        training_args ([`~transformers.TrainingArguments`]):
+            Arguments of the training.
+        model_args ([`~trl.ModelConfig`]):
+            Arguments of the model.
+
+    Returns:
+        `dict[str, object]`: Arguments by their names.
+    """
+    return {
+        "model": model,
+        "args": training_args,
+        "train_dataset": dataset["train"],
+        "eval_dataset": dataset["test"] if training_args.eval_strategy != "no" else None,
+        "processing_class": processor,
+        "callbacks": [TrainingCurvesCallback()],
+        **adapter_inputs(model_args),
+    }
 
 
 def cold_start(

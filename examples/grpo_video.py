@@ -27,14 +27,13 @@ accelerate launch examples/grpo_video.py \
 ```
 """
 
-from demo import DEMO_ARGUMENTS, start, train_and_measure
+from demo import DEMO_ARGUMENTS, demo_inputs, start, train_and_measure
 from small_models import motion_model
 from tasks import leading_answer_reward, moving_digits
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import grpo
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 
 DEMO = {
@@ -48,14 +47,8 @@ def demo(script_args, training_args, model_args):
     model, processor = motion_model()
     dataset = moving_digits()
     trainer = MultimodalGRPOTrainer(
-        model=model,
+        **demo_inputs(model, processor, dataset, training_args, model_args),
         reward_funcs=[accuracy_reward, leading_answer_reward],
-        args=training_args,
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
-        processing_class=processor,
-        callbacks=[TrainingCurvesCallback()],
-        **adapter_inputs(model_args),
     )
     train_and_measure(trainer, script_args, dataset["test"], "videos")
 

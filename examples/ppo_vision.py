@@ -39,14 +39,13 @@ accelerate launch examples/ppo_vision.py \
 `--ptx_dataset_name path/to/answers --ptx_coef 0.05` adds the supervised loss on a dataset with `completion`.
 """
 
-from demo import DEMO_ARGUMENTS, cold_start, start, train_and_measure, with_noise
+from demo import DEMO_ARGUMENTS, cold_start, demo_inputs, start, train_and_measure, with_noise
 from small_models import digit_model
 from tasks import handwritten_digits, leading_answer_reward
 
-from trl_multimodal_rft import MultimodalPPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import ppo
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 from trl_multimodal_rft.scripts.ppo import critic_inputs
 
 
@@ -69,14 +68,8 @@ def demo(script_args, training_args, model_args):
     cold_start(model, processor, answers, training_args)
     dataset["train"] = with_noise(dataset["train"])
     trainer = MultimodalPPOTrainer(
-        model=model,
+        **demo_inputs(model, processor, dataset, training_args, model_args),
         reward_funcs=[accuracy_reward, leading_answer_reward],
-        args=training_args,
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
-        processing_class=processor,
-        callbacks=[TrainingCurvesCallback()],
-        **adapter_inputs(model_args),
         **critic_inputs(script_args),
     )
     train_and_measure(trainer, script_args, dataset["test"], "digits")

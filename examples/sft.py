@@ -36,15 +36,14 @@ accelerate launch examples/sft.py \
 import json
 from pathlib import Path
 
-from demo import start
+from demo import demo_inputs, start
 from small_models import spoken_digit_model
 from tasks import spoken_digits
 
-from trl_multimodal_rft import MultimodalSFTTrainer, TrainingCurvesCallback
+from trl_multimodal_rft import MultimodalSFTTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import sft
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 from trl_multimodal_rft.scripts.training import finish, train
 
 
@@ -66,15 +65,8 @@ def demo(script_args, training_args, model_args):
     model, processor = spoken_digit_model()
     dataset = spoken_digits()
     rows = dataset.rename_column("solution", "completion")
-    trainer = MultimodalSFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=rows["train"].select(range(400)),
-        eval_dataset=rows["test"] if training_args.eval_strategy != "no" else None,
-        processing_class=processor,
-        callbacks=[TrainingCurvesCallback()],
-        **adapter_inputs(model_args),
-    )
+    rows["train"] = rows["train"].select(range(400))
+    trainer = MultimodalSFTTrainer(**demo_inputs(model, processor, rows, training_args, model_args))
     train(trainer, script_args)
     if trainer.accelerator.is_main_process:
         config = EvaluationConfig(max_completion_length=3, batch_size=100)

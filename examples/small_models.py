@@ -2,8 +2,9 @@
 """
 Models of real architectures, small enough to be trained on a laptop: the defaults of the example scripts.
 
-Their weights are random, so all that such a model can do after training it learned from rewards. Each function returns
-a model and its processor, which `save_pretrained` and the `Auto` classes save and load like any other checkpoint.
+Their weights are random, so all that such a model can do after training it learned from rewards. Each function takes
+the seed of the weights, and returns a model, in float32, and its processor, which `save_pretrained` and the `Auto`
+classes save and load like any other checkpoint.
 
 The weights of the encoders are initialised five to ten times wider than usual. In matrices this narrow, products of
 the usual weights vanish: so little of what it hears or sees reaches the decoder that learning starts late, or never.
@@ -37,6 +38,9 @@ from transformers.integrations import deepspeed
 from trl.chat_template_utils import qwen3_template
 
 
+AudioModel = tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]
+VisionModel = tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]
+
 VISION_TOKENS = {
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
@@ -45,30 +49,16 @@ VISION_TOKENS = {
 }
 
 
-def spoken_digit_model(seed: int = 0) -> tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]:
-    """
-    Qwen2-Audio with 0.5 million parameters, which listens to one second.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-
-    Returns:
-        `tuple`: The model, in float32, and its processor.
-    """
+def spoken_digit_model(seed: int = 0) -> AudioModel:
+    """Qwen2-Audio with 0.5 million parameters, which listens to one second."""
     return _audio_model([SPOKEN_QUESTION, *DIGITS], seed, hop_length=160)
 
 
-def cropping_model(seed: int = 0) -> tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]:
+def cropping_model(seed: int = 0) -> AudioModel:
     """
     [`spoken_digit_model`] with half as many frames, whose tokens also spell a call of `crop(start, end)`.
 
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-
-    Returns:
-        `tuple`: The model, in float32, and its processor, whose chat template writes calls as Qwen's does.
+    Its processor's chat template writes calls as Qwen's does.
     """
     calls = [_call("crop", start=i, end=i + 1) for i in range(4)]
     model, processor = _audio_model([SPOKEN_QUESTION, *DIGITS, "tool", *calls], seed, hop_length=320)
@@ -76,44 +66,21 @@ def cropping_model(seed: int = 0) -> tuple[Qwen2AudioForConditionalGeneration, Q
     return model, processor
 
 
-def digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
-    """
-    Qwen2.5-VL with 0.5 million parameters, for images of about 28 x 28 pixels and questions on digits.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-
-    Returns:
-        `tuple`: The model, in float32, and its processor.
-    """
+def digit_model(seed: int = 0) -> VisionModel:
+    """Qwen2.5-VL with 0.5 million parameters, for images of about 28 x 28 pixels and questions on digits."""
     return _vision_model([HANDWRITTEN_QUESTION, *DIGITS], seed, initializer_range=0.1)
 
 
-def motion_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
-    """
-    Qwen2.5-VL with 0.5 million parameters, for videos of about 28 x 28 pixels and questions on directions.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-
-    Returns:
-        `tuple`: The model, in float32, and its processor.
-    """
+def motion_model(seed: int = 0) -> VisionModel:
+    """Qwen2.5-VL with 0.5 million parameters, for videos of about 28 x 28 pixels and questions on directions."""
     return _vision_model([MOVING_QUESTION, *DIRECTIONS], seed, initializer_range=0.2)
 
 
-def hidden_digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
+def hidden_digit_model(seed: int = 0) -> VisionModel:
     """
     [`digit_model`] for pictures of about 28 x 28 pixels, whose tokens also spell a call of `zoom(x, y)`.
 
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-
-    Returns:
-        `tuple`: The model, in float32, and its processor, whose chat template writes calls as Qwen's does.
+    Its processor's chat template writes calls as Qwen's does.
     """
     calls = [_call("zoom", x=i, y=i) for i in range(2)]
     model, processor = _vision_model([HIDDEN_QUESTION, *DIGITS, "tool", *calls], seed, initializer_range=0.1)
@@ -121,9 +88,7 @@ def hidden_digit_model(seed: int = 0) -> tuple[Qwen2_5_VLForConditionalGeneratio
     return model, processor
 
 
-def _audio_model(
-    texts: list[str], seed: int, hop_length: int
-) -> tuple[Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor]:
+def _audio_model(texts: list[str], seed: int, hop_length: int) -> AudioModel:
     tokenizer = _tokenizer(
         texts, audio_token="<|AUDIO|>", audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>"
     )
@@ -148,9 +113,7 @@ def _audio_model(
     return _initialize(Qwen2AudioForConditionalGeneration, config, processor, seed)
 
 
-def _vision_model(
-    texts: list[str], seed: int, initializer_range: float
-) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor]:
+def _vision_model(texts: list[str], seed: int, initializer_range: float) -> VisionModel:
     patch, merge, hidden = 7, 2, 96  # pixels a side; patches a side that make one token
     tokenizer = _tokenizer(texts, **VISION_TOKENS)
     token_area = (patch * merge) ** 2

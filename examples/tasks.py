@@ -15,7 +15,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import datasets
@@ -126,13 +126,8 @@ def handwritten_digits() -> DatasetDict:
     """
     splits = {}
     for split, (images, labels) in _mnist().items():
-        columns = {
-            "prompt": [_ask(HANDWRITTEN_QUESTION)] * len(images),
-            "image": [PILImage.fromarray(image) for image in images],
-            "solution": [DIGITS[label] for label in labels],
-        }
-        features = {"prompt": _PROMPT, "image": Image(), "solution": Value("string")}
-        splits[split] = Dataset.from_dict(columns, Features(features))
+        solutions = [DIGITS[label] for label in labels]
+        splits[split] = _rows(HANDWRITTEN_QUESTION, "image", Image(), map(PILImage.fromarray, images), solutions)
     return DatasetDict(splits)
 
 
@@ -152,13 +147,8 @@ def hidden_digits() -> DatasetDict:
         for row, (picture, image) in enumerate(zip(pictures, images, strict=True)):
             left, top = 28 * (row // 10 % 2), 28 * (row // 20 % 2)
             picture[top : top + 28, left : left + 28] = _equally_bright(image)
-        columns = {
-            "prompt": [_ask(HIDDEN_QUESTION)] * len(pictures),
-            "image": [PILImage.fromarray(picture) for picture in pictures],
-            "solution": [DIGITS[label] for label in labels],
-        }
-        features = {"prompt": _PROMPT, "image": Image(), "solution": Value("string")}
-        splits[split] = Dataset.from_dict(columns, Features(features))
+        solutions = [DIGITS[label] for label in labels]
+        splits[split] = _rows(HIDDEN_QUESTION, "image", Image(), map(PILImage.fromarray, pictures), solutions)
     return DatasetDict(splits)
 
 
@@ -198,9 +188,7 @@ def moving_digits(
             start = rng.integers(size, size=2)
             video = move(np.asarray(digit), solution, start, frames=frames, size=size, step=step)
             videos.append([PILImage.fromarray(frame) for frame in video])
-        columns = {"prompt": [_ask(MOVING_QUESTION)] * len(videos), "video": videos, "solution": solutions}
-        features = {"prompt": _PROMPT, "video": List(Image()), "solution": Value("string")}
-        splits[split] = Dataset.from_dict(columns, Features(features))
+        splits[split] = _rows(MOVING_QUESTION, "video", List(Image()), videos, solutions)
     return DatasetDict(splits)
 
 
@@ -277,6 +265,12 @@ def encoded(samples: np.ndarray, rate: int, file_format: str = "WAV") -> dict[st
 
 def _ask(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
+
+
+def _rows(question: str, column: str, feature: Image | List, media: Iterable, solutions: list[str]) -> Dataset:
+    columns = {"prompt": [_ask(question)] * len(solutions), column: list(media), "solution": solutions}
+    features = {"prompt": _PROMPT, column: feature, "solution": Value("string")}
+    return Dataset.from_dict(columns, Features(features))
 
 
 def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -5,14 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from datasets import Dataset, DatasetDict
-from demo import DEMO_ARGUMENTS, cold_start, train_and_measure
+from demo import DEMO_ARGUMENTS, cold_start, demo_inputs, train_and_measure
 from transformers import PreTrainedModel, ProcessorMixin
 from trl import ModelConfig
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import RFTScriptArguments
-from trl_multimodal_rft.scripts.inputs import adapter_inputs, trainer_inputs
+from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.training import curves, finish, train
 
 
@@ -126,15 +126,9 @@ def train_demo(
         assistant_only_loss=True,
     )
     trainer = MultimodalGRPOTrainer(
-        model=model,
+        **demo_inputs(model, processor, dataset, training_args, model_args),
         reward_funcs=accuracy_reward,
-        args=training_args,
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"] if training_args.eval_strategy != "no" else None,
-        processing_class=processor,
         environment_factory=environment,
-        callbacks=[TrainingCurvesCallback()],
-        **adapter_inputs(model_args),
     )
     trainer.accelerator.print(f"Accuracy without the tool, at best: {best_without_tool(dataset['test']):.1%}")
     train_and_measure(trainer, script_args, dataset["test"], name)
