@@ -11,7 +11,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers.families import FAMILIES, image
+from helpers.chats import image
+from helpers.families import FAMILIES
 from helpers.tools import Scripted, shows, with_turns_of_tools
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (

@@ -13,7 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers.families import FAMILIES, RATE, SPECIAL, audio, image
+from helpers.chats import RATE, audio, image
+from helpers.families import FAMILIES, SPECIAL
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
