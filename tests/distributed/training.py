@@ -227,6 +227,20 @@ def averages(trainer):
     return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
 
 
+def compared(straight, resumed):
+    """What a resumed run gives, and where it is another than the one that went straight through."""
+    updates = straight["update"], resumed["update"]
+    logs = [
+        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
+        for each in (straight, resumed)
+    ]
+    return {
+        **resumed,
+        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
+        "logs": logs,
+    }
+
+
 def gathered(parameters):
     """Where ZeRO-3 has split parameters, a context in which they are whole."""
     split = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
