@@ -21,7 +21,8 @@ from pathlib import Path
 
 import soundfile
 from datasets import Audio, Dataset, Features, Image, List, Value, Video
-from helpers.families import FAMILIES, RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
+from helpers.families import FAMILIES
 
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, load_dataset
-from helpers.families import ONE_OF_EACH_KIND, RATE, encode
-from helpers.more_families import ALL_FAMILIES
+from helpers.chats import RATE
+from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
 from helpers.trainer_utils import load, make_trainer
 from PIL import Image
 from trl import TrlParser

@@ -16,8 +16,9 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
+from helpers.chats import audio, chat, image, text, video
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES, audio, chat, decoder, every_family, image, text, tokenizer, video
+from helpers.families import FAMILIES, decoder, every_family, tokenizer
 from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model

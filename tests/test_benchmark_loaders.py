@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import soundfile
 from datasets import Audio, Dataset, Features, Image, List, Value
-from helpers.families import RATE
-from helpers.families import audio as chirp
-from helpers.families import image as picture
+from helpers.chats import RATE
+from helpers.chats import audio as chirp
+from helpers.chats import image as picture
 from helpers.trainer_utils import load, run, saved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer

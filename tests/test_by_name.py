@@ -17,7 +17,8 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.families import FAMILIES, RATE, mel_extractor  # noqa: F401
+from helpers.chats import RATE
+from helpers.families import FAMILIES, mel_extractor  # noqa: F401
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
     InjectedOurs,

@@ -6,7 +6,8 @@ import argparse
 import numpy as np
 import pytest
 import soundfile
-from helpers.families import RATE, audio, chat, encode, text
+from helpers.chats import RATE, audio, chat, text
+from helpers.families import encode
 from helpers.trainer_utils import load, saved
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig

@@ -13,7 +13,8 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, DatasetDict, List, load_from_disk
 from datasets import Image as ImageFeature
-from helpers.families import FAMILIES, RATE, audio, image
+from helpers.chats import RATE, audio, image
+from helpers.families import FAMILIES
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main

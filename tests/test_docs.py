@@ -22,7 +22,7 @@ import av
 import pytest
 import soundfile
 from datasets import Dataset
-from helpers.families import RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
 from helpers.trainer_utils import Injected, make_trainer, saved
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 

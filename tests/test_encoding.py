@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from helpers.chats import RATE, audio, image, text, video
 from helpers.encoding import assert_same_features
-from helpers.families import FAMILIES, RATE, audio, encode, image, text, tokenizer, video
+from helpers.families import FAMILIES, encode, tokenizer
 from PIL import Image
 
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages

@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
-from helpers.families import FAMILIES, image, text, video
+from helpers.chats import image, text, video
+from helpers.families import FAMILIES
 from helpers.reference import drawn_completions, media_of
 from helpers.trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
 from PIL import ImageChops

@@ -11,10 +11,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers.chats import RATE, base64_audio
 from helpers.completions import random_completions
 from helpers.encoding import assert_same_features
-from helpers.families import FAMILIES, RATE, base64_audio, encode, mel_extractor, tokenizer  # noqa: F401
-from helpers.more_families import ALL_FAMILIES, MORE_FAMILIES
+from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, encode, mel_extractor, tokenizer  # noqa: F401
 from helpers.trainer_utils import checkpoint, make_trainer, relative_difference, text_rows
 from PIL import ImageOps
 

@@ -9,8 +9,7 @@ import pytest
 import transformers
 from helpers.by_hand import FAMILIES as BY_HAND
 from helpers.families import FAMILIES as MATRIX
-from helpers.families import SPECIAL
-from helpers.more_families import MORE_FAMILIES
+from helpers.families import MORE_FAMILIES, SPECIAL
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.families import (

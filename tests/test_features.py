@@ -16,7 +16,7 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
-from helpers.families import RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
 from helpers.trainer_utils import InjectedOurs, load, make_trainer, run
 
 from trl_multimodal_rft import MultimodalPPOTrainer

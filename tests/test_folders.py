@@ -6,7 +6,7 @@ import shutil
 import pytest
 import soundfile
 from datasets import Audio, Dataset, DatasetDict, Features, Image, List, Value, Video, load_dataset
-from helpers.families import RATE, audio
+from helpers.chats import RATE, audio
 from PIL import Image as PILImage
 
 from trl_multimodal_rft.data import folders

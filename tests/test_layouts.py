@@ -7,7 +7,7 @@ import shutil
 import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value, load_dataset
-from helpers.families import RATE, audio, image
+from helpers.chats import RATE, audio, image
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import families
+from helpers import chats, families
 from PIL import Image
 from qwen_vl_utils.vision_process import to_rgb
 from transformers.utils import is_torchcodec_usable
@@ -255,7 +255,7 @@ def test_unusable_images_are_named(source, message):
 
 
 def test_truncated_images_and_dead_links_are_named(tmp_path, site):
-    Image.fromarray(families.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.jpg")
+    Image.fromarray(chats.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.jpg")
     data = (tmp_path / "i.jpg").read_bytes()
     (tmp_path / "i.jpg").write_bytes(data[: len(data) // 2])
     with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image '.*i.jpg' .*truncated"):
@@ -573,7 +573,7 @@ def test_videos_are_those_of_qwen_vl_utils(folder, patch, options):
 def test_images_are_those_of_qwen_vl_utils(tmp_path, patch, options):
     from qwen_vl_utils import process_vision_info
 
-    Image.fromarray(families.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.png")
+    Image.fromarray(chats.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.png")
     block = {"type": "image", "image": str(tmp_path / "i.png"), **options}
     (expected,), _ = process_vision_info([{"role": "user", "content": [block]}], image_patch_size=patch)
     image = load_with_qwen_vl_utils(ref("image", tmp_path / "i.png", **options), patch)
@@ -596,7 +596,7 @@ def test_qwen_processors_neither_resize_nor_sample_again(folder, decoder, name):
         processor, patch = families.qwen2_5_vl()[1], 14
     else:
         processor, patch = families.qwen3_vl_processor(), 16
-    picture = ref("image", families.mosaic(1, 120, 200, 0)[0], min_pixels=3136, max_pixels=20000)
+    picture = ref("image", chats.mosaic(1, 120, 200, 0)[0], min_pixels=3136, max_pixels=20000)
     clip = ref("video", folder / "v.mp4", nframes=6, video_start=0.5, video_end=1.5, max_pixels=60000, min_pixels=3136)
     image = load_with_qwen_vl_utils(picture, patch)
     frames, metadata = load_with_qwen_vl_utils(clip, patch)

@@ -18,7 +18,7 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
-from helpers.families import RATE, image, video
+from helpers.chats import RATE, image, video
 from helpers.media_logs_worker import dataset as mixed_dataset
 from helpers.media_logs_worker import mixed_rows
 from helpers.processes import python_command, python_environment

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 import soundfile
 from datasets import Dataset
-from helpers.families import RATE, audio, image, text, video
+from helpers.chats import RATE, audio, image, text, video
 from helpers.trainer_utils import Injected, InjectedOurs, load, make_trainer, run
 from trl import TrlParser
 

@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
+from helpers.chats import audio, chat, image, text
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES, audio, chat, image, text
-from helpers.more_families import ALL_FAMILIES
+from helpers.families import ALL_FAMILIES, FAMILIES
 
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.prompts import join_media, placeholder_token_ids

@@ -15,7 +15,7 @@ import nbformat
 import numpy as np
 import pytest
 from datasets import Audio, Dataset
-from helpers.families import RATE, audio
+from helpers.chats import RATE, audio
 from helpers.trainer_utils import saved
 from nbclient import NotebookClient
 from safetensors.torch import load_file

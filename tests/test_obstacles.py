@@ -8,8 +8,9 @@ import torch
 import transformers as hf
 from datasets import Dataset
 from helpers.by_hand import FAMILIES, gradients, own_logps
+from helpers.chats import chat, image, text
 from helpers.completions import random_completions
-from helpers.families import chat, image, template, text, tokenizer
+from helpers.families import template, tokenizer
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.families import FAMILIES, RATE, encode
+from helpers.chats import RATE
+from helpers.families import FAMILIES, encode
 from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import (
     audio_rows,

@@ -13,7 +13,7 @@ import pytest
 import soundfile
 import yaml
 from datasets import Dataset, Features, Image, List, Value
-from helpers.families import RATE, audio, image, mosaic
+from helpers.chats import RATE, audio, image, mosaic
 from helpers.four_bits import save_wide
 from helpers.trainer_utils import length_and_sum, saved
 from trl import TrlParser

@@ -16,7 +16,7 @@ import pytest
 import soundfile
 import soxr
 import torch
-from helpers.families import RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
 from helpers.reward_server import png
 from helpers.trainer_utils import audio_rows, load, make_trainer, sound
 

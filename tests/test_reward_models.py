@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from helpers.families import FAMILIES, RATE, audio, chat, every_family, image, instantiate, text
+from helpers.chats import RATE, audio, chat, image, text
+from helpers.families import FAMILIES, every_family, instantiate
 from helpers.trainer_utils import (
     Injected,
     InjectedOurs,

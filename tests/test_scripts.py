@@ -11,7 +11,7 @@ import pytest
 import soundfile
 import yaml
 from datasets import Audio, Dataset, Features, IterableDataset, Value
-from helpers.families import RATE, audio
+from helpers.chats import RATE, audio
 from helpers.trainer_utils import load, saved
 from small_models import spoken_digit_model
 from tasks import spoken_digits

@@ -5,8 +5,8 @@ forward don't see each other."""
 import pytest
 import torch
 from datasets import Dataset
-from helpers.families import RATE, image
-from helpers.more_families import ALL_FAMILIES
+from helpers.chats import RATE, image
+from helpers.families import ALL_FAMILIES
 from helpers.resumed_runs import logged
 from helpers.trainer_utils import PLAIN, load, saved, sound, with_media
 from peft import LoraConfig

@@ -9,7 +9,8 @@ import soundfile
 import torch
 import transformers
 from datasets import Audio, Dataset, Image
-from helpers.families import FAMILIES, RATE, audio, every_family, image
+from helpers.chats import RATE, audio, image
+from helpers.families import FAMILIES, every_family
 from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

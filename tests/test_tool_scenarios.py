@@ -22,7 +22,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers.families import image
+from helpers.chats import image
 from helpers.tools import talking
 from helpers.trainer_utils import logged, make_trainer, norm, run
 

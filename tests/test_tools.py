@@ -8,7 +8,8 @@ import PIL.Image
 import pytest
 import torch
 from datasets import load_dataset
-from helpers.families import encode, image, video
+from helpers.chats import image, video
+from helpers.families import encode
 from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
 from helpers.resumed_runs import Recording as RecordsTraining
 from helpers.tools import Scripted, call, shows, talking

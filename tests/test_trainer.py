@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from helpers.families import FAMILIES, RATE, audio, audio_prompts, encode, image, template, video
-from helpers.more_families import ALL_FAMILIES, MORE_FAMILIES
+from helpers.chats import RATE, audio, audio_prompts, image, video
+from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, encode, template
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.tools import Calling, look_up, with_tools
 from helpers.trainer_utils import (

@@ -9,7 +9,8 @@ import soundfile
 import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Audio, Dataset, Image, IterableDataset, List, load_dataset, load_from_disk
-from helpers.families import FAMILIES, RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
+from helpers.families import FAMILIES
 from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, run, sound, text_rows, with_media
 from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.families import FAMILIES, SPECIAL
-from helpers.more_families import ALL_FAMILIES, MORE_FAMILIES
+from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, SPECIAL
 from helpers.trainer_utils import saved
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file

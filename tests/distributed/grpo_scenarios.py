@@ -11,7 +11,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers.families import FAMILIES, image
+from helpers.chats import image
+from helpers.families import FAMILIES
 from helpers.tools import Scripted, shows, with_turns_of_tools
 from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
@@ -23,6 +24,7 @@ from training import (
     RecordingTrainer,
     RemembersParts,
     audio_rows,
+    compared,
     engine_options,
     image_rows,
     start,
@@ -391,16 +393,7 @@ def resumed(folder):
     PartialState().wait_for_everyone()
     checkpoint = folder / "straight" / "output" / "checkpoint-3"
     _, result = train(folder / "again", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
-    updates = straight["update"], result["update"]
-    logs = [
-        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
-        for each in (straight, result)
-    ]
-    return {
-        **result,
-        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
-        "logs": logs,
-    }
+    return compared(straight, result)
 
 
 def resumed_reference(folder):

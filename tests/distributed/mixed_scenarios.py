@@ -6,7 +6,7 @@ from unittest import mock
 import PIL.Image
 import torch
 from datasets import Dataset
-from helpers.families import RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
 from peft import LoraConfig
 from training import GROUP, RecordingTrainer, injected, row, start, train
 

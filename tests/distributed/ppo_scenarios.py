@@ -14,6 +14,7 @@ from training import (
     RemembersParts,
     audio_rows,
     averages,
+    compared,
     image_rows,
     train,
     weights,
@@ -146,17 +147,7 @@ def ppo_resumed(folder):
     PartialState().wait_for_everyone()
     checkpoint = folder / "straight" / "output" / "checkpoint-3"
     trainer, result = ppo(folder / "again", checkpoint=checkpoint, **options)
-    updates = straight["update"], result["update"]
-    logs = [
-        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
-        for each in (straight, result)
-    ]
-    return {
-        **result,
-        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
-        "logs": logs,
-        "supervised": [straight["supervised"][6:], result["supervised"]],
-    }
+    return compared(straight, result) | {"supervised": [straight["supervised"][6:], result["supervised"]]}
 
 
 def ppo_refused(folder):

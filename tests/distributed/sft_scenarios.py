@@ -2,7 +2,8 @@
 """Scenarios of supervised training, with other media, and other numbers of tokens, on each process."""
 
 from datasets import Dataset
-from helpers.families import FAMILIES, image
+from helpers.chats import image
+from helpers.families import FAMILIES
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from training import engine_options, start, weights

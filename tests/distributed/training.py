@@ -13,7 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers.families import FAMILIES, RATE, SPECIAL, audio, image
+from helpers.chats import RATE, audio, image
+from helpers.families import FAMILIES, SPECIAL
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -224,6 +225,20 @@ def averages(trainer):
     """Copies of the averages of the policy's parameters."""
     average = getattr(trainer, "ema", None)
     return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
+
+
+def compared(straight, resumed):
+    """What a resumed run gives, and where it is another than the one that went straight through."""
+    updates = straight["update"], resumed["update"]
+    logs = [
+        [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
+        for each in (straight, resumed)
+    ]
+    return {
+        **resumed,
+        "otherwise": [name for name in updates[0] if not torch.equal(updates[0][name], updates[1][name])],
+        "logs": logs,
+    }
 
 
 def gathered(parameters):

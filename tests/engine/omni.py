@@ -5,7 +5,7 @@ from pathlib import Path
 
 import transformers as hf
 from datasets import Dataset
-from helpers.families import image, video
+from helpers.chats import image, video
 from helpers.trainer_utils import sound
 
 

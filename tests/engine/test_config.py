@@ -7,8 +7,8 @@ import pytest
 import torch
 import vllm_cpu
 from datasets import Dataset
+from helpers.chats import image, video
 from helpers.engine_runs import Recorded, make
-from helpers.families import image, video
 from helpers.omni import OMNI
 from helpers.tools import Calling, look_up, with_tools
 from helpers.trainer_utils import (

@@ -7,8 +7,9 @@ Every family with vLLM's own engine, compared with the model's own forward, befo
 
 import pytest
 import torch
+from helpers.chats import RATE
 from helpers.engine_runs import RecordedOmni
-from helpers.families import FAMILIES, RATE
+from helpers.families import FAMILIES
 from helpers.omni import save_released
 from helpers.trainer_utils import length_and_sum, saved, text_rows, with_media
 from vllm_cpu import ENGINE

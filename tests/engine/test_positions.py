@@ -4,7 +4,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers.families import RATE, audio, image, video
+from helpers.chats import RATE, audio, image, video
 from helpers.omni import OMNI
 from helpers.tools import talking
 from helpers.trainer_utils import load, saved, with_media

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 import vllm
 from helpers import engine_runs
+from helpers.chats import image, video
 from helpers.engine_runs import RecordedOmni
-from helpers.families import image, video
 from helpers.omni import OMNI
 from helpers.tools import with_turns_of_tools
 from helpers.trainer_utils import load, saved, sound, video_rows

@@ -3,7 +3,7 @@
 
 import pytest
 from helpers import engine_runs
-from helpers.families import image
+from helpers.chats import image
 from helpers.tools import talking
 from helpers.trainer_utils import audio_rows, image_rows, sound
 from talking import ENGINE, Talking, TalkingGRPO, make

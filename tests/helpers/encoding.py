@@ -7,7 +7,7 @@ import transformers as hf
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 
-from .families import RATE
+from .chats import RATE
 
 
 def encode_chats(

@@ -26,7 +26,7 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, TrainerCallback
 from transformers.utils.hub import hf_api
 
-from helpers.families import RATE
+from helpers.chats import RATE
 from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,

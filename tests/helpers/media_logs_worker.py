@@ -12,7 +12,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from helpers.families import image, video
+from helpers.chats import image, video
 from helpers.trainer_utils import InjectedOurs, make_trainer, sound
 
 

@@ -6,7 +6,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from helpers.completions import G
 from helpers.encoding import encode_chats
-from helpers.more_families import ALL_FAMILIES
+from helpers.families import ALL_FAMILIES
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores

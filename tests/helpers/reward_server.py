@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import PIL.Image
 import pytest
 
+from .chats import image
+
 
 class Server(ThreadingHTTPServer):
     """
@@ -54,8 +56,6 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(status, body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def do_GET(self):
-        from .families import image  # which takes a while
-
         self.server.images_sent += 1
         self.reply(200, png(image(56, 28)["image"]))
 

@@ -16,8 +16,8 @@ from datasets import Dataset
 from transformers import AutoProcessor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from helpers.families import RATE, audio, image, video
-from helpers.more_families import ALL_FAMILIES
+from helpers.chats import RATE, audio, image, video
+from helpers.families import ALL_FAMILIES
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,

@@ -356,14 +356,17 @@ def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool 
     return tensors if mask is None else {**tensors, mask: own.long()}
 
 
-def _sized(model, sizes) -> Tensors:
-    """Images of several sizes, the smaller ones padded."""
-    unit = _first(_tower(model), "patch_size") * getattr(model.config, "spatial_merge_size", 1)
-    shapes = torch.tensor([[2 * unit, (2 + size) * unit] for size in sizes])
-    pixels = torch.zeros(len(sizes), 3, *shapes.amax(0).tolist())
+def _padded_images(shapes: torch.Tensor) -> Tensors:
+    """Images of several heights and widths, the smaller ones padded."""
+    pixels = torch.zeros(len(shapes), 3, *shapes.amax(0).tolist())
     for image, (height, width) in zip(pixels, shapes.tolist(), strict=True):
         image[:, :height, :width] = torch.randn(3, height, width)
     return {"pixel_values": pixels, "image_sizes": shapes}
+
+
+def _sized(model, sizes) -> Tensors:
+    unit = _first(_tower(model), "patch_size") * getattr(model.config, "spatial_merge_size", 1)
+    return _padded_images(torch.tensor([[2 * unit, (2 + size) * unit] for size in sizes]))
 
 
 def _crops(model, sizes) -> Tensors:
@@ -452,11 +455,7 @@ def _folded(model, sizes) -> Tensors:
 
 
 def _sides_of_codes(model, sizes) -> Tensors:
-    shapes = torch.tensor([[16, 16 + 8 * size] for size in sizes])
-    pixels = torch.zeros(len(sizes), 3, *shapes.amax(0).tolist())
-    for image, (height, width) in zip(pixels, shapes.tolist(), strict=True):
-        image[:, :height, :width] = torch.randn(3, height, width)
-    return {"pixel_values": pixels, "image_sizes": shapes}
+    return _padded_images(torch.tensor([[16, 16 + 8 * size] for size in sizes]))
 
 
 def _looked_at(model, media, seed: int) -> EncodedPrompt:
