@@ -52,9 +52,11 @@ from trl_multimodal_rft.scripts.ppo import critic_inputs
 DEMO = {
     **DEMO_ARGUMENTS,
     "output_dir": "outputs/ppo_vision",
-    "max_steps": 100,
+    "max_steps": 250,
     "per_device_train_batch_size": 384,
-    "num_generations": 8,
+    "num_generations": 4,
+    "learning_rate": 5e-4,  # twice of it undoes the cold start
+    "freezing_actor_steps": 10,  # the critic knows something by then
     "entropy_coef": 0.05,
     "vf_coef": 0.5,
     "num_ppo_epochs": 2,

@@ -39,7 +39,7 @@ RECIPES = {
 }
 # What else an extra is for
 OPTIONS = {
-    "logging": ["--report_to", "tensorboard", "wandb", "trackio", "--log_completions"],
+    "logging": ["--report_to", "all", "--log_completions"],
     "peft": ["--use_peft"],
     "peft,quantization": ["--use_peft", "--load_in_4bit"],
 }
