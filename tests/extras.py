@@ -40,8 +40,8 @@ RECIPES = {
 # What else an extra is for
 OPTIONS = {
     "logging": ["--report_to", "all", "--log_completions"],
-    "peft": ["--use_peft"],
-    "peft,quantization": ["--use_peft", "--load_in_4bit"],
+    "peft": ["--use_peft", "--lora_target_modules", "all-linear"],
+    "peft,quantization": ["--use_peft", "--lora_target_modules", "all-linear", "--load_in_4bit"],
 }
 
 
