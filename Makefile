@@ -79,8 +79,8 @@ benchmark: $(VENV)/examples
 
 # Those that need no GPU, with their outputs
 notebooks: $(VENV)/tests
-	$(call IN,$(VENV)) jupyter execute --inplace --NotebookClient.record_timing=False \
-		examples/notebooks/grpo_audio.ipynb examples/notebooks/custom_advantage_and_reward.ipynb
+	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/grpo_audio.ipynb \
+		examples/notebooks/custom_advantage_and_reward.ipynb
 
 docs: $(VENV)/tests
 	$(BIN)/mkdocs build --strict
