@@ -23,8 +23,8 @@ def policy_update():
 @pytest.mark.parametrize(
     ("case", "family"),
     [
-        ("image", "qwen2_5_vl"),
-        pytest.param("text", "qwen2_5_vl", marks=pytest.mark.slow),
+        ("text", "qwen2_5_vl"),
+        pytest.param("image", "qwen2_5_vl", marks=pytest.mark.slow),
         pytest.param("image", "qwen3_5", marks=pytest.mark.slow),
         pytest.param("audio", "qwen2_audio", marks=pytest.mark.slow),
     ],

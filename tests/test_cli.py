@@ -78,6 +78,7 @@ def measured(text):
     return {line[0]: dict(zip(HEADER, line, strict=False)) for line in lines[2:]}
 
 
+@pytest.mark.slow
 def test_measure_families(capsys, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Words.\n<!-- measured -->\nOld.\n")

@@ -82,6 +82,7 @@ def test_card_asks_what_was_asked(tmp_path):
         assert [block["type"] for block in messages[-1]["content"]] == ["image", "text"]
 
 
+@pytest.mark.slow
 def test_card_of_an_adapter(tmp_path):
     objects = {"peft_config": LoraConfig(target_modules=["q_proj"])}
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(8), tmp_path / "model", objects=objects, max_steps=1)

@@ -86,6 +86,7 @@ def test_committed_run_is_what_the_text_says():
     assert float(before) == 0 and float(after) > 95
 
 
+@pytest.mark.slow
 def test_grpo_audio(tmp_path):
     notebook, result = execute(
         "grpo_audio",

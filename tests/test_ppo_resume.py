@@ -286,7 +286,9 @@ def test_checkpoint_of_another_trainer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_ppo_epochs": 3}, {"gamma": 0.9}, {"lam": 0.5}, {"bootstrap_truncated": False}]
+    "changes",
+    [{"num_ppo_epochs": 3}, {"gamma": 0.9}]
+    + [pytest.param(each, marks=pytest.mark.slow) for each in ({"lam": 0.5}, {"bootstrap_truncated": False})],
 )
 def test_other_returns_ask_for_new_completions(changes, straight, tmp_path, caplog):
     folder = checkpoint(straight("audio"), 3)
@@ -346,7 +348,11 @@ def test_best_model_is_loaded_with_its_critic(tmp_path):
 # What a frozen policy leaves in the optimizer, and so in a checkpoint
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_trunk": True}], ids=["critic of its own", "shared trunk"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"shared_trunk": True}, marks=pytest.mark.slow)],
+    ids=["critic of its own", "shared trunk"],
+)
 def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
     """After the freeze, Adam starts afresh, though a shared trunk had gradients of the values."""
     n_frozen, n_steps = 3, 4

@@ -132,6 +132,8 @@ SLOW = {
     "adapter with dropout",
     "logged every three steps",
     "evaluated between updates",
+    "several epochs",
+    "current entropies, adaptive bonus",
 }
 
 

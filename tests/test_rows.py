@@ -92,7 +92,9 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
         assert torch.equal(prompt.media["input_features"], processed["input_features"])
 
 
-@pytest.mark.parametrize("options", [{}, REPLAY], ids=["plain", "dynamic sampling"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(REPLAY, marks=pytest.mark.slow)], ids=["plain", "dynamic sampling"]
+)
 def test_reading_ahead_changes_nothing(options, tmp_path):
     options = {"reward": few_live, **REUSED, **options, "save_strategy": "no", "learning_rate": 1e-3}
     runs = [

@@ -67,8 +67,15 @@ def straight(tmp_path_factory):
     return trainer
 
 
-@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH])
-@pytest.mark.parametrize("save_strategy", ["no", "epoch"])
+@pytest.mark.parametrize(
+    ("step", "save_strategy"),
+    [
+        (2, "no"),
+        (STEPS_PER_EPOCH, "epoch"),
+        pytest.param(2, "epoch", marks=pytest.mark.slow),
+        pytest.param(STEPS_PER_EPOCH, "no", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_due_at_the_end_of_an_epoch_is_done_there_alone(step, save_strategy, straight, tmp_path):
     options = {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}, "save_strategy": save_strategy}
     first = make(tmp_path, step, **options)

@@ -42,10 +42,10 @@ def in_parts(trainer_class, family, rows, budget, **options):
 
 @pytest.mark.parametrize(
     "loss_type",
-    ["dapo", "sapo", "luspo", "gmpo"]
+    ["dapo", "gmpo"]
     + [
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("grpo", "bnpo", "dr_grpo", "cispo", "vespo", "cpgd", "dual_clip")
+        for name in ("grpo", "bnpo", "dr_grpo", "cispo", "vespo", "cpgd", "dual_clip", "sapo", "luspo")
     ],
 )
 def test_loss_types(loss_type):
@@ -82,7 +82,7 @@ def test_rloo_equals_trl():
 @pytest.mark.parametrize(
     "options",
     [
-        {"entropy_coef": 0.1},
+        pytest.param({"entropy_coef": 0.1}, marks=pytest.mark.slow),
         {"top_entropy_quantile": 0.5},
         {"importance_sampling_level": "sequence"},
         {"packing": "padded"},
@@ -94,6 +94,6 @@ def test_options(options):
     compare(InjectedOurs, "qwen2_audio", audio_rows(8), num_iterations=2, max_steps=4, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_trunk": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"shared_trunk": True}, marks=pytest.mark.slow)], ids=str)
 def test_critic(options):
     compare(InjectedPPO, "qwen2_5_vl", image_rows(8), num_ppo_epochs=2, max_steps=4, beta=0.1, **options)

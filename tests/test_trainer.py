@@ -747,9 +747,9 @@ def test_evaluation_leaves_training_alone(kind):
     ("kind", "options"),
     [
         ("audio", {}),
-        ("image", {}),
+        pytest.param("image", {}, marks=pytest.mark.slow),
         ("video", {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}),
-        ("audio", {"steps_per_generation": 2}),
+        pytest.param("audio", {"steps_per_generation": 2}, marks=pytest.mark.slow),
         ("audio", {"objects": {"peft_config": lora()}, "beta": 0.1}),
     ],
     ids=["audio", "image", "video, reused, kl", "audio, two updates a batch", "audio, lora, kl"],

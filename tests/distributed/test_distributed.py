@@ -26,7 +26,7 @@ ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
-IN_DEFAULT_RUN = ("fsdp2", "zero2")  # beside DDP, with that scenario
+IN_DEFAULT_RUN = ("fsdp2",)  # beside DDP, with that scenario
 DDP = [
     "straddling_group",
     "straddling_groups",

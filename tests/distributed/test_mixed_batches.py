@@ -45,9 +45,8 @@ def one_process(tmp_path_factory):
     run.stop()
 
 
-@pytest.mark.parametrize(
-    "engine", ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "zero2", "zero3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_processes_with_different_media_train_as_one_process(engine, one_process, tmp_path):
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
