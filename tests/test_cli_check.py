@@ -124,6 +124,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     assert table(report, "kind")["audio"]["max"] == "1"
 
 
+@pytest.mark.slow
 def test_entry_point_with_workers(sounds, tmp_path, capsys):
     """As it is called, with processes of its own, on one split of a dataset: the same report as without them."""
     DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")

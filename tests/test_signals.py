@@ -152,6 +152,7 @@ print("trained on", file=sys.stderr, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the death of a parent")
 def test_it_ends_with_its_launcher_but_not_with_a_shell(tmp_path):
     started = []

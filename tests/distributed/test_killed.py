@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from trl_multimodal_rft.trainers.manifest import damage
 
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 TIMEOUT = 600  # seconds; a run takes some, but DeepSpeed compiles before its first
 LAST = 9  # step, in the middle of an epoch and of a generation batch
@@ -245,11 +247,7 @@ def worker(tmp_path_factory):
         worker.stop()
 
 
-def several(*names: str) -> list:
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name != "grpo")) for name in names]
-
-
-@pytest.fixture(params=several("grpo", "ppo", "ddp", "zero2"))
+@pytest.fixture(params=["grpo", "ppo", "ddp", "zero2"])
 def case(request):
     if request.param == "zero2":
         pytest.importorskip("deepspeed")
@@ -286,7 +284,6 @@ def test_killed_while_it_saves(worker, case, tmp_path):
     assert found["others"] == []
 
 
-@pytest.mark.slow
 def test_killed_at_random(worker, case, tmp_path):
     seed = random.randrange(2**32)
     run = Restarted(worker, case, tmp_path, seed)
@@ -348,7 +345,7 @@ class Asked:
         return json.loads((inspection.folder / "found.json").read_text())["final"]
 
 
-@pytest.mark.parametrize("case", several(*CASES), indirect=True)
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_asked_to_end(worker, case, tmp_path):
     run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
     expected = []
@@ -398,7 +395,6 @@ def test_second_interrupt_ends_at_once(worker, tmp_path):
     assert "KeyboardInterrupt" in processes.logs() and run.checkpoints() == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has such a device")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_full_disk_of_one_ends_all(rank, worker, tmp_path):
@@ -413,7 +409,6 @@ def test_full_disk_of_one_ends_all(rank, worker, tmp_path):
     run.ends()
 
 
-@pytest.mark.slow
 def test_launcher_ends_the_others(worker, tmp_path):
     """As `dies`, but with the processes and the end of the others left to `torch.distributed.run`."""
     run = Restarted(worker, "ddp", tmp_path, 0)
@@ -438,7 +433,6 @@ def test_launcher_ends_the_others(worker, tmp_path):
     run.ends()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 @pytest.mark.parametrize(
     ("name", "saves"), [("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", True), ("SIGINT", True)]
