@@ -253,6 +253,7 @@ def test_ppo(tmp_path):
     assert Image.open(tmp_path / "training_curves.png").width == 1200
 
 
+@pytest.mark.slow
 def test_resume(tmp_path, drawn):
     """The picture of a resumed run has the steps before."""
 

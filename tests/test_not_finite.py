@@ -120,6 +120,7 @@ def test_too_many_in_a_row_raise(name):
         train(broken(name, (1, 2, 3)), max_skipped_updates=2)
 
 
+@pytest.mark.slow
 def test_updates_that_were_skipped_count_after_a_resume(tmp_path):
     trainer_class = broken("grpo", (1, 2, 3))
     options = {**OPTIONS, "max_skipped_updates": 2}

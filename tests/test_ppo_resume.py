@@ -308,6 +308,7 @@ def test_what_a_checkpoint_holds(straight):
     assert [path.name for path in head.iterdir()] == ["value_head.safetensors"]
 
 
+@pytest.mark.slow
 def test_updates_that_were_skipped_count_after_a_resume(tmp_path):
     case = CASES["audio"]
     options = {"max_skipped_updates": 2, "ema_decay": None}

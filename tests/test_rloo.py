@@ -80,7 +80,12 @@ def our_run(rows=None, **options):
     return run(InjectedOurs, FAMILY, rows or dataset(), **options)
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *EQUIVALENTS])
+SLOW = {"renewed", "normalized advantages", "clipped rewards", "reused"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in [*OPTIONS, *EQUIVALENTS]]
+)
 def test_packed_equals_trl(name):
     ours = our_run(**{**OPTIONS, **EQUIVALENTS}[name])
     assert all(ours.trainer.scored_packed)

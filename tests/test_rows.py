@@ -274,6 +274,7 @@ def test_too_many_bad_rows_end_the_run(tmp_path):
     assert len(skipped_rows(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_rows_that_were_skipped_stay_so_after_resuming(tmp_path):
     """Though they can be read again."""
     straight = trained(damaged_rows(BAD), tmp_path / "straight", **SKIP, save_strategy="steps", save_steps=1)

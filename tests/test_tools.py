@@ -208,6 +208,7 @@ class Forced(Recording, MultimodalGRPOTrainer):
     """Samples calls, since the longer a part of one is there, the likelier is what follows."""
 
 
+@pytest.mark.slow
 def test_generation_goes_on_from_its_cache(monkeypatch, caplog):
     """What is sampled and how the model moves is the same as when conversations are prefilled again."""
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
