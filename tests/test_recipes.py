@@ -24,7 +24,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.cli import estimate, main
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.launching import split_arguments
@@ -161,6 +161,19 @@ def test_says_what_it_is(name):
     row = next(line for line in (ROOT / "docs" / "recipes.md").read_text().splitlines() if f"/{name}.yaml)" in line)
     for number in re.findall(r"[\d.]+ -> [\d.]+", reported):
         assert number.replace("->", "→") in row
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_memory_is_of_its_own_settings(name, monkeypatch):
+    said = re.search(r"estimate --config (\S+)((?: --\w+ \w+)*)", " ".join(header(RECIPES[name])["Memory"]))
+    if said is None:  # by another recipe
+        return
+    seen = []
+    monkeypatch.setattr(estimate, "run", seen.append)
+    main(["estimate", "--config", said[1], *said[2].split()])
+    keys = yaml.safe_load(RECIPES[name].read_text())
+    assert said[1] == name and seen[0].model == keys["model_name_or_path"]
+    assert seen[0].use_vllm == keys.get("use_vllm", False) and seen[0].beta == keys.get("beta", 0.0)
 
 
 def test_page_names_no_other():
