@@ -37,7 +37,7 @@ from helpers.trainer_utils import (
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.processors import check_processor, load_processor
 from trl_multimodal_rft.encoding.prompts import encode_prompt
@@ -117,6 +117,35 @@ def test_a_step_by_name(trainer_class, family, tmp_path):
     assert_heard(*zip(*trainer.heard, strict=True), folder, trainer._unwrapped(trainer.model))
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
+
+
+def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
+    """`generate` takes from `generation_config.json` what a config that it is given leaves open."""
+    recommended = {"min_p": 0.9, "no_repeat_ngram_size": 1, "typical_p": 0.3, "num_return_sequences": 2}
+    recommended |= {"min_new_tokens": 3, "num_beams": 2, "bad_words_ids": [[i] for i in range(40, 60)]}
+    recommended |= {"repetition_penalty": 3.0, "cache_implementation": "static", "do_sample": True}
+    released = Path(shutil.copytree(checkpoint(IMAGE), tmp_path / "released"))
+    path = released / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **recommended}))
+    runs = []
+    for folder in (checkpoint(IMAGE), str(released)):
+        caplog.clear()
+        args = MultimodalGRPOConfig(str(tmp_path), **STEP, use_cpu=True, bf16=False, report_to="none")
+        run = MultimodalGRPOTrainer(folder, length_and_sum, args, rows(IMAGE))
+        run.train()
+        runs.append(run)
+        said = [record.message for record in caplog.records if "generation config recommends" in record.message]
+    assert len(said) == 1 and runs[0]._self_check.changed == runs[1]._self_check.changed < 0.1
+    # TRL's `repetition_penalty` of 1.0 is the trainer's own
+    assert all(
+        (f"`{name}=" in said[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
+    ), said
+    a, b = (run._buffered_inputs[0]["completion_ids"] for run in runs)
+    assert torch.equal(a, b)
+    assert_equal_weights(runs[1].model, runs[0].model)
+    runs[1].save_model(str(tmp_path / "saved"))
+    kept = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert recommended.items() <= kept.items()
 
 
 @pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers as hf
 from datasets import Dataset, concatenate_datasets
+from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import (
     audio_rows,
     forget_apart,
@@ -71,7 +73,8 @@ def test_a_sound_model_passes(family, rows, tmp_path, capsys):
     assert run._policy.remedies == Remedies(can_pack=True, apart=None)
     line = (
         r"self-check: features = processor's 0e\+00, log-probs = model's own \S+, packed = model's own \S+, "
-        r"(audio|image) moves log-probs by \S+, rows independent \S+, sampled = model's own \S+"
+        r"(audio|image) moves log-probs by \S+, rows independent \S+, sampled = model's own \S+, "
+        r"sampling applies suppressed placeholders .moves log-probs by \S+., training mode = evaluation mode 0e\+00"
     )
     assert re.search(line, capsys.readouterr().out)
     run.create_model_card()
@@ -349,6 +352,40 @@ def test_sampling_from_another_distribution_stops_training(tmp_path):
         run.train()
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_generate_that_filters_stops_training(top_p, tmp_path):
+    """Unless the user changes the distribution anyway, which is named."""
+    run = trainer("llava", image_rows(), tmp_path, top_p=top_p)
+    run.model.generate = functools.partial(
+        run.model.generate, logits_processor=hf.LogitsProcessorList([hf.MinPLogitsWarper(0.5)])
+    )
+    if top_p == 1.0:
+        with pytest.raises(RuntimeError, match="draws from a distribution other than the one that is scored"):
+            run.train()
+        return
+    run.train()
+    assert run._self_check.changes == ("suppressed placeholders", "top_p") and run._self_check.changed > 0.1
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()]
+)
+def test_running_out_of_memory_is_no_inexactness(error, tmp_path, monkeypatch):
+    def too_large(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(forward, "pack", too_large)
+    run = trainer("llava", image_rows(), tmp_path)
+    with pytest.raises(type(error)):
+        run.train()
+
+
+def test_a_policy_in_float64_trains(tmp_path):
+    run = trainer("qwen2_audio", audio_rows(), tmp_path, break_model=lambda model: model.double())
+    run.train()
+    assert run.model.dtype == torch.float64 and run._self_check.padded <= run._self_check.tolerance
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
     model, processor = load("qwen2_audio")
@@ -378,8 +415,8 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
     assert "sampled" not in str(check)
 
 
-def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
-    """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, with which `generate` goes on from no cache."""
+def test_a_checkpoint_without_a_cache_shares_its_prefill(tmp_path):
+    """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, which isn't used."""
 
     def without_cache(model):
         model.generation_config.use_cache = False
@@ -387,7 +424,60 @@ def test_the_shared_prefill_heeds_the_models_own_generation_config(tmp_path):
     run = trainer("idefics3", image_rows(), tmp_path, without_cache)
     run.train()
     assert run._self_check.sampled <= run._self_check.tolerance
-    assert run._policy.remedies.share_prefill  # nothing had to be given up
+    assert run._policy.remedies.share_prefill
+
+
+# Training mode
+
+
+@pytest.mark.parametrize("option", [None, False])
+def test_encoders_are_the_same_in_training_mode(option, tmp_path):
+    """Granite Speech has dropout and batch norms in its encoder; its scores are those of its evaluation mode."""
+    steps = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.0, "disable_dropout": option}
+    model, processor = ALL_FAMILIES["granite_speech"].build()
+    objects = {"model": model, "processing_class": processor}
+    run = trainer("granite_speech", audio_rows(), tmp_path, objects=objects, **steps)
+    encoder = run.model.model.encoder
+    before = {name: value.clone() for name, value in encoder.named_buffers() if "running" in name}
+    assert before and any(type(part).__name__ == "Dropout" for part in encoder.modules())
+    run.train()
+    batch = run._buffered_inputs[0]
+    scores = {}
+    for training in (False, True):
+        run.model.train(training)
+        for packed in (False, True):
+            torch.manual_seed(int(packed))
+            with torch.no_grad():
+                scores[training, packed] = run._policy.score(
+                    run.model,
+                    batch["encoded_prompts"],
+                    batch["completion_ids"],
+                    batch["completion_mask"],
+                    packed=packed,
+                ).logps
+    worst = max((each - scores[False, False]).abs().max() for each in scores.values())
+    logged = [entry for entry in run.state.log_history if "clip_ratio/region_mean" in entry]
+    moved = any(not torch.equal(value, before[name]) for name, value in encoder.named_buffers() if name in before)
+    check = run._self_check
+    if option is False:
+        assert worst > 0.1 and moved and check.training > 0.1
+        assert "training mode differs from evaluation mode" in str(check)
+    else:
+        assert worst < 1e-5 and not moved and check.training < 1e-5
+        assert logged and all(entry["clip_ratio/region_mean"] == 0 for entry in logged)
+
+
+def test_the_language_model_keeps_its_dropout(tmp_path):
+    """As in TRL, where `disable_dropout` isn't set."""
+
+    def with_dropout(model):
+        for layer in model.model.language_model.layers:
+            layer.self_attn.attention_dropout = 0.5
+
+    run = trainer("llava", image_rows(), tmp_path, with_dropout)
+    run.train()
+    assert run._self_check.training > 1e-2
+    assert all(layer.self_attn.attention_dropout == 0.5 for layer in run.model.model.language_model.layers)
 
 
 # What is chosen, and what a failure says

@@ -50,7 +50,7 @@ from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.processes import refuse_runs_apart
-from ..generation.transformers import Branches, as_generation_config, trim_after_eos
+from ..generation.transformers import Branches, trim_after_eos
 from ..models.modes import evaluation_mode
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward, Remedies
@@ -546,7 +546,6 @@ def _evaluate(
     with (
         kept_random_state(),
         evaluation_mode(policy.model),
-        as_generation_config(policy.base, config),
         reward_loop([*named_funcs.values(), *_callables(policy)]) as loop,
     ):
         for first in range(0, len(batches), accelerator.num_processes):

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sampling completions: each prompt and its media are prefilled once, whatever the number of completions."""
 
-import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -192,7 +191,7 @@ def generate_completions(
         output of `generate`, which may have rows of companions at the end.
     """
     unique = [*group_by_prompt(prompts), *companions]
-    takes_a_cache = _takes_a_cache(generation_config, unwrapped_model.generation_config)
+    takes_a_cache = _takes_a_cache(generation_config)
     share_prefill = share_prefill and takes_a_cache
     cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
     kept, past = None, None
@@ -253,11 +252,14 @@ def generate_completions(
         config = windows_as_forwarded(unwrapped_model)
         if takes_a_cache and config is not unwrapped_model.config:
             inputs["past_key_values"] = DynamicCache(config=config)  # that of `generate` would forget
-    output: Any = model.generate(**inputs, generation_config=generation_config)
+    with as_generation_config(unwrapped_model, generation_config):
+        output: Any = model.generate(**inputs, generation_config=generation_config)
     sequences = output["sequences"] if isinstance(output, ModelOutput) else output
     completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]
     if kept is not None and cache is not None and cache.get_seq_length() == sequences.size(1) - 1:
-        kept.keep(cache, inputs["attention_mask"], prompts, completion_ids, _ends(unwrapped_model, generation_config))
+        ends = generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        kept.keep(cache, inputs["attention_mask"], prompts, completion_ids, ends)
     return output if isinstance(output, ModelOutput) else completion_ids
 
 
@@ -319,8 +321,8 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> It
     """
     Makes a generation config the model's own within the context.
 
-    Where a config that is passed says nothing, `generate` takes what the checkpoint recommends, such as a repetition
-    penalty.
+    `generate` fills options that are `None` from the model's own config, so that a `min_p` or a repetition penalty
+    that a checkpoint recommends would change the distribution that completions are sampled from.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -336,22 +338,10 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> It
         model.generation_config = own
 
 
-def _option(config: GenerationConfig, own: GenerationConfig, name: str) -> Any:
-    """An option, the model's own where a config says nothing."""
-    value = getattr(config, name, None)
-    return getattr(own, name, None) if value is None else value
-
-
-def _takes_a_cache(config: GenerationConfig, own: GenerationConfig) -> bool:
-    """Whether `generate` can go on from a cache under these options, or the model's own where they say nothing."""
-    option = functools.partial(_option, config, own)
-    own_cache = option("cache_implementation") not in (None, "hybrid") or option("use_cache") is False
-    return not own_cache and option("prefill_chunk_size") is None and (option("num_beams") or 1) == 1
-
-
-def _ends(model: PreTrainedModel, config: GenerationConfig) -> list[int]:
-    ends = _option(config, model.generation_config, "eos_token_id")
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+def _takes_a_cache(config: GenerationConfig) -> bool:
+    """Whether `generate` can continue from a cache under these options."""
+    own_cache = config.cache_implementation not in (None, "hybrid") or config.use_cache is False
+    return not own_cache and config.prefill_chunk_size is None and (config.num_beams or 1) == 1
 
 
 def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:
@@ -365,7 +355,7 @@ def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: in
     if family.apart is not None or family.blank_media:
         return "what media give depends on what is beside them"
     for name, neutral in _LOOKS_BACK.items():
-        if _option(config, model.generation_config, name) not in neutral:
+        if getattr(config, name, None) not in neutral:
             return f"`{name}` looks at all tokens"
     return None
 

@@ -22,7 +22,6 @@ from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
 from ..families import family_of
 from ..forward.scoring import left_pad
-from ..generation.transformers import as_generation_config
 from ..models.modes import evaluation_mode
 from ..policy import PolicyForward, Remedies
 from .actor import Actor
@@ -332,7 +331,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return PolicyForward(remedies=Remedies(apart=family_of(self.actor).apart))
 
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> Any:
-        with evaluation_mode(self.actor), as_generation_config(self.actor.base_model, config):
+        with evaluation_mode(self.actor):
             return self._forward.sample(self.actor.model, prompts, config, pad_id)
 
     @torch.no_grad()

@@ -1,10 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Training and evaluation mode."""
+"""Training and evaluation mode, and what is random in training mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -25,3 +26,31 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def fix_encoders(model: PreTrainedModel) -> None:
+    """
+    Turns off dropout around the language model, and keeps batch norms there at their running statistics.
+
+    Encoders such as that of Granite Speech would otherwise compute other features in each forward pass: completions
+    would be scored on features that differ from those they were sampled on, and statistics would move while sampling.
+    Their parts stay in training mode, which gradient checkpointing needs.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+    """
+    language_model = {*model.get_decoder().modules()}
+    for name, module in model.named_modules():
+        if module in language_model or "lora_dropout" in name:
+            continue
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_pre_hook(_use_running_statistics)
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in attribute or isinstance(module, nn.modules.dropout._DropoutNd)):
+                setattr(module, attribute, 0.0)
+
+
+def _use_running_statistics(module: nn.Module, args: tuple) -> None:
+    """As a hook it outlives `model.train()`, which `Trainer` calls in each step."""
+    module.training = False

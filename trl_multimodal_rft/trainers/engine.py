@@ -16,13 +16,10 @@ from ..models.quantization import is_4bit
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import computing_dtype, unwrapped
 from .self_check import EngineCheck
-from .setup import media_limits, truncation
+from .setup import media_limits, sampling_changes
 
 
 logger = get_logger(__name__)
-
-# Options of vLLM that leave its log-probabilities alone
-_NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize"}
 
 
 class EngineMixin(TrainerMixin):
@@ -126,11 +123,7 @@ class EngineMixin(TrainerMixin):
 
     def _samples_from_policy(self) -> bool:
         """Whether an engine's log-probabilities are those of the policy, with nothing but our bias of its logits."""
-        args = self.args
-        if not self.use_vllm or args.repetition_penalty not in (None, 1.0):
-            return False
-        others = (args.generation_kwargs or {}).keys() - _NEUTRAL_OPTIONS - {"logit_bias"}
-        return not others and not truncation(args)
+        return self.use_vllm and not sampling_changes(self.args)
 
 
 def as_tensor(logps: Any, completion_ids: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,9 @@ from ..forward.masks import sharing_obstacle
 from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
-from ..generation.transformers import Branches, trim_after_eos
+from ..generation.transformers import Branches, as_generation_config, trim_after_eos
 from ..generation.vllm import sampling_parameters
+from ..models.modes import fix_encoders
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
@@ -70,6 +71,7 @@ from .setup import (
     refuse_unchecked_steps,
     warn_of_truncation,
     warn_of_unread,
+    warn_of_unused_recommendations,
     without_engine_and_signals,
     without_reference,
 )
@@ -131,6 +133,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             check_takes_tools(processing_class)
         if args.use_vllm:
             check_engine_format(processing_class)
+        if args.disable_dropout is None:
+            fix_encoders(unwrapped(None, model))
         check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if ref_model is None:
             ref_model = load_reference(model, args, kwargs.get("peft_config"), quantization_config)
@@ -196,6 +200,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 self.accelerator.process_index,
                 self.accelerator.num_processes,
             )
+        warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         if not self.use_vllm and placeholders:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
@@ -409,7 +414,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             return (completion_ids, logps) if self._sampling_logps_expected else completion_ids
         if self.use_transformers_continuous_batching or unknown:
             # Continuous batching refuses names of attention that it doesn't know
-            with original_attention(self._unwrapped(self.model)):
+            model = self._unwrapped(self.model)
+            with original_attention(model), as_generation_config(model, self.generation_config):
                 return super()._generate_single_turn(prompt_ids, images, {}, *args, **kwargs)
         output = self._sample_completions(prompts, self.generation_config, branches=self._batch.branches)
         completion_ids = trim_after_eos(output, self.eos_token_ids)

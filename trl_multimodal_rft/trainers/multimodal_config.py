@@ -234,6 +234,13 @@ class MultimodalArguments(MediaArguments):
             one does that is longer than the completion may be: it is left out, and nothing follows the call. `None`
             allows any number.
 
+        > Parameters that control the model
+
+        disable_dropout (`bool`, *optional*):
+            Whether to turn off dropout. `None` turns it off around the language model, where it also keeps batch norms
+            at their running statistics, so that sampling, scoring and training see the same features; `True` turns
+            off all dropout, as TRL does; `False` leaves the model as it is.
+
         > Parameters that control vLLM
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
@@ -285,6 +292,13 @@ class MultimodalArguments(MediaArguments):
     max_tool_media: int | None = field(
         default=None,
         metadata={"help": "Most images, sounds and videos that tools may return within a completion. `None`: any."},
+    )
+    disable_dropout: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to turn off dropout. `None` turns it off around the language model, where it also keeps "
+            "batch norms at their running statistics; `False` leaves the model as it is."
+        },
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}

@@ -30,6 +30,7 @@ from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
+from ..models.modes import fix_encoders
 from ..models.towers import freeze_as_built
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer, old_logps
@@ -187,6 +188,8 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             self.critic = self._make_critic(value_model)
             if args.disable_dropout:
                 disable_dropout_in_model(self.critic)
+            elif args.disable_dropout is None and isinstance(self.critic, Critic):
+                fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)
             # After TRL's constructor, so that no adapter is put into it

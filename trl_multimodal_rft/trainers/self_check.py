@@ -6,13 +6,14 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils.memory import should_reduce_batch_size
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
 from trl.models.utils import disable_gradient_checkpointing
@@ -33,9 +34,11 @@ from ..families import MODALITIES, TOKEN_FIELDS, family_of, modality_of
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..forward.scoring import takes_logits_to_keep, to_model
+from ..generation.transformers import as_generation_config
 from ..models.modes import evaluation_mode
 from ..models.wrapped import computing_dtype
 from ..policy import Completions, Remedies
+from .setup import sampling_changes
 
 
 if TYPE_CHECKING:
@@ -88,6 +91,13 @@ class SelfCheck:
             Prompts in one forward, as far as they share one, against each alone.
         sampled (`float` or `None`):
             Log-probabilities of sampling against the truth; `None` if sampling gives none.
+        changes (`tuple[str, ...]`):
+            What changes the distribution that is sampled from on purpose: suppressed placeholders, options such as
+            `top_p`.
+        changed (`float` or `None`):
+            How far these move the log-probabilities of sampled tokens; `None` if sampling gives none.
+        training (`float`):
+            Log-probabilities in training mode against those in evaluation mode, which dropout and batch norm move.
         tolerance (`float`):
             What counts as equal, from the dtype of the computation.
         remedies ([`Remedies`]):
@@ -112,6 +122,9 @@ class SelfCheck:
     media: dict[str, float]
     rows: float
     sampled: float | None
+    changes: tuple[str, ...]
+    changed: float | None
+    training: float
     tolerance: float
     remedies: Remedies
     engine_positions: bool = False
@@ -142,6 +155,13 @@ class SelfCheck:
             parts.append(
                 f"sampled = model's own {self.sampled:.0e}{'' if remedies.share_prefill else ' (prefilled apart)'}"
             )
+        if self.changes:
+            moved = "" if self.changed is None else f" (moves log-probs by {self.changed:.0e})"
+            parts.append(f"sampling applies {', '.join(self.changes)}{moved}")
+        parts.append(
+            f"training mode {'=' if self.training <= self.tolerance else 'differs from'} evaluation mode "
+            f"{self.training:.0e}"
+        )
         if self.engine is not None:
             parts.append("engine = recomputed {:.0e}, at most {:.0e}".format(*self.engine))
         if self.engine_updated is not None:
@@ -198,8 +218,11 @@ def run_self_check(
         `RuntimeError`: If features aren't those of the processor, if a medium changes nothing, or if no remedy makes
             log-probabilities or rows exact. The message names the model's type and what to do.
     """
+    check = _Check(trainer, measured)
     with measuring(trainer):
-        return _Check(trainer, measured).run(messages, prompts)
+        measurements = check.run(messages, prompts)
+    with measuring(trainer, evaluation=False):
+        return replace(measurements, training=check.training_mode())
 
 
 def check_conversation(
@@ -240,20 +263,22 @@ def check_conversation(
 
 
 @contextmanager
-def measuring(trainer: "MultimodalMixin"):
+def measuring(trainer: "MultimodalMixin", evaluation: bool = True):
     """
-    Forwards of the policy within this context leave no trace, and are those of evaluation.
+    Forwards of the policy within this context leave no trace.
 
     Args:
         trainer (`MultimodalMixin`):
             Trainer.
+        evaluation (`bool`, *optional*, defaults to `True`):
+            Whether they are those of evaluation mode. The modes stay as they are otherwise.
     """
     device = trainer.accelerator.device
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
-        evaluation_mode(trainer.model),
+        evaluation_mode(trainer.model) if evaluation else nullcontext(),
     ):
         yield
 
@@ -436,7 +461,8 @@ def _telling(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return 2 * math.sqrt(torch.finfo(dtype).eps)
+    # Scores are computed in float32 at best, also those of a model in float64
+    return 2 * math.sqrt(max(torch.finfo(each).eps for each in (dtype, torch.float32)))
 
 
 class _Check:
@@ -452,6 +478,11 @@ class _Check:
         self.model_type = self.model.config.model_type
         self.failure = ""  # what the last attempt failed with
         self.engine_positions = False
+        self.changes: list[str] = sampling_changes(trainer.args)
+        if all_placeholder_ids(self.model, trainer.processing_class):
+            self.changes.insert(0, "suppressed placeholders")
+        self.changed: float | None = None
+        self.scored: tuple[EncodedPrompt, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
         targets, donors, partners = self._choose(messages, prompts)
@@ -465,6 +496,7 @@ class _Check:
                 worst["sampled"].append(sampled)
             padded, scores = self._padded(target.prompt, ids, mask, truth)
             worst["padded"].append(padded)
+            self.scored = target.prompt, ids, mask, scores
             if self.remedies.can_pack:
                 worst["packed"].append(self._packed(target.prompt, ids, mask, truth))
             for kind in sorted(target.prompt.modalities - self.media.keys()):
@@ -479,10 +511,23 @@ class _Check:
             self.media,
             rows,
             sampled,
+            tuple(self.changes),
+            self.changed,
+            math.nan,  # measured in training mode
             self.tolerance,
             self.remedies,
             self.engine_positions,
         )
+
+    def training_mode(self) -> float:
+        """How far log-probabilities of the last completions are from those in evaluation mode."""
+        assert self.scored is not None
+        prompt, ids, mask, scores = self.scored
+        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # of batch norms, which move
+        other = self._attempt("scoring in training mode", lambda: self._score([prompt], ids, mask, packed=False))
+        for buffer, value in statistics:
+            buffer.copy_(value)
+        return self._difference(other, scores, mask)
 
     # What is checked
 
@@ -545,6 +590,7 @@ class _Check:
             media = decode_media(refs, self.processor, self.trainer.args.audio_overlong)
             return _Case(prompt, processor_outputs(messages, self.processor, *media, self.trainer._template_kwargs()))
         except Exception as error:
+            _raise_out_of_memory(error)
             return _Case(prompt, None, f"{type(error).__name__}: {error}")
 
     # The truth
@@ -599,7 +645,7 @@ class _Check:
         config = copy.deepcopy(trainer.generation_config)
         # Beams have logits of their own
         config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
-        config.update(return_dict_in_generate=True, output_logits=True)
+        config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
         output = self._attempt(
             "sampling",
             lambda: trainer._sample_completions([prompt, prompt], config, self.remedies.share_prefill),
@@ -616,8 +662,27 @@ class _Check:
             return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
         logits = torch.stack(output["logits"], dim=1)[:2].float() / trainer.temperature
         ids = output["sequences"][:2, -logits.size(1) :]
+        mask = self._mask(ids)
         sampled = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        return ids, self._mask(ids), sampled
+        if output.get("scores") is not None:
+            scores = torch.stack(output["scores"], dim=1)[:2].float()
+            self._compare_distributions(logits, scores, ids, mask, config)
+        return ids, mask, sampled
+
+    def _compare_distributions(self, logits, scores, ids, mask, config: GenerationConfig) -> None:
+        """Whether completions are drawn from what the trainer's config makes of the logits, and nothing else."""
+        suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
+        own, expected, drawn = (
+            each.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+            for each in (logits, logits.index_fill(-1, suppressed, -math.inf), scores)
+        )
+        self.changed = max(self.changed or 0.0, self._difference(own, drawn, mask))
+        unexplained = self._difference(expected, drawn, mask)
+        if not sampling_changes(self.trainer.args) and not unexplained <= self.tolerance:
+            raise self._cannot(
+                f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
+                f"{unexplained:.0e} where only suppressed tokens are left out"
+            )
 
     def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Two completions made of the prompt's last text tokens, where nothing samples here."""
@@ -693,7 +758,8 @@ class _Check:
             output_logits=True,
         )
         results = []
-        with self.trainer._generating() as model, original_attention(self.model):
+        own = as_generation_config(self.model, config)
+        with self.trainer._generating() as model, original_attention(self.model), own:
             for row in ids[:, None]:
                 output = _generate(model, plain, config, row)
                 if not isinstance(output, ModelOutput) or output.get("logits") is None:
@@ -842,7 +908,9 @@ class _Check:
 
     def _difference(self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor) -> float:
         """The largest over all processes, so that all decide alike; infinite where there is nothing to compare."""
-        value = math.inf if a is None or a.shape != b.shape else ((a - b) * mask).abs().max().item()
+        value = math.inf
+        if a is not None and a.shape == b.shape:
+            value = torch.where(mask.bool(), a - b, 0.0).abs().max().item()
         return self._worst(math.inf if math.isnan(value) else value)
 
     def _worst(self, value: float) -> float:
@@ -854,6 +922,7 @@ class _Check:
         try:
             result = measure()
         except Exception as error:
+            _raise_out_of_memory(error)
             self.failure = f"{type(error).__name__}: {error}"
             if not quiet:
                 logger.warning(f"self-check: {self.model_type} fails at {what} ({self.failure}).")
@@ -867,6 +936,12 @@ class _Check:
             f"self-check: {self.model_type} can't be trained exactly: {reason}. To train nevertheless, set "
             "`self_check=False`."
         )
+
+
+def _raise_out_of_memory(error: Exception) -> None:
+    """A model that doesn't fit isn't an inexact one."""
+    if isinstance(error, MemoryError) or should_reduce_batch_size(error):
+        raise error
 
 
 class _Force(LogitsProcessor):

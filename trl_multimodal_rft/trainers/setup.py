@@ -3,6 +3,7 @@
 
 import logging
 import os
+import reprlib
 import sys
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from unittest.mock import patch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.trainer.utils import get_config_model_id
 
@@ -33,6 +34,15 @@ Config = TypeVar("Config", bound=TrainingArguments)
 
 # Rows of a dataset in which media are looked for before training
 _ROWS_TO_LOOK_AT = 16
+
+# Options of `generation_kwargs` that leave the log-probabilities of sampled tokens alone, of vLLM and of transformers.
+# Suppressed tokens and biases are accounted for.
+_NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize", "logit_bias"}
+_NEUTRAL_OPTIONS |= {"max_new_tokens", "stop_strings", "use_cache", "cache_implementation", "suppress_tokens"}
+
+# What a checkpoint's generation config says that training takes from elsewhere, or that isn't about sampling
+_NOT_RECOMMENDATIONS = {"max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
+_NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "transformers_version"}
 
 
 def own_config(config_class: type[Config], args: Any, model) -> Config:
@@ -317,6 +327,51 @@ def truncation(args) -> dict[str, Any]:
     neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
     given = {**vars(args), **(args.generation_kwargs or {})}
     return {name: given[name] for name, values in neutral.items() if given.get(name) not in values}
+
+
+def sampling_changes(args) -> list[str]:
+    """
+    Options that make the distribution that is sampled from another one than the softmax of the logits at the
+    temperature.
+
+    Args:
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Returns:
+        `list[str]`: Their names. An option of `generation_kwargs` that isn't known to leave it alone is one of them.
+    """
+    names = [*truncation(args), *({*(args.generation_kwargs or {})} - _NEUTRAL_OPTIONS)]
+    if args.repetition_penalty not in (None, 1.0):
+        names.append("repetition_penalty")
+    return sorted({*names})
+
+
+def warn_of_unused_recommendations(recommended: GenerationConfig, used: GenerationConfig) -> None:
+    """
+    Names the sampling options that a checkpoint recommends and training doesn't use.
+
+    Args:
+        recommended ([`~transformers.GenerationConfig`]):
+            The model's.
+        used ([`~transformers.GenerationConfig`]):
+            The trainer's.
+    """
+    defaults, options = GenerationConfig._get_default_generation_params(), vars(used)
+    unused = {
+        name: value
+        for name, value in recommended.to_diff_dict().items()
+        if name not in _NOT_RECOMMENDATIONS
+        and not name.startswith("output_")
+        and options.get(name, value) is None
+        and value != defaults.get(name)
+    }
+    if unused:
+        given = ", ".join(f"`{name}={reprlib.repr(value)}`" for name, value in sorted(unused.items()))
+        logger.warning(
+            f"The checkpoint's generation config recommends {given}. Training samples without it, by its own config "
+            "and `generation_kwargs` alone; to use it, put it into `generation_kwargs`."
+        )
 
 
 def warn_of_truncation(args) -> None:
