@@ -38,6 +38,9 @@ def make(folder: Path, step: int = -1, number: int = signal.SIGTERM, **options):
     return trainer
 
 
+ASKING = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+
+
 class Unheard(Exception):
     pass
 
@@ -49,7 +52,7 @@ def outside():
     def raise_error(number, frame):
         raise Unheard(number)
 
-    before = {number: signal.signal(number, raise_error) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, raise_error) for number in (*ASKING, signal.SIGINT)}
     yield
     after = {number: signal.signal(number, handler) for number, handler in before.items()}
     assert set(after.values()) == {raise_error}
@@ -100,6 +103,13 @@ def test_it_is_saved_without_being_the_best(tmp_path):
     trainer = make(tmp_path, 3, objects={"eval_dataset": image_rows(3)}, **options)
     trainer.train()
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("number", ASKING[1:])
+def test_what_schedulers_and_terminals_send_ends_it_with_a_checkpoint(number, tmp_path):
+    trainer = make(tmp_path, 2, number)
+    trainer.train()
+    assert trainer.state.global_step == 2 and damage(tmp_path / "checkpoint-2") == []
 
 
 def test_without_the_option_nobody_listens(tmp_path):
