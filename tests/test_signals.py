@@ -4,10 +4,14 @@ Who is asked to end, and what is still done then. That runs go on bit for bit af
 processes: `distributed/test_killed.py`.
 """
 
+import fcntl
 import logging
+import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -110,6 +114,41 @@ def test_what_schedulers_and_terminals_send_ends_it_with_a_checkpoint(number, tm
     trainer = make(tmp_path, 2, number)
     trainer.train()
     assert trainer.state.global_step == 2 and damage(tmp_path / "checkpoint-2") == []
+
+
+IN_A_TERMINAL = """
+import sys
+from pathlib import Path
+import torch
+from test_signals import make
+make(Path(sys.argv[1]), max_steps=10**6).train()
+"""
+
+
+@pytest.mark.slow
+def test_it_saves_when_its_terminal_is_closed(tmp_path):
+    """What it prints has nowhere to go then."""
+    terminal, its_end = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
+
+    def own_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = python_command(["-c", IN_A_TERMINAL, tmp_path])
+    process = subprocess.Popen(command, env=python_environment(), preexec_fn=own_terminal, **streams)
+    os.close(its_end)
+    try:
+        printed = b""
+        while printed.count(b"'loss'") < 2:
+            printed += os.read(terminal, 1 << 16)
+        os.close(terminal)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert damage(checkpoint) == []
 
 
 def test_without_the_option_nobody_listens(tmp_path):

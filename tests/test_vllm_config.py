@@ -109,7 +109,7 @@ def test_an_engine_that_fails_says_how_to_resume(monkeypatch, tmp_path):
     options = {"use_vllm": True, "self_check": False, "max_steps": 4, "save_strategy": "steps"}
     for save_steps, remedy in [
         (9, r"No checkpoint was saved to resume from; lower `save_steps`\."),
-        (1, rf"Resume from '{tmp_path}/checkpoint-2' with `train\(resume_from_checkpoint=True\)`\."),
+        (1, rf"Resume with `train\(resume_from_checkpoint='{tmp_path}/checkpoint-2'\)`\."),
     ]:
         trainer = make_trainer(
             MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, save_steps=save_steps, **options

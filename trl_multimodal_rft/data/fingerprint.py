@@ -94,7 +94,10 @@ def _parts(values: Any) -> Iterator[bytes]:
         yield values.to_numpy(zero_copy_only=False).tobytes()
     else:
         for value in values.to_pylist():
-            yield value if isinstance(value, bytes) else repr(_of_file(value)).encode()
+            if isinstance(value, bytes):
+                yield from (repr(len(value)).encode(), value)
+            else:
+                yield repr(_of_file(value)).encode()
 
 
 def _of_file(value: Any) -> Any:

@@ -16,7 +16,7 @@ from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import computing_dtype, unwrapped
-from .checkpoint import checkpoints
+from .checkpoint import checkpoints, step_of
 from .self_check import EngineCheck
 from .setup import media_limits, truncation
 
@@ -117,11 +117,12 @@ class EngineMixin(TrainerMixin):
             yield
         except Exception as error:
             if self.is_in_train:
-                saved = checkpoints(self.args.output_dir)
+                step = self.state.global_step
+                saved = [path for path in checkpoints(self.args.output_dir) if step_of(path) <= step]
                 remedy = "No checkpoint was saved to resume from; lower `save_steps`."
                 if saved:
-                    remedy = f"Resume from {str(saved[-1])!r} with `train(resume_from_checkpoint=True)`."
-                error.add_note(f"Sampling with vLLM failed after step {self.state.global_step} of training. {remedy}")
+                    remedy = f"Resume with `train(resume_from_checkpoint={str(saved[-1])!r})`."
+                error.add_note(f"Sampling with vLLM failed after step {step} of training. {remedy}")
             raise
 
     def _check_engine(self, output: dict[str, Any], prompts: list[EncodedPrompt], mask: torch.Tensor) -> None:

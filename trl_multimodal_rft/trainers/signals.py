@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -53,13 +53,16 @@ class EndOnSignal(TrainerCallback):
         before = {each: signal.getsignal(each) or signal.SIG_DFL for each in wanted}  # `None` is none of Python's
         before = {each: handler for each, handler in before.items() if handler != signal.SIG_IGN}  # as after `nohup`
 
+        terminals = [output for output in (1, 2) if os.isatty(output)]
+
         def ask(number, frame):
             self._asked = True
             if number == signal.SIGINT:
                 signal.signal(number, before[number])
-            with suppress(OSError):  # the terminal may be gone
-                # `print` may be busy
-                os.write(2, b"\nThis run saves a checkpoint after its current step, and ends.\n")
+            for output in terminals:
+                if not os.isatty(output):  # closed, so that whatever is printed would be an error
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            os.write(2, b"\nThis run saves a checkpoint after its current step, and ends.\n")  # `print` may be busy
 
         for each in before:
             signal.signal(each, ask)
