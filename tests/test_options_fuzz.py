@@ -199,10 +199,8 @@ def as_trl(draw: Draw, config) -> dict | None:
     if draw.options.keys() & OWN - AS_TRL or draw.reward == "missing" or config.keep_groups_together:
         return None
     if draw.kind == "grpo":
-        scope = config.entropy_scope, config.entropy_source
-        if LOSSES[config.loss_type].is_own or (
-            config.top_entropy_quantile < 1 and scope != ("micro_batch", "current")
-        ):
+        scope, filtered = (config.entropy_scope, config.entropy_source), config.top_entropy_quantile < 1
+        if LOSSES[config.loss_type].is_own or (filtered and scope != ("micro_batch", "current")):
             return None
     return {"generation_kwargs": {"suppress_tokens": sorted(all_placeholder_ids(*load(draw.family)))}}
 
@@ -255,9 +253,8 @@ def test_updates_are_equal(seed, tmp_path):
     try:
         check(seed, tmp_path, *COMPARISONS)
     except Exception as error:
-        error.add_note(
-            f"again: FUZZ_SEED={seed} .venv/bin/python -m pytest tests/test_options_fuzz.py -m slow -k equal"
-        )
+        again = f"FUZZ_SEED={seed} .venv/bin/python -m pytest tests/test_options_fuzz.py -m slow -k equal"
+        error.add_note(again)
         raise
 
 
@@ -278,8 +275,9 @@ def test_combinations():
     taken = [draw for draw in tries if isinstance(draw, Draw)]
     assert len(taken) >= 0.75 * len(tries)
     drawn = {(name, repr(value)) for draw in taken for name, value in draw.options.items()}
-    values = [(name, repr(value)) for kind in TRAINERS for name, each in values_of(kind).items() for value in each[1:]]
-    assert not set(values) - drawn
+    tables = [values_of(kind) for kind in TRAINERS]
+    values = {(name, repr(value)) for table in tables for name, each in table.items() for value in each[1:]}
+    assert not values - drawn
     first = [next(draw for draw in combinations(seed) if isinstance(draw, Draw)) for seed in range(60)]
     for name, compare in COMPARISONS.items():
         assert sum(compare(draw, draw.config("unused")) is not None for draw in first) >= 12, name

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Random combinations of options, each a function of its seed, and which comparisons hold for them."""
+"""Random combinations of options, each a function of its seed."""
 
 import random
 from collections.abc import Iterator
@@ -29,23 +29,24 @@ OWN = {name for each in (MediaArguments, MultimodalArguments, *CONFIGS.values())
 AS_TRL = {"packing", "max_tokens_per_microbatch", "keep_groups_together", "entropy_scope", "entropy_source"}
 
 # What of these a config has is drawn. The first value is the usual one.
+SWITCHES = [
+    *("bootstrap_truncated", "cast_lm_head_to_fp32", "disable_dropout", "dynamic_sampling", "entropy_renormalize"),
+    *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
+    *("shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
+]
 VALUES = {
-    # of TRL and transformers
+    **dict.fromkeys(SWITCHES, [False, True]),
+    **dict.fromkeys(["keep_groups_together", "shuffle_dataset", "use_bias_correction_kl"], [True, False]),
     "beta": [0.0, 0.1],
-    "cast_lm_head_to_fp32": [False, True],
     "completion_only_loss": [None, False],
     "delta": [None, 1.5],
-    "disable_dropout": [False, True],
     "entropy_coef": [0.0, 0.1],
     "epsilon": [0.2, 0.02],
     "epsilon_high": [None, 0.28],
-    "gradient_checkpointing": [False, True],
     "importance_sampling_level": ["token", "sequence"],
     "lr_scheduler_type": ["constant", "linear"],
-    "mask_truncated_completions": [False, True],
     "max_grad_norm": [1e9, 0.5],
     "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
-    "normalize_advantages": [False, True],
     "num_iterations": [1, 2],
     "off_policy_mask_threshold": [None, 0.01],
     "optim": ["sgd", "adamw_torch"],
@@ -55,37 +56,28 @@ VALUES = {
     "reward_clip_range": [None, [0.5, 3.0]],
     "reward_weights": [None, [1.0, -0.5]],
     "scale_rewards": ["group", "batch", "none"],
-    "shuffle_dataset": [True, False],
-    "sync_ref_model": [False, True],
     "temperature": [1.0, 0.7],
     "top_entropy_quantile": [1.0, 0.5],
     "top_k": [0, 50],
     "top_p": [1.0, 0.9],
-    "use_adaptive_entropy": [False, True],
-    "use_bias_correction_kl": [True, False],
     "weight_decay": [0.0, 0.1],
-    # of this package
     "advantage_estimator": ["group_norm", "rloo", "reinforce", "reinforce_baseline", "cpgd", "dr_grpo"],
-    "bootstrap_truncated": [False, True],
     "cliprange_value": [0.2, 0.02, None],
     "cpgd_drift_clamp": [2.0, 0.5],
     "cpgd_drift_coef": [0.01, 0.5],
     "cpgd_weight": ["clip_filter_like", "none", "std"],
-    "dynamic_sampling": [False, True],
     "dynamic_sampling_max_rounds": [4, 2],
     "ema_decay": [None, 0.9],
-    "entropy_renormalize": [False, True],
     "entropy_scope": ["batch", "sequence", "micro_batch"],
     "entropy_source": ["rollout", "current"],
     "freezing_actor_steps": [0, 1],
     "gamma": [1.0, 0.9],
-    "keep_groups_together": [True, False],
     "kl_estimator": [None, "k1", "k2", "k3"],
     "kl_horizon": [10000, 50],
     "kl_in_reward": [None, True, False],
     "kl_target": [None, 0.01],
     "lam": [0.95, 0.5],
-    "loss_type": list(LOSSES),
+    "loss_type": ["dapo", *(name for name in LOSSES if name != "dapo")],
     "max_length": [None, 30],
     "max_tokens_per_microbatch": [None, 50],
     "norm_level": ["token", "sequence"],
@@ -95,8 +87,6 @@ VALUES = {
     "ptx_coef": [0.0, 0.5],
     "replay_buffer_size": [0, 4],
     "replay_max_age": [8, 1],
-    "reward_running_scale": [False, True],
-    "shared_trunk": [False, True],
     "soft_overlong_cache": [None, 4],
     "value_learning_rate": [None, 0.05],
     "value_lr_scheduler_type": [None, "cosine"],
@@ -124,38 +114,29 @@ NEUTRAL = {
 # What these runs, without files, tools and an engine, have no use for
 NOT_DRAWN = {
     *RULE_NAMES,
-    "audio_overlong",
-    "ignored_media_columns",
-    "max_skipped_rows",
-    "max_tool_calling_iterations",
-    "max_tool_media",
-    "on_media_error",
-    "vllm_engine_kwargs",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_sync_adapter",
+    *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
+    *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }
 
 # Options that are refused, or do nothing, unless another has one of these values
+CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
+CRITIC += ["value_learning_rate", "value_lr_scheduler_type", "value_warmup_steps"]
+KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
 NEEDS = {
-    **dict.fromkeys(
-        ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"], ("beta", [0.1, 0.05])
-    ),
+    **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae"])),
+    **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
     **dict.fromkeys(["entropy_scope", "entropy_source", "entropy_renormalize"], ("top_entropy_quantile", [0.5])),
     **dict.fromkeys(["cpgd_drift_coef", "cpgd_drift_clamp"], ("loss_type", ["cpgd"])),
-    **dict.fromkeys(["freezing_actor_steps", "bootstrap_truncated", "shared_trunk"], ("advantage_estimator", ["gae"])),
-    **dict.fromkeys(["value_learning_rate", "value_lr_scheduler_type"], ("advantage_estimator", ["gae"])),
-    "value_warmup_steps": ("advantage_estimator", ["gae"]),
     "norm_level": ("advantage_estimator", ["reinforce_baseline"]),
     "cpgd_weight": ("advantage_estimator", ["cpgd"]),
+    "scale_rewards": ("advantage_estimator", ["group_norm"]),
     "dynamic_sampling_max_rounds": ("dynamic_sampling", [True]),
     "replay_max_age": ("replay_buffer_size", [4]),
     "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
     "ref_model_mixup_alpha": ("sync_ref_model", [True]),
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
-    "scale_rewards": ("advantage_estimator", ["group_norm"]),
 }
 OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
 OFTEN |= {"cliprange_value", "gamma", "lam", "num_ppo_epochs", "ptx_coef", "vf_coef", "max_length"}
@@ -173,37 +154,16 @@ FAMILIES = {
 
 @dataclass
 class Draw:
-    """
-    A combination of options.
+    """A combination of options."""
 
-    Args:
-        seed (`int`):
-            What it follows from.
-        kind (`str`):
-            Which trainer: `"grpo"`, `"rloo"`, `"ppo"` or `"sft"`.
-        rows (`str`):
-            What prompts hold.
-        family (`str`):
-            Model.
-        reward (`str`):
-            Which reward functions.
-        lora_dropout (`float` or `None`):
-            Dropout of an adapter; `None` trains all weights.
-        completions (`str`):
-            `"sampled"` by the model, `"random"` tokens, which follow from the random state of the run, or `"fixed"`
-            ones, which follow from prompt and step.
-        options (`dict`):
-            Arguments of the config that aren't the usual ones.
-    """
-
-    seed: int
-    kind: str
-    rows: str
+    seed: int  # from which it follows
+    kind: str  # of trainer: "grpo", "rloo", "ppo" or "sft"
+    rows: str  # what prompts hold
     family: str
     reward: str
-    lora_dropout: float | None
-    completions: str
-    options: dict
+    lora_dropout: float | None  # of an adapter; `None` trains all weights
+    completions: str  # "sampled", "random" tokens, or "fixed" ones, which follow from prompt and step
+    options: dict  # that aren't the usual ones
 
     def config(self, folder: str | Path, config_class: type | None = None, **changes):
         """The config of a run of two updates, without what the class doesn't have."""
@@ -250,9 +210,12 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         options |= {"per_device_train_batch_size": size, "steps_per_generation": batches, "num_generations": group}
         options |= {"max_completion_length": 8, "ref_model_sync_steps": 1}
     values = values_of(kind)
-    if kind in ("grpo", "rloo") and generator.random() < 0.5:  # as TRL's trainer can train them
+    for_trl = kind in ("grpo", "rloo") and generator.random() < 0.4
+    if for_trl:  # what its trainer can train, too
         rows, options["keep_groups_together"] = generator.choice(["text", "image", "images"]), False
         values = {name: each for name, each in values.items() if name not in OWN or name in AS_TRL}
+        if kind == "grpo":
+            values["loss_type"] = ["dapo", *(name for name, each in LOSSES.items() if not each.is_own)]
     if rows != "text":
         values.pop("max_length", None)  # no medium is cut
     for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):
@@ -261,8 +224,11 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
             continue
         if values[name][1:] and generator.random() < (0.4 if name in OFTEN else 0.12):
             options[name] = generator.choice(values[name][1:])
+    if for_trl and "top_entropy_quantile" in options:
+        options |= {"entropy_scope": "micro_batch", "entropy_source": "current"}
     if kind == "ppo":
         options.setdefault("num_ppo_epochs", 2)
+    rewards = ["one", "two", "equal"] if for_trl else ["one", "two", "equal", "missing"]
     completions = generator.choice(["sampled", "random", "random", "fixed", "fixed"])
     if completions == "sampled":
         options.pop("mask_truncated_completions", None)  # none ends
@@ -271,7 +237,7 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         kind,
         rows,
         family=generator.choice(FAMILIES[rows]),
-        reward="two" if "reward_weights" in options else generator.choice(["one", "two", "missing", "equal"]),
+        reward="two" if "reward_weights" in options else generator.choice(rewards),
         lora_dropout=generator.choice([None] * 8 + [0.0, 0.3]),
         completions=completions,
         options=options,
