@@ -13,8 +13,8 @@ from .columns import MediaRef
 
 # Starts of the files that FFmpeg may be given: containers and streams of media, no lists of other files
 _MEDIA_STARTS = re.compile(
-    rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM.{4}AIF[FC]|caff|OggS|fLaC|\x30\x26\xb2\x75"
-    rb"|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
+    rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM.{4}AIF[FC]|caff|OggS|fLaC"
+    rb"|\x30\x26\xb2\x75|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
     rb"|wvpk|MAC |TTA1|riff\x2e\x91\xcf\x11|NIST_1A\n|G.{187}G",
     re.DOTALL,
 )
@@ -52,7 +52,10 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
     start = stream.read(_PROBED)
     stream.seek(0)
     if not _MEDIA_STARTS.match(start) or _LISTS.search(start.partition(b"\0")[0]):
-        raise ref.error(f"this is no file of {ref.kind}; it starts with {start[:16]!r}")
+        fix = "WAV or FLAC" if ref.kind == "audio" else "MP4"
+        raise ref.error(
+            f"this is no file of {ref.kind} that is read; it starts with {start[:16]!r}; convert it to {fix}"
+        )
 
 
 def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
@@ -151,6 +154,30 @@ def finds_frames(stream: BinaryIO) -> bool:
     found = _INDEXED.match(stream.read(8))
     stream.seek(0)
     return found is not None
+
+
+def starts_anew(packet: bytes, extradata: bytes | None) -> bool:
+    """
+    Whether no frame from a keyframe of H.264 on needs those before it. What players call keyframes may also be where
+    a picture begins to be refreshed part by part.
+
+    Args:
+        packet (`bytes`):
+            The packet of the keyframe.
+        extradata (`bytes`, *optional*):
+            What the file says of the codec, by which one knows how long the parts of a packet are.
+
+    Returns:
+        `bool`: Whether it holds an IDR picture.
+    """
+    if not extradata or extradata[0] != 1:  # of files in which nobody seeks
+        return False
+    place, wide = 0, 1 + (extradata[4] & 3)
+    while place + wide < len(packet):
+        if packet[place + wide] & 31 == 5:
+            return True
+        place += wide + int.from_bytes(packet[place : place + wide], "big")
+    return False
 
 
 def _behind_tags(stream: BinaryIO) -> None:

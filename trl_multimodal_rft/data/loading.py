@@ -21,7 +21,7 @@ from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_container, check_png, check_whole, finds_frames, is_chained
+from .containers import check_container, check_png, check_whole, finds_frames, is_chained, starts_anew
 from .sources import fetch_file, open_file
 
 
@@ -58,9 +58,6 @@ _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_e
 
 # Frames per second that a header may tell
 _FASTEST = 1000.0
-
-# Seconds by which times differ that are the same
-_SAME_TIME = 1e-4
 
 # Samples of a sound and their rate in Hz, `None` if unknown
 _Pieces = Generator[tuple[np.ndarray, float | None], None, None]
@@ -671,13 +668,12 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
             check_whole(ref, stream)
             if "sample_fps" in ref.options:
                 raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
-            metadata, times = _scan_video(ref, stream)
-            if times is not None and finds_frames(stream) and is_torchcodec_usable(decode="video"):
-                decoder = importlib.import_module("torchcodec.decoders").VideoDecoder(stream, num_ffmpeg_threads=0)
-                if decoder.metadata.num_frames == len(times):
-                    yield _torchcodec_frames(ref, decoder, times, stream)
-                    return
-            yield metadata, partial(_decode_frames, stream)
+            metadata, may_seek = _scan_video(ref, stream)
+            if may_seek and finds_frames(stream) and is_torchcodec_usable(decode="video"):
+                decoders = importlib.import_module("torchcodec.decoders")
+                yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
+            else:
+                yield metadata, partial(_decode_frames, stream)
 
 
 def _listed_frames(ref: MediaRef, source: Any):
@@ -686,7 +682,7 @@ def _listed_frames(ref: MediaRef, source: Any):
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
     unused = sorted(_FRAME_CHOICES & ref.options.keys())
     if unused:
-        raise ref.error(f"{unused} choose frames of a file, and all of a list are taken; remove them")
+        raise ref.error(f"{', '.join(unused)} of a list of frames has no effect, as all are taken; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
     metadata.frames_indices = list(range(count))
@@ -699,8 +695,7 @@ def _listed_frames(ref: MediaRef, source: Any):
     return metadata, read
 
 
-def _torchcodec_frames(ref: MediaRef, decoder: Any, times: np.ndarray | None = None, stream: BinaryIO | None = None):
-    """Frames of a decoder; of a file they are those shown at `times`, which it looks for by seeking."""
+def _torchcodec_frames(ref: MediaRef, decoder: Any):
     header = decoder.metadata
     metadata = VideoMetadata(
         header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
@@ -709,14 +704,8 @@ def _torchcodec_frames(ref: MediaRef, decoder: Any, times: np.ndarray | None = N
     def read(indices):
         at_once = max(1, _PIXELS_AT_ONCE // (header.width * header.height))
         for i in range(0, len(indices), at_once):
-            chosen = indices[i : i + at_once]
-            batch = decoder.get_frames_at(chosen)
-            shown = batch.pts_seconds.cpu().numpy()
-            # Where frames are damaged that follow a keyframe, as with intra refresh, the decoder leaves them out
-            if times is not None and np.abs(shown - times[chosen]).max() > _SAME_TIME:
-                yield from _decode_frames(stream, indices[i:])
-                return
-            if times is None and (np.diff(shown) <= 0).any():
+            batch = decoder.get_frames_at(indices[i : i + at_once])
+            if (batch.pts_seconds.diff() <= 0).any():
                 raise ref.error("its decoder gives other frames than it counts; give the file in its place")
             frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
@@ -724,10 +713,10 @@ def _torchcodec_frames(ref: MediaRef, decoder: Any, times: np.ndarray | None = N
     return metadata, read
 
 
-def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, np.ndarray | None]:
+def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
     """
-    What is known of a video, and when each of its frames is shown, if each packet is one frame and decoding may start
-    at any keyframe. Else, as in clips that were cut without encoding them anew, frames are counted by decoding them.
+    What is known of a video, and whether each packet is a frame and decoding may begin at any keyframe. Where packets
+    aren't frames, as in clips that were cut without encoding them anew, these are counted by decoding them.
     """
     av = require_module("av", "video")
     with av.open(stream) as container:
@@ -736,29 +725,30 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, np.ndar
             raise ref.error("the file has no video; remove the row")
         told = video.average_rate if container.duration else None  # else it is FFmpeg's default
         fps = float(told or video.codec_context.framerate or video.guessed_rate or 0)
-        times, exact, cut = [], True, False
+        count, first, exact, anew, cut = 0, None, True, True, False
         for packet in container.demux(video):
             if packet.size:
-                exact = exact and packet.pts is not None and not packet.is_discard
-                # Pictures before the first keyframe may need those that were cut away
-                exact = exact and (packet.is_keyframe if not times else packet.pts > times[0])
-                times.append(packet.pts)
-                cut = packet.is_corrupt
+                count, cut = count + 1, packet.is_corrupt
+                first = packet.pts if count == 1 else first
+                # Pictures shown before the first keyframe may need those that were cut away
+                exact = exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
+                exact = exact and (packet.is_keyframe or count > 1)
+                if anew and packet.is_keyframe and video.codec_context.name == "h264":
+                    anew = starts_anew(bytes(packet), video.codec_context.extradata)
         if cut:
             raise ref.error("the file is cut off: its last packet isn't whole; fetch it again or remove the row")
-        if container.format.name == "ivf" and len(times) < video.frames:
-            raise ref.error(f"the file is cut off: {len(times)} of {video.frames} frames; fetch it again")
-        count, size, base = len(times), (video.width, video.height), float(video.time_base)
+        if container.format.name == "ivf" and count < video.frames:
+            raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
+        size = video.width, video.height
     _check_video(ref, VideoMetadata(count, fps, *size))
-    exact = exact and len(set(times)) == count
     if not exact:
         most = int(ref.rules.max_video_seconds * fps) + 1
-        shown = [frame.time for frame in itertools.islice(_decoded(stream), most)]
-        count = len(shown)
-        if count > 1 and None not in shown and shown[-1] > shown[0]:
-            fps = (count - 1) / (shown[-1] - shown[0])
-    metadata = VideoMetadata(count, fps, *size, duration=count / fps)
-    return metadata, np.sort(np.array(times) * base) if exact else None
+        with closing(_decoded(stream)) as frames:
+            times = [frame.time for frame in itertools.islice(frames, most)]
+        count = len(times)
+        if count > 1 and None not in times and times[-1] > times[0]:
+            fps = (count - 1) / (times[-1] - times[0])
+    return VideoMetadata(count, fps, *size, duration=count / fps), exact and anew
 
 
 def _decoded(stream: BinaryIO) -> Generator[Any]:
