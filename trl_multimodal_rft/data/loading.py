@@ -135,7 +135,8 @@ def load_audio(
         `np.ndarray`: Waveform of shape (N,), float32.
 
     Raises:
-        MediaError: If the sound is missing, unreadable, empty, overlong or not finite, or its rate unknown or invalid.
+        MediaError: If the sound is missing, unreadable, cut off, empty, overlong or not finite, or its rate unknown or
+            invalid.
         ImportError: If soundfile, PyAV or soxr is needed and not installed.
     """
     cuts = overlong == "truncate" and max_seconds is not None
@@ -181,8 +182,9 @@ def load_video(
     sample_indices_fn: Callable[..., Sequence[int]] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes the frames of a video: with torchcodec if that is usable and the file tells where frames are (MP4, MOV,
-    Matroska, WebM), else with PyAV, from the first to the last that is wanted.
+    Decodes frames of a video, which are those that `ffmpeg` shows: with torchcodec if that is usable and the file tells
+    where frames are (MP4, MOV, Matroska, WebM, unless trimmed without encoding them anew), else with PyAV, from the
+    first to the last that is wanted.
 
     Args:
         ref ([`MediaRef`]):
@@ -202,8 +204,8 @@ def load_video(
         (`do_sample_frames=True`) only if all frames were decoded.
 
     Raises:
-        MediaError: If the video is missing, unreadable, has no frames, or frames of different sizes.
-        ImportError: If neither torchcodec nor PyAV is usable.
+        MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
+        ImportError: If PyAV isn't installed.
     """
     return _load_frames(ref, sample_indices_fn)
 
