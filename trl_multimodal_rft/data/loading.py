@@ -182,7 +182,7 @@ def load_video(
     sample_indices_fn: Callable[..., Sequence[int]] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes frames of a video, which are those that `ffmpeg` shows: with torchcodec if that is usable and the file tells
+    Decodes frames of a video, which are those that `ffmpeg` shows: with torchcodec if that is usable and the file says
     where frames are (MP4, MOV, Matroska, WebM, unless trimmed without encoding them anew), else with PyAV, from the
     first to the last that is wanted.
 
