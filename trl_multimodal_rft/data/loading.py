@@ -537,15 +537,11 @@ def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
         sound = container.streams.best("audio")
         if sound is None:
             raise ref.error("the file has no sound; remove the row")
-        floats, count, cut = av.AudioResampler(format="fltp"), 0, False
-        for packet in container.demux(sound):
-            cut = packet.is_corrupt if packet.size else cut  # FFmpeg's word for the rest of a packet
-            for frame in packet.decode():
-                for piece in floats.resample(frame):
-                    count += piece.samples
-                    yield piece.to_ndarray().T, piece.sample_rate
-        if cut:
-            raise ref.error("the file is cut off: its last packet isn't whole; fetch it again or remove the row")
+        floats, count = av.AudioResampler(format="fltp"), 0
+        for frame in container.decode(sound):
+            for piece in floats.resample(frame):
+                count += piece.samples
+                yield piece.to_ndarray().T, piece.sample_rate
         if container.format.name in _COUNTED:
             _check_count(ref, count, sound.duration or 0)
 
@@ -727,18 +723,16 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
             raise ref.error("the file has no video; remove the row")
         told = video.average_rate if container.duration else None  # else it is FFmpeg's default
         fps = float(told or video.codec_context.framerate or video.guessed_rate or 0)
-        count, first, exact, anew, cut = 0, None, True, True, False
+        count, first, exact, anew = 0, None, True, True
         for packet in container.demux(video):
             if packet.size:
-                count, cut = count + 1, packet.is_corrupt
+                count += 1
                 first = packet.pts if count == 1 else first
                 # Pictures shown before the first keyframe may need those that were cut away
                 exact = exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
                 exact = exact and (packet.is_keyframe or count > 1)
                 if anew and packet.is_keyframe and video.codec_context.name == "h264":
                     anew = starts_anew(bytes(packet), video.codec_context.extradata)
-        if cut:
-            raise ref.error("the file is cut off: its last packet isn't whole; fetch it again or remove the row")
         if container.format.name == "ivf" and count < video.frames:
             raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
         size = video.width, video.height
