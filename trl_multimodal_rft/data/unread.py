@@ -148,8 +148,8 @@ def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> No
     for column in ("prompts", "completions"):
         if column in row:
             raise ValueError(
-                f"row {getattr(row, 'number', place)} has a column {column!r}, under whose name reward functions get the "
-                f"{column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
+                f"row {getattr(row, 'number', place)} has a column {column!r}, the name under which reward functions "
+                f"get the {column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
             )
 
 

@@ -36,7 +36,7 @@ def checked_text(
     tokenizer: PreTrainedTokenizerBase,
     mode: Literal["allow", "warn", "raise", "strip"],
     place: str,
-    tokens: Collection[str] | None = None,
+    tokens: Collection[str],
 ) -> str:
     """
     A text that is to become part of a message.
@@ -51,8 +51,8 @@ def checked_text(
             `"strip"` removes them, and those that the rest makes.
         place (`str`):
             Where it comes from, for errors.
-        tokens (`Collection[str]`, *optional*):
-            The [`control_tokens`], where many texts are checked.
+        tokens (`Collection[str]`):
+            The tokenizer's [`control_tokens`].
 
     Returns:
         `str`: The text, or what is left of it.
@@ -69,7 +69,7 @@ def checked_text(
         ) from error
     if mode == "allow":
         return text
-    while found := _tokens_in(text, tokenizer, control_tokens(tokenizer) if tokens is None else tokens):
+    while found := _tokens_in(text, tokenizer, tokens):
         if mode == "raise":
             raise MediaError(
                 f"{place}: the text holds the control token {found[0]!r}, which the model would take for one of the "
@@ -94,27 +94,58 @@ def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection
     return [token for token in found if tokenizer.convert_tokens_to_ids(token) in ids]
 
 
-def checked_messages(
-    messages: str | list[dict[str, Any]],
+def checked_texts(
+    value: Any,
     processor: ProcessorMixin | PreTrainedTokenizerBase,
-    mode: str | None,
-    row: int | None = None,
+    mode: Literal["allow", "warn", "raise", "strip"],
+    place: str,
+) -> Any:
+    """
+    [`checked_text`] of all texts in messages, or in the content of one.
+
+    Args:
+        value (`Any`):
+            Any nesting of lists and dictionaries. Neighbouring blocks of text, which templates join, are one text.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What is to encode it.
+        mode (`str`):
+            See there.
+        place (`str`):
+            See there.
+
+    Returns:
+        `Any`: The same nesting, or what is left of it.
+
+    Raises:
+        [`MediaError`]: See there.
+    """
+    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    return _map_texts(
+        value, partial(checked_text, tokenizer=tokenizer, mode=mode, place=place, tokens=control_tokens(tokenizer))
+    )
+
+
+def checked_prompt(
+    prompt: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    mode: Literal["allow", "raise", "strip"] | None,
+    row: int,
     column: str = "prompt",
 ) -> Any:
     """
-    A prompt whose texts are checked, see [`checked_text`].
+    [`checked_texts`] of a row of a dataset.
 
     Args:
-        messages (`str` or `list[dict]`):
-            Plain text, which may hold the tokens of a template since none wraps it, or messages.
+        prompt (`str` or `list[dict]`):
+            Messages, or plain text, which may hold the tokens of a template since none wraps it.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What is to encode them.
+            What is to encode it.
         mode (`str`, *optional*):
-            What happens to control tokens in messages: `"allow"`, `"raise"` or `"strip"`; by default a warning.
-        row (`int`, *optional*):
+            What happens to control tokens in messages; by default a warning.
+        row (`int`):
             Number of the row, for errors.
         column (`str`, *optional*, defaults to `"prompt"`):
-            Where the messages come from, for errors.
+            Where the prompt comes from, for errors.
 
     Returns:
         `str` or `list[dict]`: The prompt, or what is left of it.
@@ -122,34 +153,16 @@ def checked_messages(
     Raises:
         [`MediaError`]: See there.
     """
-    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    place = f"column '{column}" if row is None else f"row {row}, column '{column}"
-    if isinstance(messages, str):
-        return checked_text(messages, tokenizer, "allow", f"{place}'")
-    options: dict[str, Any] = {"tokenizer": tokenizer, "mode": mode or "warn", "tokens": control_tokens(tokenizer)}
-    return [
-        map_texts(message, partial(checked_text, place=f"{place}[{m}]'", **options))
-        for m, message in enumerate(messages)
-    ]
+    return checked_texts(
+        prompt, processor, "allow" if isinstance(prompt, str) else mode or "warn", f"row {row}, column '{column}'"
+    )
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """
-    Changes the texts in a message or its content.
-
-    Args:
-        value (`Any`):
-            Any nesting of lists and dictionaries.
-        change (`Callable[[str], str]`):
-            Takes a text. Neighbouring blocks of text, which templates join, are one text if it changes that.
-
-    Returns:
-        `Any`: The same nesting with the changed texts.
-    """
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
     if not isinstance(value, list):
         return value
     changed = []
@@ -158,5 +171,5 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
         joined = "".join(block["text"] for block in blocks) if is_text else ""
         if (kept := change(joined)) != joined:
             blocks = [{**blocks[0], "text": kept}]
-        changed += [map_texts(block, change) for block in blocks]
+        changed += [_map_texts(block, change) for block in blocks]
     return changed

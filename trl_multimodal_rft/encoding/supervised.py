@@ -13,7 +13,7 @@ from ..data.columns import MediaError, iter_refs, rows_to_messages
 from ..data.fetch import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import family_of
-from .control_tokens import checked_messages
+from .control_tokens import checked_prompt
 from .prompts import (
     EncodedPrompt,
     all_placeholder_ids,
@@ -103,7 +103,7 @@ def encode_sequence(
         media_rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
         special_tokens_in_text (`str`, *optional*):
-            See [`~encoding.control_tokens.checked_messages`].
+            See [`~encoding.control_tokens.checked_prompt`].
 
     Returns:
         [`SupervisedSequence`]: The sequence.
@@ -254,7 +254,7 @@ def encode_supervised(
         media_rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
         special_tokens_in_text (`str`, *optional*):
-            See [`~encoding.control_tokens.checked_messages`].
+            See [`~encoding.control_tokens.checked_prompt`].
 
     Returns:
         `tuple`: The prompts, length `B`, the completions' ids padded on the right, `(B, C)`, and their mask.
@@ -319,16 +319,16 @@ def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, r
         raise ValueError(f"{row}: the completion holds {found!r}, which stands for media.")
 
 
-def _checked(row: Mapping[str, Any], messages: list, n: int, processing_class, mode: str | None, number: int) -> list:
+def _checked(row: Mapping[str, Any], messages: list, n: int, processing_class, mode: Any, number: int) -> list:
     """The messages of a row, of which the first `n` are its prompt; or its texts, where no template wraps them."""
     if _is_text(row) and next(iter_refs(messages), None) is None:
         for column in ("prompt", "completion"):
-            checked_messages(row[column], processing_class, mode, number, column)
+            checked_prompt(row[column], processing_class, mode, number, column)
         return messages
     prompt, completion = messages[:n], messages[n:]
     return [
-        *checked_messages(prompt, processing_class, mode, number),
-        *checked_messages(completion, processing_class, mode, number, "completion"),
+        *checked_prompt(prompt, processing_class, mode, number),
+        *checked_prompt(completion, processing_class, mode, number, "completion"),
     ]
 
 

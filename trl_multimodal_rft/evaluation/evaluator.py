@@ -46,7 +46,7 @@ from ..data.fetch import FetchOnce, Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.ablation import Ablation
-from ..encoding.control_tokens import checked_messages
+from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
@@ -689,7 +689,7 @@ def _read(
                 raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
             template_kwargs = {**template_kwargs, "tools": [*policy.tools_in(environment).values()] or None}
         return encode_prompt(
-            checked_messages(prompt, policy.processor, policy.special_tokens_in_text, row.number),
+            checked_prompt(prompt, policy.processor, policy.special_tokens_in_text, row.number),
             policy.processor,
             policy.base,
             template_kwargs=template_kwargs,

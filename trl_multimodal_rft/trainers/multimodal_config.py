@@ -192,9 +192,10 @@ class MediaArguments:
             self.bf16 = False
             logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
         super().__post_init__()
-        for name in ("audio_overlong", "on_media_error", "special_tokens_in_text"):
-            if getattr(self, name) is not None:
-                check_choice(self, name)
+        for name in ("audio_overlong", "on_media_error"):
+            check_choice(self, name)
+        if self.special_tokens_in_text is not None:
+            check_choice(self, "special_tokens_in_text")
         check_ignored(self.ignored_media_columns)
         _ = self.media_rules  # which checks them
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:

@@ -6,7 +6,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from trl.chat_template_utils import parse_response
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
 from ..data.features import restore_media
 from ..data.rules import MediaRules
-from ..encoding.control_tokens import checked_text, control_tokens, map_texts
+from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import called, conversation, encode_turn, so_far
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens
 from ..families import family_of
@@ -237,17 +236,13 @@ class Conversations:
         for name, result in results:
             failed, content = isinstance(result, Exception), _content(name, result, row, self.media_rules)
             try:
-                content = self._checked(content, f"row {row}, column '{FROM_TOOL}{name!r}'")
+                place = f"row {row}, column '{FROM_TOOL}{name!r}'"
+                content = checked_texts(content, self.processor, self.special_tokens_in_text, place)
             except MediaError as error:
                 failed, content = True, self._failure(error)
             talk.counts["failures"] += failed
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
-
-    def _checked(self, content: str | list, place: str) -> str | list:
-        """What a tool returned, without control tokens, unless they are allowed."""
-        options: dict[str, Any] = {"tokenizer": self.tokenizer, "mode": self.special_tokens_in_text, "place": place}
-        return map_texts(content, partial(checked_text, tokens=control_tokens(self.tokenizer), **options))
 
     def _failure(self, error: MediaError) -> str:
         """What the model is told of a result that it can't be shown, without the tokens that the result held."""
@@ -255,7 +250,7 @@ class Conversations:
         reason = str(error).encode(errors="replace").decode()
         for token in placeholder_tokens(self.model, self.processor):
             reason = reason.replace(token, "")
-        return str({"error": checked_text(reason, self.tokenizer, "strip", "")})
+        return str({"error": checked_texts(reason, self.processor, "strip", "")})
 
     def _encode_results(self, talk: Talk, results: list[dict[str, Any]]) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
         """Results as tokens, and as messages; an error stands for what can't be encoded."""
