@@ -376,6 +376,9 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             return super()._tokenize_prompts(prompts)
         mode_generations = self.num_generations if self.model.training else self.num_generations_eval
         offset = self.accelerator.process_index * len(prompts)  # a group may straddle processes
+        if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
+            numbers = self._batch.numbers
+            prompts = [self._checked_prompt(prompt, numbers[i]) for i, prompt in enumerate(prompts)]
         encoded: list[EncodedPrompt] = []
         for i, prompt in enumerate(prompts):
             first_of_group = (offset + i) % mode_generations == 0
