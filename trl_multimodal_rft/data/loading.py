@@ -131,8 +131,8 @@ def load_audio(
         if max_seconds is not None and count > max_seconds * rate:
             if not cuts:
                 raise ref.error(
-                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise the "
-                    "limit, or let overlong audio be truncated"
+                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
+                    "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
                 )
             count = max_seconds * rate
         _check_seconds(ref, count / rate, "max_audio_seconds")

@@ -132,6 +132,27 @@ def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
         raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row)}")
 
 
+def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> None:
+    """
+    Checks that reward functions can get the columns of a row by their names.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            The row.
+        place (`int`, *optional*):
+            Its place among others, for the error, if it isn't a [`~data.fetch.Row`].
+
+    Raises:
+        `ValueError`: If a column is called like what they get of the model.
+    """
+    for column in ("prompts", "completions"):
+        if column in row:
+            raise ValueError(
+                f"row {getattr(row, 'number', place)} has a column {column!r}, the name under which reward functions "
+                f"get the {column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
+            )
+
+
 def _no_prompt(columns: Collection[str]) -> str:
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"

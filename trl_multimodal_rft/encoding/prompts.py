@@ -16,6 +16,7 @@ import numpy as np
 import PIL.Image
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl import is_conversational
@@ -351,7 +352,7 @@ def encode_messages(
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}
         kept = DecodedPrompt(
-            replace_refs(prepare_multimodal_messages(messages), decoded),
+            replace_refs(_prepared(messages, processor, row), decoded),
             {kind: found for kind, found in by_kind.items() if found},
             copy.deepcopy(processor_kwargs),  # processors write into it
             template_kwargs or {},
@@ -419,13 +420,12 @@ def processor_outputs(
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
     else:
-        if isinstance(processor, ProcessorMixin):
-            messages = prepare_multimodal_messages(messages)
-        elif refs:
+        if refs and not isinstance(processor, ProcessorMixin):
             raise refs[0].error(
                 f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
+        messages = _prepared(messages, processor, row)
         options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
         if processor_kwargs:
             options["processor_kwargs"] = processor_kwargs
@@ -440,11 +440,8 @@ def processor_outputs(
         except ImportError:
             raise
         except Exception as error:  # of any type, as templates and processors check little
-            if not refs:
-                raise MediaError(
-                    f"{_of_row(row)}column 'prompt': the chat template of {type(processor).__name__} rejected the "
-                    f"messages ({error}); change them to what it takes"
-                ) from error
+            if not refs or isinstance(error, TemplateError) or _lacks_template(processor, options):
+                raise _template_error(error, processor, options, f"{_of_row(row)}column 'prompt'") from error
             _check_each(refs, decoded, processor, processor_kwargs)
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
@@ -455,6 +452,59 @@ def processor_outputs(
         for name, value in encoded.items()
         if name not in ("attention_mask", "labels")
     }
+
+
+def write_chat(messages: list[dict[str, Any]], processor, place: str, **template_kwargs) -> str:
+    """
+    What a chat template writes.
+
+    Args:
+        messages (`list[dict]`):
+            Messages.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with the template.
+        place (`str`):
+            Where the messages come from, for errors.
+        template_kwargs:
+            Arguments for `apply_chat_template`.
+
+    Returns:
+        `str`: The text.
+
+    Raises:
+        [`MediaError`]: If the template refuses the messages, or if there is none.
+    """
+    try:
+        return processor.apply_chat_template(messages, tokenize=False, **template_kwargs)
+    except Exception as error:  # of any type, as templates check little
+        raise _template_error(error, processor, template_kwargs, place) from error
+
+
+def _prepared(messages: list[dict[str, Any]], processor, row: int | None) -> list[dict[str, Any]]:
+    """Messages as processors take them, which know fewer roles than tokenizers."""
+    if not isinstance(processor, ProcessorMixin):
+        return messages
+    try:
+        return prepare_multimodal_messages(messages)
+    except ValueError as error:
+        raise MediaError(f"{_of_row(row)}column 'prompt': {error} Rename the role, or remove the row.") from error
+
+
+def _lacks_template(processor, template_kwargs: dict[str, Any]) -> bool:
+    own = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
+    # Mistral's tokenizers have their rules elsewhere
+    return not own and not family_of_processor(processor).takes_base64_audio
+
+
+def _template_error(error: Exception, processor, template_kwargs: dict[str, Any], place: str) -> MediaError:
+    name = type(processor).__name__
+    if _lacks_template(processor, template_kwargs):
+        return MediaError(
+            f"{place}: {name} has no chat template that could write messages; set `processing_class.chat_template`"
+        )
+    return MediaError(
+        f"{place}: the chat template of {name} rejected the messages ({error}); change them to what it takes"
+    )
 
 
 def _check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, processor_kwargs: dict[str, Any]) -> None:

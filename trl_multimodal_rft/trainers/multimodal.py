@@ -24,7 +24,7 @@ from ..algorithms.advantages import ESTIMATORS
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
-from ..data.unread import check_has_prompt
+from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
@@ -347,6 +347,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         encoded: list[EncodedPrompt | None] = [None] * len(inputs)
         if isinstance(inputs[0], Row) and self._encodes_rows:
             inputs, encoded = self._encode_rows(inputs)
+        if not all(isinstance(each, nn.Module) for each in self.reward_funcs):
+            check_reward_columns(inputs[0], 0)
         if self.environment_factories is None:
             for index, row in enumerate(inputs):
                 check_has_prompt(row, index)
@@ -379,6 +381,9 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             return super()._tokenize_prompts(prompts)
         mode_generations = self.num_generations if self.model.training else self.num_generations_eval
         offset = self.accelerator.process_index * len(prompts)  # a group may straddle processes
+        if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
+            numbers = self._batch.numbers
+            prompts = [self._checked_prompt(prompt, numbers[i]) for i, prompt in enumerate(prompts)]
         encoded: list[EncodedPrompt] = []
         for i, prompt in enumerate(prompts):
             first_of_group = (offset + i) % mode_generations == 0
@@ -387,7 +392,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             elif i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
                 encoded.append(encoded[-1])
             else:
-                encoded.append(self._encode(prompt, i, **self._environment_tools(i)))
+                encoded.append(self._encode(prompt, self._batch.numbers[i], **self._environment_tools(i)))
         self._batch.prompts, self._batch.messages = encoded, prompts
         self._kinds_seen.update(*(each.modalities for each in encoded))
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):

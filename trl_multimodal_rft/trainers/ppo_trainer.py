@@ -401,6 +401,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
             media_rules=self.args.media_rules,
+            special_tokens_in_text=self.args.special_tokens_in_text,
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 

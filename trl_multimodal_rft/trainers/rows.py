@@ -22,6 +22,7 @@ from ..data.fetch import NUMBER, FetchLater, FetchOnce, LookAhead, Row, as_rows,
 from ..data.skipping import other_row, skip_limit
 from ..data.unread import check_has_prompt
 from ..encoding.ablation import Ablation
+from ..encoding.control_tokens import checked_prompt
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt, encode_prompt
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import unwrapped
@@ -215,13 +216,14 @@ class RowsMixin(TrainerMixin):
         ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
         (placed,) = rows_to_messages([row], ignored, self._own_tokens, rules)
         if next(iter_refs(placed["prompt"]), None) is None:
+            self._checked_prompt(placed["prompt"], row.number)
             return row, None, ()
         prompt = self._encode(placed["prompt"], row.number)
         return row, prompt, prompt.decoded
 
     def _encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs) -> EncodedPrompt:
         return encode_prompt(
-            prompt,
+            self._checked_prompt(prompt, row),
             self.processing_class,
             unwrapped(self.accelerator, self.model),
             template_kwargs={**self._template_kwargs(), **template_kwargs},
@@ -231,6 +233,9 @@ class RowsMixin(TrainerMixin):
             ablation=ablation,
             row=row,
         )
+
+    def _checked_prompt(self, prompt: Any, row: int) -> Any:
+        return checked_prompt(prompt, self.processing_class, self.args.special_tokens_in_text, row)
 
     def _template_kwargs(self) -> dict[str, Any]:
         return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}

@@ -275,6 +275,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             ignored_media_columns=args.ignored_media_columns or (),
             own_tokens=self._own_tokens,
             media_rules=args.media_rules,
+            special_tokens_in_text=args.special_tokens_in_text,
         )
         if args.max_length is not None and len(sequence) > args.max_length:
             if sequence.modalities:
