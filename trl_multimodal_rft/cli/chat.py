@@ -120,12 +120,13 @@ def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> An
         "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"], buttons=buttons),
     }
 
-    def ask(text: str, *media: str | None) -> list[str]:
+    def ask(text: str, *media: str | None) -> Any:
         given = {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
         if not (text or "").strip():
             raise gradio.Error("There is no question; write one.")
         try:
-            return [answer(text, **given) for answer in answerers.values()]
+            said = [answer(text, **given) for answer in answerers.values()]
+            return said if len(said) > 1 else said[0]  # of which a list would be the text
         except (ValueError, ImportError) as error:  # of media that can't be decoded, or can't be placed
             raise gradio.Error(shown_error(error)) from error
 
