@@ -142,7 +142,8 @@ def host_of(url: str) -> str | None:
         `ValueError`: If it is no URL.
     """
     try:
-        return urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
+        host = urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
+        return None if host is None else host.lower()
     except (requests.RequestException, urllib3.exceptions.LocationParseError) as error:
         raise ValueError(str(error)) from None
 

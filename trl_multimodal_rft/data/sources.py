@@ -289,8 +289,8 @@ def _check_domain(ref: MediaRef, url: str) -> None:
         allowed = [host_of(f"http://{each}") for each in ref.rules.allowed_media_domains or ()]
     except MediaError:
         raise
-    except ValueError as error:
-        raise ref.error(f"'{shown_url(url)}' is no URL ({error}); correct it or remove the row") from None
+    except ValueError:  # whose message may hold half a password
+        raise ref.error(f"'{shown_url(url)}' is no URL; correct it or remove the row") from None
     if ref.rules.allowed_media_domains is not None and host not in allowed:
         raise ref.error(f"'{host}' is none of `allowed_media_domains`; add it if you trust the data")
 
@@ -320,7 +320,8 @@ def _download(ref: MediaRef, url: str) -> bytes:
             f"cannot download '{url}' ({error}); repair the URL, remove the row, or raise `media_timeout`"
         ) from None
     except (TooManyRedirects, requests.RequestException) as error:
-        raise ref.error(f"cannot download '{url}' ({error}); repair the URL or remove the row") from None
+        reason = str(error) if isinstance(error, TooManyRedirects) else type(error).__name__
+        raise ref.error(f"cannot download '{url}' ({reason}); repair the URL or remove the row") from None
     if answer.status >= 300:
         raise ref.error(f"'{url}' gives status {answer.status}; correct the URL or remove the row")
     return answer.body
