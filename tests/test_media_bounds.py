@@ -442,6 +442,17 @@ def test_headers_of_archives_have_a_largest_size(tmp_path):
     assert allocated(load)[1] < 40e6
 
 
+def test_many_files_in_a_tar_are_not_kept(tmp_path):
+    with gzip.open(tmp_path / "a.tar", "wb") as file:
+        file.write(tarfile.TarInfo("other.png").tobuf() * 20_000 + bytes(1024))
+
+    def load():
+        with pytest.raises(MediaError, match="no file 'i.png' in the archive; correct the name or remove the row"):
+            load_image(ref("image", f"tar://i.png::{tmp_path / 'a.tar'}"))
+
+    assert allocated(load)[1] < 8e6
+
+
 def test_unpacking_ends_with_its_time(tmp_path):
     """Its thread, too, though there is always more to read."""
 

@@ -97,7 +97,9 @@ def shown_url(url: str) -> str:
         # A password may hold what ends the authority: a colon is in front of one, or of a port
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
-        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (":" in authority and "@" in rest):
+        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
+            ":" in authority and "@" in rest
+        ):
             link = "***"
         links.append(f"{scheme}{separator}{link}" if separator else scheme)
     return "::".join(links) + (f"{mark}***" if mark else "")

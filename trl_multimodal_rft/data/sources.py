@@ -196,7 +196,7 @@ def _in_zip(ref: MediaRef, stream: Any, name: str) -> Any:
 def _in_tar(ref: MediaRef, stream: Any, name: str) -> Any:
     packed = stream.read(2) == b"\x1f\x8b"
     stream.seek(0)
-    archive = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else stream, mode="r:")
+    archive: Any = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else stream, mode="r:")
     found = None
     while (member := archive.next()) is not None:
         archive.members.clear()  # by which one could look back
