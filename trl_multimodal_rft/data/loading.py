@@ -21,11 +21,9 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
 from .containers import check_container, check_whole, finds_frames
+from .images import check_exif, check_object, open_image
 from .sources import fetch_file, open_file
 
-
-# What is opened as an image: no documents, which other programs would have to draw
-_IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 
 # Floats beyond this were never scaled to -1 to 1
 _LOUDEST = 16.0
@@ -77,12 +75,14 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            image = _open_image(open_file(fetch_file(ref, image)))
+            image = open_image(ref, open_file(fetch_file(ref, image)))
+        check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         _check_pixels(ref, image.size)
         image.load()
         _check_pixels(ref, image.size)  # an icon's header may not say what is in it
+        check_exif(ref, image)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -264,11 +264,6 @@ def load_with_qwen_vl_utils(
         return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
-def _open_image(stream: BinaryIO) -> PIL.Image.Image:
-    PIL.Image.init()  # formats can be named only once they are known
-    return PIL.Image.open(stream, formats=_IMAGE_FORMATS)
-
-
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
     """
     Refuses a file that isn't safe to open by others, without decoding it: documents, lists of other files, images of
@@ -284,7 +279,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
         MediaError: If it isn't.
     """
     if ref.kind == "image":
-        _check_pixels(ref, _open_image(stream).size)
+        _check_pixels(ref, open_image(ref, stream).size)
     else:
         check_container(ref, stream)
 
@@ -309,10 +304,11 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
-        name = f" '{str(source)[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        # Shortened last, as half a secret isn't known for one
+        name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        reason = ref.shown(str(error))[:500]
         raise ref.error(
-            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {str(error)[:500]}); repair it or remove "
-            "the row"
+            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {reason}); repair it or remove the row"
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset, LargeList, List, Value
 
 from ..families import MODALITIES
-from .columns import MEDIA_COLUMNS, MediaError, _absent, _holds_several, block_kind, find_media
+from .columns import MEDIA_COLUMNS, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
 
 
 # Rows that are looked at, from all over a dataset
@@ -220,8 +220,9 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
     found = [(isinstance(value, (list, tuple)), *each) for value in values for each in find_media(value, column)]
     for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, str):
+            shown = shown_url(medium) if "://" in medium else medium
             return _Unread(
-                column, place, kind, several, f"what looks like files, such as {medium[:60]!r}", certain=False
+                column, place, kind, several, f"what looks like files, such as {shown[:60]!r}", certain=False
             )
         is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
         how = "blocks" if is_block else f"of type {type(medium).__name__}"

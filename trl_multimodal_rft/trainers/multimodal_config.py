@@ -72,7 +72,8 @@ class MediaArguments:
         max_video_pixels (`int`, *optional*, defaults to `2**29`):
             Most pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds in which a download must be complete, all attempts together.
+            Seconds in which a download must be complete, all attempts together, and as many for unpacking it from an
+            archive, and for decoding an image.
 
         > Parameters that control the checks
 
@@ -172,7 +173,10 @@ class MediaArguments:
     )
     media_timeout: float = field(
         default=DEFAULT_RULES.media_timeout,
-        metadata={"help": "Seconds in which a download must be complete, all attempts together."},
+        metadata={
+            "help": "Seconds in which a download must be complete, all attempts together, and as many for unpacking "
+            "it from an archive, and for decoding an image."
+        },
     )
     max_skipped_updates: int = field(
         default=5,
