@@ -17,6 +17,7 @@ from helpers.resumed_runs import REPLAY, REUSED, Recording, checkpoint, few_live
 from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,
+    image_rows,
     length_and_sum,
     load,
     make_trainer,
@@ -300,6 +301,22 @@ def test_stream_goes_on_with_the_row_before(tmp_path):
     run.num_generations = 3  # of 8 completions of a process: a group straddles
     with pytest.raises(ValueError, match="whole groups"):
         run.get_train_dataloader()
+
+
+def test_stream_of_less_than_a_batch_is_an_error(tmp_path):
+    def make(rows, **options):
+        return make_trainer(Recorded, "qwen2_5_vl", rows.to_iterable_dataset(), tmp_path, self_check=False, **options)
+
+    with pytest.raises(
+        ValueError, match="fewer rows than a batch of 2, so nothing was trained.*`steps_per_generation`"
+    ):
+        make(image_rows(1)).train()
+    make(image_rows(3), save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ValueError, match="fewer rows than a batch of 2"):
+        make(image_rows(1)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer = make(image_rows(3))
+    trainer.train(resume_from_checkpoint=True)  # which has nothing left to do
+    assert trainer.state.global_step == 2
 
 
 def test_rows_of_streams_are_numbered_as_they_come():

@@ -60,6 +60,10 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     evaluate_trainer(trainer, near, length_and_sum, EvaluationConfig(max_completion_length=90, batch_size=1))
     assert "leaves less than 90" in caplog.text
+    trainer.train_dataset = Dataset.from_list(2 * long)
+    with pytest.raises(ValueError, match="the prompt has") as caught:
+        trainer.train()
+    assert "Sampling with vLLM failed after step 0 of training. No checkpoint was saved" in caught.value.__notes__[0]
 
     processor = trainer.processing_class.image_processor
     processor.size = {"shortest_edge": 84 * 84, "longest_edge": 112 * 112}

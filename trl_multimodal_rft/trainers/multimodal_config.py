@@ -264,7 +264,7 @@ class MultimodalArguments(MediaArguments):
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
             Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON. A
-            server has its own.
+            server has its own. `max_model_len` and `vllm_max_model_length` exclude each other.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
             into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
@@ -368,6 +368,11 @@ class MultimodalArguments(MediaArguments):
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
                 "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+            )
+        if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
+            raise ValueError(
+                f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
+                f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
         if self.max_logged_media is not None and self.max_logged_media < 1:
             raise ValueError(

@@ -25,6 +25,7 @@ from ..algorithms.advantages import gae
 from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
 from ..algorithms.returns import token_rewards, whiten
 from ..data.fetch import EndlessRows
+from ..data.fingerprint import fingerprint
 from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
@@ -202,6 +203,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             if is_deepspeed_zero3_enabled():
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
             self.ema = MovingAverage(policy, args.ema_decay)
+        self._ptx_dataset = ptx_dataset
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
         for callback in [each for each in self.callback_handler.callbacks if type(each) is SyncRefModelCallback]:
             self.remove_callback(callback)
@@ -404,6 +406,10 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
+
+    def _fingerprints(self):
+        own = {} if self._ptx_dataset is None else {"ptx_dataset": fingerprint(self._ptx_dataset)}
+        return {**super()._fingerprints(), **own}
 
     def _batches(self) -> dict[str, Any]:
         args = self.args

@@ -61,9 +61,16 @@ class RowsMixin(TrainerMixin):
 
     def _inner_training_loop(self, *args, **kwargs):
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            output = super()._inner_training_loop(*args, **kwargs)
         finally:
             self._stop_reading()
+        if output.global_step == self._initial_global_step < self.state.max_steps:
+            raise ValueError(
+                f"`train_dataset` has fewer rows than a batch of {self._rows_per_block // self.num_generations}, so "
+                "nothing was trained. Add rows, repeat a stream (`train_dataset.repeat(None)`), or lower "
+                "`per_device_train_batch_size`" + ("." if self.num_generations == 1 else " or `steps_per_generation`.")
+            )
+        return output
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
