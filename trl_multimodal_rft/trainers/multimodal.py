@@ -57,6 +57,7 @@ from .self_check import SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
     check_family,
+    check_head_cast,
     check_name,
     check_processor_name,
     check_takes_media,
@@ -128,6 +129,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             }
             processing_class = load_processor(*self._processor_source.values())
         check_family(model, processing_class, args.max_completion_length)
+        check_head_cast(model, args)
         check_processor(processing_class)
         if kwargs.get("tools") or factory is not None:
             check_takes_tools(processing_class)

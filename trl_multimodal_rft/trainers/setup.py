@@ -560,6 +560,31 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
 
 
+def check_head_cast(model: PreTrainedModel, args) -> None:
+    """
+    Refuses to cast the head of a model in which TRL's code, made for text, doesn't find its weights.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The policy.
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Raises:
+        `ValueError`: If `cast_lm_head_to_fp32` is set.
+    """
+    tied = getattr(model.config, "tie_word_embeddings", None)
+    found = hasattr(model, "lm_head") and tied is not None
+    if tied:
+        found = found and hasattr(getattr(model, "model", None), "embed_tokens")
+    if getattr(args, "cast_lm_head_to_fp32", False) and not found:
+        raise ValueError(
+            f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose head or "
+            "embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
+            "`model_init_kwargs={'dtype': 'float32'}`."
+        )
+
+
 def check_takes_tools(processing_class: Any) -> None:
     """
     Refuses a chat template that tools can't be trained with.

@@ -1,0 +1,278 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Random combinations of options, each a function of its seed, and which comparisons hold for them."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from inspect import get_annotations
+from pathlib import Path
+
+from trl import GRPOConfig, RLOOConfig, SFTConfig
+
+from helpers.trainer_utils import PLAIN
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOConfig, MultimodalRLOOConfig, MultimodalSFTConfig
+from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.data.rules import RULE_NAMES
+from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments
+
+
+TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}
+RUN = {name: value for name, value in PLAIN.items() if name != "learning_rate"} | {"adam_epsilon": 1e-3}
+CONFIGS = {
+    "grpo": MultimodalGRPOConfig,
+    "rloo": MultimodalRLOOConfig,
+    "ppo": MultimodalPPOConfig,
+    "sft": MultimodalSFTConfig,
+}
+OWN = {name for each in (MediaArguments, MultimodalArguments, *CONFIGS.values()) for name in get_annotations(each)}
+# Of these, what TRL's trainer does otherwise without another update
+AS_TRL = {"packing", "max_tokens_per_microbatch", "keep_groups_together", "entropy_scope", "entropy_source"}
+
+# What of these a config has is drawn. The first value is the usual one.
+VALUES = {
+    # of TRL and transformers
+    "beta": [0.0, 0.1],
+    "cast_lm_head_to_fp32": [False, True],
+    "completion_only_loss": [None, False],
+    "delta": [None, 1.5],
+    "disable_dropout": [False, True],
+    "entropy_coef": [0.0, 0.1],
+    "epsilon": [0.2, 0.02],
+    "epsilon_high": [None, 0.28],
+    "gradient_checkpointing": [False, True],
+    "importance_sampling_level": ["token", "sequence"],
+    "lr_scheduler_type": ["constant", "linear"],
+    "mask_truncated_completions": [False, True],
+    "max_grad_norm": [1e9, 0.5],
+    "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+    "normalize_advantages": [False, True],
+    "num_iterations": [1, 2],
+    "off_policy_mask_threshold": [None, 0.01],
+    "optim": ["sgd", "adamw_torch"],
+    "pad_to_multiple_of": ["auto", 8],
+    "ref_model_mixup_alpha": [0.6, 0.3],
+    "repetition_penalty": [1.0, 1.2],
+    "reward_clip_range": [None, [0.5, 3.0]],
+    "reward_weights": [None, [1.0, -0.5]],
+    "scale_rewards": ["group", "batch", "none"],
+    "shuffle_dataset": [True, False],
+    "sync_ref_model": [False, True],
+    "temperature": [1.0, 0.7],
+    "top_entropy_quantile": [1.0, 0.5],
+    "top_k": [0, 50],
+    "top_p": [1.0, 0.9],
+    "use_adaptive_entropy": [False, True],
+    "use_bias_correction_kl": [True, False],
+    "weight_decay": [0.0, 0.1],
+    # of this package
+    "advantage_estimator": ["group_norm", "rloo", "reinforce", "reinforce_baseline", "cpgd", "dr_grpo"],
+    "bootstrap_truncated": [False, True],
+    "cliprange_value": [0.2, 0.02, None],
+    "cpgd_drift_clamp": [2.0, 0.5],
+    "cpgd_drift_coef": [0.01, 0.5],
+    "cpgd_weight": ["clip_filter_like", "none", "std"],
+    "dynamic_sampling": [False, True],
+    "dynamic_sampling_max_rounds": [4, 2],
+    "ema_decay": [None, 0.9],
+    "entropy_renormalize": [False, True],
+    "entropy_scope": ["batch", "sequence", "micro_batch"],
+    "entropy_source": ["rollout", "current"],
+    "freezing_actor_steps": [0, 1],
+    "gamma": [1.0, 0.9],
+    "keep_groups_together": [True, False],
+    "kl_estimator": [None, "k1", "k2", "k3"],
+    "kl_horizon": [10000, 50],
+    "kl_in_reward": [None, True, False],
+    "kl_target": [None, 0.01],
+    "lam": [0.95, 0.5],
+    "loss_type": list(LOSSES),
+    "max_length": [None, 30],
+    "max_tokens_per_microbatch": [None, 50],
+    "norm_level": ["token", "sequence"],
+    "num_ppo_epochs": [2, 1],
+    "packing": ["prefix", "padded"],
+    "per_device_ptx_batch_size": [1, 2],
+    "ptx_coef": [0.0, 0.5],
+    "replay_buffer_size": [0, 4],
+    "replay_max_age": [8, 1],
+    "reward_running_scale": [False, True],
+    "shared_trunk": [False, True],
+    "soft_overlong_cache": [None, 4],
+    "value_learning_rate": [None, 0.05],
+    "value_lr_scheduler_type": [None, "cosine"],
+    "value_warmup_steps": [None, 1],
+    "vf_coef": [0.1, 1.0],
+}
+OWN_VALUES = {
+    "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
+    "ppo": {"advantage_estimator": ["gae", *VALUES["advantage_estimator"]], "num_iterations": [1]},
+    "sft": {"packing": [False, True], "loss_type": ["nll", "dft"], "pad_to_multiple_of": ["auto"]},
+}
+
+# What changes no update, drawn for each run by itself
+NEUTRAL = {
+    "checkpoint_manifest": [True, False],
+    "max_logged_media": [8, None],
+    "max_logged_megabytes": [32.0, 0.001],
+    "max_skipped_updates": [5, 0],
+    "media_contribution_steps": [10, 1, 0],
+    "media_prefetch": [1, 0, 2],
+    "remove_unused_columns": [False, True],
+    "self_check": [True, False, False],
+}
+
+# What these runs, without files, tools and an engine, have no use for
+NOT_DRAWN = {
+    *RULE_NAMES,
+    "audio_overlong",
+    "ignored_media_columns",
+    "max_skipped_rows",
+    "max_tool_calling_iterations",
+    "max_tool_media",
+    "on_media_error",
+    "vllm_engine_kwargs",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_sync_adapter",
+}
+
+# Options that are refused, or do nothing, unless another has one of these values
+NEEDS = {
+    **dict.fromkeys(
+        ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"], ("beta", [0.1, 0.05])
+    ),
+    **dict.fromkeys(["entropy_scope", "entropy_source", "entropy_renormalize"], ("top_entropy_quantile", [0.5])),
+    **dict.fromkeys(["cpgd_drift_coef", "cpgd_drift_clamp"], ("loss_type", ["cpgd"])),
+    **dict.fromkeys(["freezing_actor_steps", "bootstrap_truncated", "shared_trunk"], ("advantage_estimator", ["gae"])),
+    **dict.fromkeys(["value_learning_rate", "value_lr_scheduler_type"], ("advantage_estimator", ["gae"])),
+    "value_warmup_steps": ("advantage_estimator", ["gae"]),
+    "norm_level": ("advantage_estimator", ["reinforce_baseline"]),
+    "cpgd_weight": ("advantage_estimator", ["cpgd"]),
+    "dynamic_sampling_max_rounds": ("dynamic_sampling", [True]),
+    "replay_max_age": ("replay_buffer_size", [4]),
+    "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
+    "ref_model_mixup_alpha": ("sync_ref_model", [True]),
+    "use_adaptive_entropy": ("entropy_coef", [0.1]),
+    "scale_rewards": ("advantage_estimator", ["group_norm"]),
+}
+OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
+OFTEN |= {"cliprange_value", "gamma", "lam", "num_ppo_epochs", "ptx_coef", "vf_coef", "max_length"}
+
+# Completions of a micro-batch, micro-batches of an update and of a generation batch, completions of a prompt
+SHAPES = [(8, 1, 1, 4), (4, 2, 2, 4), (4, 2, 2, 2), (4, 1, 2, 4), (4, 2, 4, 2), (2, 4, 4, 4), (6, 2, 2, 3)]
+FAMILIES = {
+    "text": ["qwen2_5_vl", "gemma3"],
+    "image": ["qwen2_5_vl", "gemma3"],
+    "images": ["qwen2_5_vl", "gemma3"],
+    "video": ["qwen2_5_vl"],
+    "audio": ["qwen2_audio"],
+}
+
+
+@dataclass
+class Draw:
+    """
+    A combination of options.
+
+    Args:
+        seed (`int`):
+            What it follows from.
+        kind (`str`):
+            Which trainer: `"grpo"`, `"rloo"`, `"ppo"` or `"sft"`.
+        rows (`str`):
+            What prompts hold.
+        family (`str`):
+            Model.
+        reward (`str`):
+            Which reward functions.
+        lora_dropout (`float` or `None`):
+            Dropout of an adapter; `None` trains all weights.
+        completions (`str`):
+            `"sampled"` by the model, `"random"` tokens, which follow from the random state of the run, or `"fixed"`
+            ones, which follow from prompt and step.
+        options (`dict`):
+            Arguments of the config that aren't the usual ones.
+    """
+
+    seed: int
+    kind: str
+    rows: str
+    family: str
+    reward: str
+    lora_dropout: float | None
+    completions: str
+    options: dict
+
+    def config(self, folder: str | Path, config_class: type | None = None, **changes):
+        """The config of a run of two updates, without what the class doesn't have."""
+        config_class = config_class or CONFIGS[self.kind]
+        names = {each.name for each in fields(config_class)}
+        options = {**RUN, **self.options, **changes}
+        options.setdefault("learning_rate", 0.003 if "optim" in self.options else 0.03)
+        return config_class(str(folder), **{name: value for name, value in options.items() if name in names})
+
+
+def values_of(kind: str) -> dict[str, list]:
+    """The values of a trainer's options."""
+    names = {each.name for each in fields(CONFIGS[kind])}
+    return {name: OWN_VALUES.get(kind, {}).get(name, values) for name, values in VALUES.items() if name in names}
+
+
+def neutral(draw: Draw, run: str) -> dict:
+    """Options of a run that must not show in its updates."""
+    generator = random.Random(f"{draw.seed} {run}")
+    names = {each.name for each in fields(CONFIGS[draw.kind])}
+    if draw.rows in ("audio", "video"):
+        names -= {"remove_unused_columns"}  # of which `with_media` makes the others
+    return {name: generator.choice(values) for name, values in NEUTRAL.items() if name in names}
+
+
+def combinations(seed: int) -> Iterator[Draw | str]:
+    """Combinations that follow from a seed, and in the place of those that a config refuses, why it does."""
+    generator = random.Random(seed)
+    while True:
+        draw = _drawn(seed, generator)
+        try:
+            draw.config("unused")
+        except ValueError as error:
+            yield str(error)
+        else:
+            yield draw
+
+
+def _drawn(seed: int, generator: random.Random) -> Draw:
+    kind, rows = generator.choice(["grpo", "grpo", "grpo", "rloo", "ppo", "ppo", "sft"]), generator.choice([*FAMILIES])
+    size, accumulated, batches, group = generator.choice(SHAPES)
+    options = {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
+    if kind != "sft":
+        options |= {"per_device_train_batch_size": size, "steps_per_generation": batches, "num_generations": group}
+        options |= {"max_completion_length": 8, "ref_model_sync_steps": 1}
+    values = values_of(kind)
+    if kind in ("grpo", "rloo") and generator.random() < 0.5:  # as TRL's trainer can train them
+        rows, options["keep_groups_together"] = generator.choice(["text", "image", "images"]), False
+        values = {name: each for name, each in values.items() if name not in OWN or name in AS_TRL}
+    if rows != "text":
+        values.pop("max_length", None)  # no medium is cut
+    for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):
+        wanted, among = NEEDS.get(name, (name, values[name]))
+        if name in options or (wanted in values and options.get(wanted, values[wanted][0]) not in among):
+            continue
+        if values[name][1:] and generator.random() < (0.4 if name in OFTEN else 0.12):
+            options[name] = generator.choice(values[name][1:])
+    if kind == "ppo":
+        options.setdefault("num_ppo_epochs", 2)
+    completions = generator.choice(["sampled", "random", "random", "fixed", "fixed"])
+    if completions == "sampled":
+        options.pop("mask_truncated_completions", None)  # none ends
+    return Draw(
+        seed,
+        kind,
+        rows,
+        family=generator.choice(FAMILIES[rows]),
+        reward="two" if "reward_weights" in options else generator.choice(["one", "two", "missing", "equal"]),
+        lora_dropout=generator.choice([None] * 8 + [0.0, 0.3]),
+        completions=completions,
+        options=options,
+    )

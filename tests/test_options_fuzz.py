@@ -1,0 +1,350 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Random combinations of options make the same two updates whether completions are packed or padded, split by a token
+budget or accumulated, whether the run is resumed or not, and whether TRL's trainer makes them, where it can.
+
+`FUZZ_N` sets the number of combinations; `FUZZ_SEED` runs a single one.
+"""
+
+import functools
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.option_draws import (
+    AS_TRL,
+    NEUTRAL,
+    NOT_DRAWN,
+    OWN,
+    TRL_CONFIGS,
+    VALUES,
+    Draw,
+    combinations,
+    neutral,
+    values_of,
+)
+from helpers.trainer_utils import (
+    audio_rows,
+    image_rows,
+    images_rows,
+    length_and_sum,
+    load,
+    norm,
+    text_rows,
+    video_rows,
+)
+from peft import LoraConfig
+from transformers import Trainer
+from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+from trl_multimodal_rft.forward import scoring
+from trl_multimodal_rft.forward.token_budget import backward_by_parts
+from trl_multimodal_rft.trainers import multimodal
+
+
+TRAINERS = {
+    "grpo": MultimodalGRPOTrainer,
+    "rloo": MultimodalRLOOTrainer,
+    "ppo": MultimodalPPOTrainer,
+    "sft": MultimodalSFTTrainer,
+}
+TRL_TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "sft": SFTTrainer}
+ROWS = {"text": text_rows, "image": image_rows, "images": images_rows, "video": video_rows, "audio": audio_rows}
+ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird."]
+
+N = int(os.environ.get("FUZZ_N", 60))
+SEEDS = [int(os.environ["FUZZ_SEED"])] if "FUZZ_SEED" in os.environ else range(N)
+TOLERANCE = 1e-4  # relative difference of two updates
+ROUNDING = 1e-6  # of the weights, which shows in small updates
+
+
+# Completions and rewards
+
+
+class RandomTokens:
+    """Completions of random tokens, which depend on the random state of the run."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        generator, completions = self._generator(prompt_ids), []
+        for _ in prompt_ids:
+            length, ended = torch.randint(0, 7, (2,), generator=generator).tolist()
+            # Special tokens, and so placeholders, come first in the vocabulary
+            ids = torch.randint(50, len(self._tokenizer), (2 + length,), generator=generator).tolist()
+            completions.append([*ids[:-1], self._tokenizer.eos_token_id] if ended < 4 else ids)
+        return completions if isinstance(self, RLOOTrainer) else (completions, None)
+
+    def _generator(self, prompt_ids):
+        return None
+
+
+class FixedTokens(RandomTokens):
+    """Completions that depend on prompts and step alone."""
+
+    def _generator(self, prompt_ids):
+        return torch.Generator().manual_seed(10_000 * self.state.global_step + sum(map(sum, prompt_ids)))
+
+
+def of_last_token(completion_ids, **kwargs):
+    return [ids[-1] % 3 / 2 for ids in completion_ids]
+
+
+def partly_missing(completion_ids, **kwargs):
+    rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
+    return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
+
+
+def partly_equal(prompts, completion_ids, **kwargs):
+    """The same reward for all completions of every other prompt, by the number at its end."""
+    contents = [prompt[-1]["content"] for prompt in prompts]
+    numbers = [int((each if isinstance(each, str) else each[-1]["text"]).split()[-1]) for each in contents]
+    rewards = zip(numbers, length_and_sum(completion_ids), strict=True)
+    return [1.0 if number % 2 else reward for number, reward in rewards]
+
+
+COMPLETIONS = {"sampled": (), "random": (RandomTokens,), "fixed": (FixedTokens,)}
+REWARDS = {
+    "one": length_and_sum,
+    "two": [length_and_sum, of_last_token],
+    "missing": partly_missing,
+    "equal": partly_equal,
+}
+
+
+# Runs
+
+
+@functools.cache
+def rows(kind: str, answered: bool = False):
+    dataset = ROWS[kind](8)
+    if not answered:
+        return dataset
+    form = dataset.format
+    answers = [[{"role": "assistant", "content": ANSWERS[i % 4]}] for i in range(8)]
+    dataset = dataset.with_format(None).add_column("completion", answers)
+    return dataset.with_transform(form["format_kwargs"]["transform"]) if form["type"] == "custom" else dataset
+
+
+def make(draw: Draw, trainer_class: type, config) -> Trainer:
+    model, processor = load(draw.family)
+    objects = {"model": model, "processing_class": processor, "args": config}
+    if draw.lora_dropout is not None:
+        settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        objects["peft_config"] = LoraConfig(lora_dropout=draw.lora_dropout, **settings)
+    if "ptx_coef" in draw.options:
+        objects["ptx_dataset"] = rows(draw.rows, answered=True)
+    if draw.kind == "sft":
+        trainer = trainer_class(train_dataset=rows(draw.rows, answered=True), **objects)
+        if trainer_class is SFTTrainer:
+            trainer.model_accepts_loss_kwargs = True  # else its loss is a mean over micro-batches of any length
+        return trainer
+    kind = type(trainer_class.__name__, (*COMPLETIONS[draw.completions], trainer_class), {})
+    return kind(train_dataset=rows(draw.rows), reward_funcs=REWARDS[draw.reward], **objects)
+
+
+def updated(trainer: Trainer, checkpoint: str | None = None) -> dict:
+    """How much a run moves each parameter."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == 2
+    return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+
+
+# Comparisons: the options of a run that must make the same updates, `None` where there is none
+
+
+def is_random(draw: Draw) -> bool:
+    """Whether a forward depends on the random state."""
+    return bool(draw.lora_dropout) and "disable_dropout" not in draw.options
+
+
+def other_packing(draw: Draw, config) -> dict | None:
+    flipped = {"prefix": "padded", "padded": "prefix", True: False, False: True}
+    return None if is_random(draw) else {"packing": flipped[config.packing]}
+
+
+def other_budget(draw: Draw, config) -> dict | None:
+    return None if is_random(draw) else {"max_tokens_per_microbatch": None if config.max_tokens_per_microbatch else 30}
+
+
+def other_accumulation(draw: Draw, config) -> dict | None:
+    options = draw.options
+    averaged = {"entropy_coef", "ptx_coef"} & options.keys() or options.get("loss_type") == "bnpo"
+    if is_random(draw) or averaged or options.get("entropy_scope") == "micro_batch":
+        return None  # a mean over the tokens of a micro-batch
+    steps, size = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    new = 1 if steps > 1 else 2
+    changes = {"gradient_accumulation_steps": new, "per_device_train_batch_size": size * steps // new}
+    if draw.kind == "sft":
+        return changes
+    if config.keep_groups_together and (config.steps_per_generation > steps or draw.completions != "fixed"):
+        return None  # the order of groups depends on the number of micro-batches, and is random
+    return {**changes, "steps_per_generation": config.steps_per_generation * new // steps}
+
+
+def as_trl(draw: Draw, config) -> dict | None:
+    if draw.kind not in TRL_TRAINERS or is_random(draw) or draw.rows in ("audio", "video"):
+        return None
+    if draw.kind == "sft":
+        return {"packing": False}
+    if draw.options.keys() & OWN - AS_TRL or draw.reward == "missing" or config.keep_groups_together:
+        return None
+    if draw.kind == "grpo":
+        scope = config.entropy_scope, config.entropy_source
+        if LOSSES[config.loss_type].is_own or (
+            config.top_entropy_quantile < 1 and scope != ("micro_batch", "current")
+        ):
+            return None
+    return {"generation_kwargs": {"suppress_tokens": sorted(all_placeholder_ids(*load(draw.family)))}}
+
+
+COMPARISONS = {
+    "packing": other_packing,
+    "budget": other_budget,
+    "accumulation": other_accumulation,
+    "TRL": as_trl,
+    "resumed": lambda draw, config: {},
+}
+
+
+class UnequalUpdates(AssertionError):
+    pass
+
+
+def check(seed: int, folder: Path, *names: str) -> None:
+    """Compares the updates of a seed's combination with those of runs that must make the same."""
+    draws = (draw for draw in combinations(seed) if isinstance(draw, Draw))
+    for draw in itertools.islice(draws, 3):
+        config = draw.config(folder / "base", save_strategy="steps", save_steps=1, **neutral(draw, "base"))
+        changes = {name: COMPARISONS[name](draw, config) for name in names}
+        changes = {name: options for name, options in changes.items() if options is not None}
+        try:
+            trainer = make(draw, TRAINERS[draw.kind], config)
+        except (ValueError, NotImplementedError):  # what the config alone can't know, such as of an adapter
+            continue
+        break
+    else:
+        raise AssertionError("three combinations in a row were refused")
+    base = updated(trainer) if changes else {}
+    assert not changes or norm(base) > 1e-4, f"{draw} updates nothing"
+    for name, options in changes.items():
+        if name == "TRL":
+            other = make(draw, TRL_TRAINERS[draw.kind], draw.config(folder / name, TRL_CONFIGS[draw.kind], **options))
+        else:
+            options = {**neutral(draw, name), **options}
+            other = make(draw, TRAINERS[draw.kind], draw.config(folder / name, **options))
+        update = updated(other, str(folder / "base" / "checkpoint-1") if name == "resumed" else None)
+        assert base.keys() == update.keys()
+        difference = norm({each: base[each] - update[each] for each in base})
+        if not difference <= TOLERANCE * norm(base) + ROUNDING:
+            raise UnequalUpdates(f"{name}: updates of length {norm(base):.3g} differ by {difference:.3g}: {draw}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_updates_are_equal(seed, tmp_path):
+    try:
+        check(seed, tmp_path, *COMPARISONS)
+    except Exception as error:
+        error.add_note(
+            f"again: FUZZ_SEED={seed} .venv/bin/python -m pytest tests/test_options_fuzz.py -m slow -k equal"
+        )
+        raise
+
+
+# The combinations
+
+
+def test_each_option_has_a_place():
+    """A new option belongs into one of the tables."""
+    tables = [set(VALUES), set(NEUTRAL), NOT_DRAWN]
+    assert OWN <= set.union(*tables)
+    assert NOT_DRAWN | set(NEUTRAL) <= OWN
+    assert not any(a & b for a, b in itertools.combinations(tables, 2))
+
+
+def test_combinations():
+    """Most are taken, some has each value, and each comparison holds for enough of them."""
+    tries = [draw for seed in range(600) for draw in itertools.islice(combinations(seed), 2)]
+    taken = [draw for draw in tries if isinstance(draw, Draw)]
+    assert len(taken) >= 0.75 * len(tries)
+    drawn = {(name, repr(value)) for draw in taken for name, value in draw.options.items()}
+    values = [(name, repr(value)) for kind in TRAINERS for name, each in values_of(kind).items() for value in each[1:]]
+    assert not set(values) - drawn
+    first = [next(draw for draw in combinations(seed) if isinstance(draw, Draw)) for seed in range(60)]
+    for name, compare in COMPARISONS.items():
+        assert sum(compare(draw, draw.config("unused")) is not None for draw in first) >= 12, name
+
+
+# Defects that it must find
+
+
+def shifted_branches(monkeypatch):
+    """Positions of packed completions are one too large behind their first token."""
+    pack = scoring.pack
+
+    def shifted(*args):
+        row = pack(*args)
+        for start, length, prompt, _ in row.layout.segments:
+            if start != prompt:
+                row.position_ids[..., start + 1 : start + length] += 1
+        return row
+
+    monkeypatch.setattr(scoring, "pack", shifted)
+
+
+def undivided_parts(monkeypatch):
+    """Parts of a token budget aren't divided by the number of accumulation steps."""
+    monkeypatch.setattr(multimodal, "backward_by_parts", lambda *args: backward_by_parts(*args[:-1]))
+
+
+def moved_ratios(monkeypatch):
+    """Importance ratios take the old log-probabilities of the next completion."""
+    roll_out = multimodal.MultimodalMixin._roll_out
+
+    def moved(self, inputs):
+        output, batch = roll_out(self, inputs)
+        output |= {name: output[name].roll(1, 0) for name in ("old_per_token_logps", "old_logps") if name in output}
+        return output, batch
+
+    monkeypatch.setattr(multimodal.MultimodalMixin, "_roll_out", moved)
+
+
+def mixed_rewards(monkeypatch):
+    """Advantages stay where they were when groups are put in another order."""
+    reorder = multimodal._reorder
+    monkeypatch.setattr(
+        multimodal, "_reorder", lambda value, order: value if getattr(value, "ndim", 0) == 1 else reorder(value, order)
+    )
+
+
+def lost_random_state(monkeypatch):
+    """A resumed run starts with the random numbers of its start."""
+    monkeypatch.setattr(Trainer, "_load_rng_state", lambda *args: None)
+
+
+DEFECTS = {
+    shifted_branches: "packing",
+    undivided_parts: "budget",
+    mixed_rewards: "accumulation",
+    moved_ratios: "TRL",
+    lost_random_state: "resumed",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
+def test_finds(plant, tmp_path, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(UnequalUpdates, match=DEFECTS[plant]):
+        for seed in range(60):
+            check(seed, tmp_path / str(seed), DEFECTS[plant])
