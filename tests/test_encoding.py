@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from helpers import clips
 from helpers.chats import RATE, audio, image, text, video
 from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES, encode, tokenizer
 from PIL import Image
 
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.encoding import prompts
 from trl_multimodal_rft.encoding.prompts import (
     encode_prompt,
     engine_position_ids,
@@ -154,6 +156,36 @@ def test_qwen_video_options(family, files):
     assert not torch.equal(first["pixel_values_videos"], last["pixel_values_videos"])
     if family == "qwen2_5_vl":  # seconds a temporal patch of two frames covers
         assert media(nframes=10)["second_per_grid_ts"].item() == pytest.approx(0.4, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_trimmed_clip_is_seen_as_ffmpeg_shows_it(family, tmp_path):
+    """Of a clip that was cut without encoding it anew, the model gets the frames that are shown."""
+    data = clips.trimmed(clips.encoded("H.264, open groups"), 0, 5)
+    (tmp_path / "clip.mp4").write_bytes(data)
+    frames = clips.shown(data)[1:]
+    options = {"min_pixels": 56 * 56, "max_pixels": 84 * 56} if family == "qwen2_5_vl" else {}
+
+    def pixels(source, **chosen):
+        block = {"type": "video", "video": source, **options, **chosen}
+        media = encode_row(family, {"prompt": user(block, text("Describe"))}).media
+        return next(value for name, value in media.items() if name.startswith("pixel_values"))
+
+    every = pixels(str(tmp_path / "clip.mp4"), video_start=0.1, nframes=len(frames))
+    assert torch.equal(every, pixels(frames))
+
+
+def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
+    said = []
+    monkeypatch.setattr(prompts.logger, "warning_once", said.append)
+    block = {"type": "image", "image": str(files / "picture.png"), "max_pixels": 56 * 56}
+    encode_row("qwen2_5_vl", {"prompt": user(block, text("Describe"))})
+    assert not said
+    encode_row("llava", {"prompt": user(block, text("Describe"))})
+    assert said == [
+        "LlavaProcessor doesn't read max_pixels of blocks, which have no effect; set them in the configuration of its "
+        "processor."
+    ]
 
 
 def test_media_need_a_placeholder():

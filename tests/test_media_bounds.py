@@ -4,6 +4,7 @@
 import gzip
 import io
 import os
+import re
 import struct
 import tarfile
 import threading
@@ -49,25 +50,25 @@ def sound_file(samples, rate, name="FLAC", **options):
     return buffer.getvalue()
 
 
-def av_sound(name, codec, seconds=2):
+def av_sound(name, codec, seconds=2, mux=None):
     buffer = io.BytesIO()
     samples = np.ascontiguousarray(noise(seconds, RATE, 1).T)
-    with av.open(buffer, "w", format=name) as container:
+    with av.open(buffer, "w", format=name, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=RATE, layout="mono")
-        if stream.codec_context.format.name == "s16":
-            samples, form = (samples * 32767).astype(np.int16), "s16"
-        else:
-            form = "fltp"
-        frame = av.AudioFrame.from_ndarray(samples, format=form, layout="mono")
+        stream.bit_rate = 64000
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
         frame.sample_rate = RATE
-        container.mux(stream.encode(frame))
+        context = stream.codec_context
+        resampler = av.AudioResampler(context.format.name, "mono", RATE, frame_size=context.frame_size or 0)
+        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
+            container.mux(stream.encode(piece))
         container.mux(stream.encode())
     return buffer.getvalue()
 
 
-def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, rate=10, options=None):
+def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, rate=10, options=None, mux=None):
     buffer, pixels = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    with av.open(buffer, "w", format=name) as container:
+    with av.open(buffer, "w", format=name, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for i in range(frames):
@@ -511,6 +512,32 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeyp
     thread.start()
     thread.join(20)
     assert errors
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
+def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):
+    """Its stream is whole and holds fewer bytes."""
+    width, height = 37, 23
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    sizes = [
+        (len(range(x, width, across)), len(range(y, height, down)))
+        for x, y, across, down in (passes if interlaced else [(0, 0, 1, 1)])
+    ]
+    rows = b"".join(b"\0" + b"\x55" * -(-columns * depth * channels // 8) for columns, n in sizes for _ in range(n))
+
+    def png(pixels):
+        def chunk(kind, data):
+            return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+        head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
+        stream = zlib.compress(pixels)
+        parts = chunk(b"IHDR", head), chunk(b"IDAT", stream[:9]), chunk(b"IDAT", stream[9:]), chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+    if (color, depth) != (0, 16):  # has no known scale
+        assert load_image(ref("image", png(rows))).size == (width, height)
+    for n in (len(rows) - 1, len(rows) // 2, 0):
+        with pytest.raises(MediaError, match=f"the image is cut off: {n} of {len(rows)} bytes of pixels; repair it"):
+            load_image(ref("image", png(rows[:n])))
 
 
 @pytest.mark.parametrize("name", ["GIF", "PNG", "TIFF", "WEBP"])
@@ -525,33 +552,156 @@ def test_only_the_first_of_several_images_is_decoded(name):
 # Files that were cut off, and lists
 
 
+def fragmented(flags="empty_moov"):
+    return video_file(mux={"movflags": f"frag_keyframe+{flags}"}, frames=24, options={"g": "6"})
+
+
+def gif():
+    buffer, pictures = io.BytesIO(), [Image.fromarray(np.uint8(noise(1, 80, 90) * 255 + 128)) for _ in range(6)]
+    pictures = [picture.rotate(60 * i) for i, picture in enumerate(pictures)]
+    pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:], duration=100)
+    return buffer.getvalue()
+
+
 WHOLE = {
     "wav": lambda: sound_file(noise(1.0, RATE), RATE, "WAV"),
+    "wav adpcm": lambda: sound_file(noise(1.0, RATE, 1), RATE, "WAV", subtype="IMA_ADPCM"),
+    "rf64": lambda: sound_file(noise(1.0, RATE), RATE, "RF64"),
+    "rf64 of ffmpeg": lambda: av_sound("wav", "pcm_s16le", mux={"rf64": "always"}),
+    "w64": lambda: sound_file(noise(1.0, RATE), RATE, "W64"),
     "aiff": lambda: sound_file(noise(1.0, RATE), RATE, "AIFF"),
+    "au": lambda: sound_file(noise(1.0, RATE), RATE, "AU"),
+    "caf": lambda: sound_file(noise(1.0, RATE), RATE, "CAF"),
+    "caf alac": lambda: sound_file(noise(2.0, RATE), RATE, "CAF", subtype="ALAC_16"),
+    "nist": lambda: sound_file(noise(1.0, RATE), RATE, "NIST"),
+    "nist alaw": lambda: sound_file(noise(1.0, RATE), RATE, "NIST", subtype="ALAW"),
+    "flac": lambda: sound_file(noise(2.0, RATE), RATE),
+    "flac of ffmpeg": lambda: av_sound("flac", "flac"),
     "ogg": lambda: sound_file(noise(3.0, RATE), RATE, "OGG"),
+    "opus": lambda: sound_file(noise(3.0, RATE), RATE, "OGG", subtype="OPUS"),
+    "opus of ffmpeg": lambda: av_sound("ogg", "libopus"),
     "mp3": lambda: sound_file(noise(2.0, RATE), RATE, "MP3"),
     "m4a": lambda: av_sound("mp4", "aac"),
+    "m4a in fragments": lambda: av_sound("mp4", "aac", mux={"movflags": "frag_every_frame+empty_moov"}),
     "mka": lambda: av_sound("matroska", "aac"),
+    "wma": lambda: av_sound("asf", "wmav2"),
+    "flv of sound": lambda: av_sound("flv", "aac"),
+    "tta": lambda: av_sound("tta", "tta"),
+    "wavpack": lambda: av_sound("wv", "wavpack", seconds=5),
     "mp4": video_file,
+    "mp4 in fragments": fragmented,
+    "mp4 in fragments, the first of them in its header": lambda: fragmented("default_base_moof"),
+    "mp4 for DASH": lambda: fragmented("empty_moov+dash"),
     "mkv": lambda: video_file("matroska"),
     "webm": lambda: video_file("webm", "libvpx-vp9"),
     "avi": lambda: video_file("avi", "mpeg4"),
+    "flv": lambda: video_file("flv", "flv"),
+    "wmv": lambda: video_file("asf", "wmv2"),
+    "ivf": lambda: video_file("ivf", "libvpx-vp9"),
+    "gif": gif,
 }
+VIDEOS = tuple(WHOLE)[tuple(WHOLE).index("mp4") :]
+
+
+def cuts(data):
+    """Places at which a copy may have ended: some anywhere, and where something of the format ends."""
+    places = {len(data) * i // 12 for i in range(1, 12)} | {len(data) - n for n in (1, 2, 30)}
+    with av.open(io.BytesIO(data)) as container:
+        packets = sorted({packet.pos for packet in container.demux() if packet.pos})
+    parts = [found.start() - (found[0] != b"OggS") * 4 for found in re.finditer(b"OggS|moof|mdat|mfra|sidx", data)]
+    for each in (packets, parts):
+        places.update(each[:: max(1, len(each) // 12)], each[-1:])
+    return sorted(place for place in places if 0 < place < len(data))
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("tagged", [False, True])
-def test_files_that_were_cut_off_are_named(name, tagged):
-    kind = "video" if name in ("mp4", "mkv", "webm", "avi") else "audio"
-    load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
+def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
+    """A cut may leave out nothing but an index."""
+    kind = "video" if name in VIDEOS else "audio"
+    load = (lambda data: load_video(ref(kind, data))[0]) if kind == "video" else lambda data: heard(data)
     data = WHOLE[name]()
-    if tagged:  # by which only MP3 starts, but none is taken for a part of what follows
-        data = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
-    check_whole(ref(kind, data), io.BytesIO(data))
-    load(ref(kind, data))
-    for share in (0.3, 0.5, 0.8):
-        with pytest.raises(MediaError, match=f"row 3, column '{kind}': the file is cut off: .* of .* bytes; fetch it"):
-            load(ref(kind, data[: int(len(data) * share)]))
+    whole, named = load(data), 0
+    for place in cuts(data):
+        try:
+            left = load(data[:place])
+        except MediaError as error:
+            named += 1
+            assert str(error).startswith(f"row 3, column '{kind}': ") and error.args[0].count("\n") == 0
+        else:
+            assert np.array_equal(left, whole), f"{len(left)} of {len(whole)} at {place} of {len(data)}"
+    assert named > 5
+    with pytest.raises(MediaError, match="the file is (damaged or )?cut off: .*; fetch it again|cannot read this"):
+        load(data[: len(data) * 4 // 5])
+    if kind == "video":
+        with av.open(io.BytesIO(data)) as container:
+            assert len(whole) == sum(1 for _ in container.decode(video=0))
+
+
+def heard(data):
+    return load_audio(ref("audio", data), RATE)
+
+
+@pytest.mark.parametrize("name", ["wav", "aiff", "ogg", "mp3", "m4a", "mkv", "gif", "flv", "nist"])
+def test_tags_around_a_file_are_no_part_of_it(name):
+    """By one in front only MP3 starts, but none is taken for a part of what follows."""
+    kind, data = "video" if name in VIDEOS else "audio", WHOLE[name]()
+    tagged = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
+    load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
+    check_whole(ref(kind, tagged), io.BytesIO(tagged))
+    load(ref(kind, tagged))
+    cut = len(data) // 2
+    with pytest.raises(MediaError, match="the file is cut off: "):
+        load(ref(kind, tagged[:cut]))
+
+
+def test_an_index_in_front_tells_of_all_fragments():
+    """As in files of DASH: one fragment may be cut away or all, and so may the index behind them."""
+    data = fragmented("empty_moov+default_base_moof")
+    first, ends = data.index(b"moof") - 4, data.index(b"mfra") - 4
+    middle = data.index(b"moof", first + 8) - 4
+    sizes = [middle - first, ends - middle]
+    entries = b"".join(struct.pack(">III", size, 60, 0) for size in sizes)
+    index = b"sidx" + struct.pack(">IIIIIHH", 0, 1, 10240, 0, 0, 0, len(sizes)) + entries
+    indexed = data[:first] + struct.pack(">I", len(index) + 4) + index + data[first:ends]
+    with pytest.raises(MediaError, match="its fragments have no index behind them"):
+        load_video(ref("video", data[:ends]))
+    np.testing.assert_array_equal(load_video(ref("video", indexed))[0], load_video(ref("video", data))[0])
+    with pytest.raises(MediaError, match=f"the file is cut off: {sum(sizes) - 1} of {sum(sizes)} bytes"):
+        load_video(ref("video", indexed[:-1]))
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_chained_streams_are_heard_to_the_end(subtype):
+    one, two = (sound_file(noise(seconds, RATE, 1), RATE, "OGG", subtype=subtype) for seconds in (2.0, 1.0))
+    samples, rate = read_audio(ref("audio", one + two))
+    with av.open(io.BytesIO(one + two)) as container:
+        expected = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
+    np.testing.assert_array_equal(samples, expected)
+    assert abs(len(samples) / rate - 3) < 0.1
+    slow = sound_file(noise(1.0, 8000, 1), 8000, "OGG", subtype="VORBIS")
+    if subtype == "VORBIS":
+        with pytest.raises(MediaError, match="row 3, column 'audio': "):
+            load_audio(ref("audio", one + slow), RATE)
+
+
+@pytest.mark.parametrize("told", [0.5, 2.0, 1 - 1 / 64000])
+def test_a_flac_with_another_number_of_samples_than_it_says_is_named(told):
+    data = bytearray(sound_file(noise(4.0, RATE, 1), RATE))
+    samples = int(4.0 * RATE * told)
+    data[22:26] = samples.to_bytes(4, "big")  # its lower bits, behind `fLaC`, the head of the first block and 14 bytes
+    with pytest.raises(MediaError, match=f"the file is damaged or cut off: [0-9]+ of ({samples}|64000) samples"):
+        read_audio(ref("audio", bytes(data)))
+    assert len(load_audio(ref("audio", bytes(data)), RATE, 1.0, "truncate")) == RATE  # of which nobody heard more
+
+
+@pytest.mark.parametrize("name", ["AVR", "HTK", "SVX", "MAT5", "MPC2K", "PAF", "PVF", "SDS", "IRCAM", "VOC", "WVE"])
+def test_sounds_that_may_be_half_in_silence_are_refused(name):
+    subtype = "ALAW" if name == "WVE" else "PCM_16"
+    rate = 8000 if name == "WVE" else RATE
+    with pytest.raises(
+        MediaError, match="this is no file of audio that is read; it starts with .*; convert it to WAV"
+    ):
+        load_audio(ref("audio", sound_file(noise(1.0, rate, 1), rate, name, subtype=subtype)), RATE)
 
 
 def test_what_does_not_say_how_long_it_is_is_what_there_is():
@@ -582,7 +732,7 @@ def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
         b"G" + addresses.ljust(187) + b"G",
     ):
         started = time.monotonic()
-        with pytest.raises(MediaError, match=f"this is no file of {kind}; it starts with"):
+        with pytest.raises(MediaError, match=f"this is no file of {kind} that is read; it starts with"):
             load(ref(kind, data))
         assert time.monotonic() - started < 5
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From dataset rows to chat messages whose media blocks hold opaque references, and back."""
 
+import math
 import mimetypes
 import os
 import re
@@ -27,6 +28,22 @@ MEDIA_COLUMNS = {
 
 # Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
+
+# Options of the blocks of each kind: positive numbers, which must be whole but those in seconds and per second
+_SIZE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_LIMIT_OPTIONS = ("total_pixels", "min_frames", "max_frames")
+_OPTIONS = {
+    "image": _SIZE_OPTIONS,
+    "audio": ("sampling_rate",),
+    "video": (*_SIZE_OPTIONS, *_LIMIT_OPTIONS, "nframes", "fps", "sample_fps", "video_start", "video_end"),
+}
+# Those that only qwen-vl-utils reads
+QWEN_OPTIONS = (*_SIZE_OPTIONS, *_LIMIT_OPTIONS)
+_FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "video_end"}
+_ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
+
+# Hints of other libraries about a medium, which change nothing here
+_HINTS = ("detail", "format", "media_type", "mime_type")
 
 # How the place of a medium begins that a tool returned
 FROM_TOOL = "tool "
@@ -148,7 +165,7 @@ class MediaRef:
         source (`Any`):
             Raw value from the row, see [`load_image`], [`load_audio`] and [`load_video`].
         options (`dict[str, Any]`):
-            Extra keys of the message block, such as `max_pixels`, `fps`, `video_start` or `sampling_rate`.
+            Options in the message block, such as `max_pixels`, `fps`, `video_start` or `sampling_rate`.
         column (`str`):
             Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
         row (`int`):
@@ -254,7 +271,8 @@ def rows_to_messages(
     Raises:
         MediaError: If a prompt is neither text nor messages with a role and a content, both columns of a kind are set,
             a column does not hold one medium or a list as its name says, the placeholders of a prompt do not match the
-            media of its row, no user message can receive them, or a message holds media where nothing reads them.
+            media of its row, no user message can receive them, a message holds media where nothing reads them, or a
+            block has an option that doesn't exist or makes no sense.
     """
     numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
     for number, row in zip(numbers, rows, strict=True):
@@ -297,7 +315,7 @@ def blocks_to_refs(
         `list[dict]`: New blocks, in which every medium is `{"type": kind, kind: MediaRef}`.
 
     Raises:
-        MediaError: If a block is of no known form, or has no medium.
+        MediaError: If a block is of no known form, or has no medium, or an option that doesn't exist.
     """
     message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
     for ref in iter_refs(message):
@@ -667,12 +685,35 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
             "such as {'type': 'audio', 'audio': ...}"
         )
     if kind is not None:
-        # OpenAI's hints, which no reader has as an option
-        options = {key: item for key, item in block.items() if key not in ("detail", "format")}
-        return {"type": kind, kind: MediaRef(kind, sources[0] if sources else None, options, where, row)}
+        options = {key: _plain(item) for key, item in block.items() if key not in _HINTS}
+        ref = MediaRef(kind, sources[0] if sources else None, options, where, row)
+        _check_options(ref)
+        return {"type": kind, kind: ref}
     if name in _TEXT_KEYS and name != "text":
         return {"type": "text", "text": block.pop(_TEXT_KEYS[name], ""), **block}
     return {"type": name, **block}
+
+
+def _plain(value: Any) -> Any:
+    """A number that a formatted dataset holds as an array or a tensor."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _check_options(ref: MediaRef) -> None:
+    known = _OPTIONS[ref.kind]
+    for name, value in ref.options.items():
+        if name not in known:
+            raise ref.error(f"'{name}' is no option of a block of {ref.kind}; remove it, or write one of {known}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name != "video_start"):
+            raise ref.error(f"the option '{name}' is {value!r}; give a positive number, or leave it out")
+        if name not in _FRACTIONAL_OPTIONS and value != int(value):
+            raise ref.error(f"the option '{name}' is {value!r}; give a whole number")
+    for low, high in _ORDERED_OPTIONS:
+        if low in ref.options and high in ref.options and not ref.options[low] <= ref.options[high]:
+            raise ref.error(f"'{low}' of {ref.options[low]} is above '{high}' of {ref.options[high]}; correct them")
+    if ("resized_height" in ref.options) != ("resized_width" in ref.options):
+        raise ref.error("one of 'resized_height' and 'resized_width' alone has no effect; give both")
 
 
 def _source_keys(kind: str | None) -> tuple[str, ...]:

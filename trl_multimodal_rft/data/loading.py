@@ -2,6 +2,7 @@
 """From media references to decoded images, waveforms and frames."""
 
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,13 +21,16 @@ from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_container, check_whole, finds_frames
+from .containers import check_container, check_png, check_whole, finds_frames, is_chained, starts_anew
 from .images import check_exif, check_object, open_image
 from .sources import fetch_file, open_file
 
 
 # Floats beyond this were never scaled to -1 to 1
 _LOUDEST = 16.0
+
+# 32-bit integers up to this hold samples of 16 or 24 bits, which would be near silence
+_LOUDEST_24_BITS = 2**23
 
 # Sampling rates of sounds, in Hz
 _RATES = 1000, 1_000_000
@@ -43,6 +47,12 @@ _PIXELS_AT_ONCE = 2**22
 
 # What libsndfile says where a header doesn't tell how many samples there are
 _UNKNOWN_LENGTH = 2**63 - 1
+
+# Formats whose header tells how many samples there are, by FFmpeg's names
+_COUNTED = ("ape", "tta", "wv")
+
+# Options by which frames of a file are chosen
+_FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
 
 # Frames per second that a header may tell
 _FASTEST = 1000.0
@@ -71,15 +81,18 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image = encoded_source(ref)
+        image, stream = encoded_source(ref), None
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            image = open_image(ref, open_file(fetch_file(ref, image)))
+            stream = open_file(fetch_file(ref, image))
+            image = open_image(ref, stream)
         check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         _check_pixels(ref, image.size)
+        if stream is not None and image.format == "PNG":
+            check_png(ref, stream)
         image.load()
         _check_pixels(ref, image.size)  # an icon's header may not say what is in it
         check_exif(ref, image)
@@ -471,30 +484,64 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         def seekable(self) -> bool:
             return False  # else it seeks to where it is after each piece, which isn't exact in an MP3
 
+    check_container(ref, stream)
     check_whole(ref, stream)
+    if is_chained(stream):
+        yield from _decode_with_pyav(ref, stream)
+        return
     try:
         sound = Streamed(stream)
     except soundfile.LibsndfileError:
         stream.seek(0)
-        check_container(ref, stream)
-        yield from _decode_with_pyav(stream)
+        yield from _decode_with_pyav(ref, stream)
         return
     with sound:
         # That of an MP3 may be a guess
-        if sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH:
+        known = sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH
+        if known:
             check(sound.frames, sound.samplerate)
         at_once = max(1, _SAMPLES_AT_ONCE // sound.channels)
+        count = 0
         while len(piece := sound.read(at_once, dtype="float32", always_2d=True)):
+            count += len(piece)
             yield piece, sound.samplerate
+        if known:
+            _check_count(ref, count, sound.frames)
+            if sound.format == "FLAC":  # is read no further than its header says
+                _check_count(ref, count, _samples_of_packets(stream))
 
 
-def _decode_with_pyav(stream: BinaryIO) -> _Pieces:
+def _check_count(ref: MediaRef, count: int, told: int) -> None:
+    if count != told:
+        raise ref.error(f"the file is damaged or cut off: {count} of {told} samples; fetch it again or remove the row")
+
+
+def _samples_of_packets(stream: BinaryIO) -> int:
+    """How many samples all packets of a sound have together, without decoding them."""
+    stream.seek(0)
+    with require_module("av", "audio").open(stream) as container:
+        sound = container.streams.best("audio")
+        samples = sum(packet.duration or 0 for packet in container.demux(sound)) * sound.time_base * sound.sample_rate
+        return round(samples)
+
+
+def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
     av = require_module("av", "audio")
     with av.open(stream) as container:
-        floats = av.AudioResampler(format="fltp")
-        for frame in container.decode(audio=0):
-            for piece in floats.resample(frame):
-                yield piece.to_ndarray().T, piece.sample_rate
+        sound = container.streams.best("audio")
+        if sound is None:
+            raise ref.error("the file has no sound; remove the row")
+        floats, count, cut = av.AudioResampler(format="fltp"), 0, False
+        for packet in container.demux(sound):
+            cut = packet.is_corrupt if packet.size else cut  # FFmpeg's word for the rest of a packet
+            for frame in packet.decode():
+                for piece in floats.resample(frame):
+                    count += piece.samples
+                    yield piece.to_ndarray().T, piece.sample_rate
+        if cut:
+            raise ref.error("the file is cut off: its last packet isn't whole; fetch it again or remove the row")
+        if container.format.name in _COUNTED:
+            _check_count(ref, count, sound.duration or 0)
 
 
 def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
@@ -526,6 +573,12 @@ def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndar
             return samples.astype(np.float32)
         if samples.dtype.kind in "iu" and samples.itemsize <= 4:
             full = 2.0 ** (8 * samples.itemsize - 1)
+            loudest = np.abs(samples.astype(np.int64)).max(initial=0)
+            if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
+                raise ref.error(
+                    f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
+                    "others as floats in -1 to 1"
+                )
             return (samples / full - (samples.dtype.kind == "u")).astype(np.float32)
     raise ref.error(
         f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 bits, "
@@ -604,29 +657,28 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         yield _listed_frames(ref, source)
     elif hasattr(source, "get_frames_at"):
-        yield _torchcodec_frames(source)
+        yield _torchcodec_frames(ref, source)
     else:
         with open_file(fetch_file(ref, source)) as stream:
             check_container(ref, stream)
             check_whole(ref, stream)
-            if finds_frames(stream) and is_torchcodec_usable(decode="video"):
+            if "sample_fps" in ref.options:
+                raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
+            metadata, may_seek = _scan_video(ref, stream)
+            if may_seek and finds_frames(stream) and is_torchcodec_usable(decode="video"):
                 decoders = importlib.import_module("torchcodec.decoders")
-                yield _torchcodec_frames(decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
+                yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
             else:
-                av = require_module("av", "video")
-                with av.open(stream) as container:
-                    count = container.streams.video[0].frames or sum(
-                        packet.size > 0 for packet in container.demux(video=0)
-                    )
-                stream.seek(0)  # in the container, it might not lead to the first frame
-                with av.open(stream) as container:
-                    yield _pyav_frames(container, count)
+                yield metadata, partial(_decode_frames, stream)
 
 
 def _listed_frames(ref: MediaRef, source: Any):
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
+    unused = sorted(_FRAME_CHOICES & ref.options.keys())
+    if unused:
+        raise ref.error(f"{', '.join(unused)} of a list of frames has no effect, as all are taken; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
     metadata.frames_indices = list(range(count))
@@ -639,7 +691,7 @@ def _listed_frames(ref: MediaRef, source: Any):
     return metadata, read
 
 
-def _torchcodec_frames(decoder: Any):
+def _torchcodec_frames(ref: MediaRef, decoder: Any):
     header = decoder.metadata
     metadata = VideoMetadata(
         header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
@@ -648,22 +700,65 @@ def _torchcodec_frames(decoder: Any):
     def read(indices):
         at_once = max(1, _PIXELS_AT_ONCE // (header.width * header.height))
         for i in range(0, len(indices), at_once):
-            frames = decoder.get_frames_at(indices[i : i + at_once]).data.cpu().numpy()
+            batch = decoder.get_frames_at(indices[i : i + at_once])
+            if (batch.pts_seconds.diff() <= 0).any():
+                raise ref.error("its decoder gives other frames than it counts; give the file in its place")
+            frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
 
     return metadata, read
 
 
-def _pyav_frames(container: Any, count: int):
-    stream = container.streams.video[0]
-    told = stream.average_rate if container.duration else None  # else it is FFmpeg's default
-    fps = float(told or stream.codec_context.framerate or stream.guessed_rate or 0)
-    metadata = VideoMetadata(count, fps, stream.width, stream.height, count / fps if fps else None)
+def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
+    """
+    What is known of a video, and whether each packet is a frame and decoding may begin at any keyframe. Where packets
+    aren't frames, as in clips that were cut without encoding them anew, these are counted by decoding them.
+    """
+    av = require_module("av", "video")
+    with av.open(stream) as container:
+        video = container.streams.best("video")
+        if video is None:
+            raise ref.error("the file has no video; remove the row")
+        told = video.average_rate if container.duration else None  # else it is FFmpeg's default
+        fps = float(told or video.codec_context.framerate or video.guessed_rate or 0)
+        count, first, exact, anew, cut = 0, None, True, True, False
+        for packet in container.demux(video):
+            if packet.size:
+                count, cut = count + 1, packet.is_corrupt
+                first = packet.pts if count == 1 else first
+                # Pictures shown before the first keyframe may need those that were cut away
+                exact = exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
+                exact = exact and (packet.is_keyframe or count > 1)
+                if anew and packet.is_keyframe and video.codec_context.name == "h264":
+                    anew = starts_anew(bytes(packet), video.codec_context.extradata)
+        if cut:
+            raise ref.error("the file is cut off: its last packet isn't whole; fetch it again or remove the row")
+        if container.format.name == "ivf" and count < video.frames:
+            raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
+        size = video.width, video.height
+    _check_video(ref, VideoMetadata(count, fps, *size))
+    if not exact:
+        most = int(ref.rules.max_video_seconds * fps) + 1
+        with closing(_decoded(stream)) as frames:
+            times = [frame.time for frame in itertools.islice(frames, most)]
+        count = len(times)
+        if count > 1 and None not in times and times[-1] > times[0]:
+            fps = (count - 1) / (times[-1] - times[0])
+    return VideoMetadata(count, fps, *size, duration=count / fps), exact and anew
 
-    def read(indices):
-        chosen, last = set(indices), max(indices, default=-1)
-        for i, frame in zip(range(last + 1), container.decode(stream), strict=False):
+
+def _decoded(stream: BinaryIO) -> Generator[Any]:
+    """All frames of a video from the first, as FFmpeg shows them."""
+    stream.seek(0)
+    with require_module("av", "video").open(stream) as container:
+        yield from container.decode(container.streams.best("video"))
+
+
+def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
+    chosen, last = set(indices), max(indices, default=-1)
+    with closing(_decoded(stream)) as frames:
+        for i, frame in zip(range(last + 1), frames, strict=False):
             if i in chosen:
-                yield frame.to_ndarray(format="rgb24")[None]
-
-    return metadata, read
+                # Players turn what a phone has filmed on its side
+                upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                yield np.ascontiguousarray(upright)[None]

@@ -245,7 +245,7 @@ def _from_data_uri(ref: MediaRef, uri: str) -> bytes:
     if not header.endswith(";base64"):
         return unquote_to_bytes(data)
     try:
-        return base64.b64decode(unquote_to_bytes(data))
+        return base64.b64decode(b"".join(unquote_to_bytes(data).split()), validate=True)
     except binascii.Error as error:
         raise ref.error(f"its data URI isn't base64 ({error}); repair it or remove the row") from error
 

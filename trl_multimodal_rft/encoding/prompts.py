@@ -22,7 +22,7 @@ from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
+from ..data.columns import KNOWN_TYPES, QWEN_OPTIONS, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
 from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
 from ..families import (
     AUDIO_EXTRACTORS,
@@ -732,6 +732,12 @@ def decode_media(
     others = [_decode(ref, processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())]
     turns = itertools.cycle(others)
     for ref in refs:
+        unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS)
+        if unused:
+            logger.warning_once(
+                f"{type(processor).__name__} doesn't read {', '.join(unused)} of blocks, which have no effect; set "
+                "them in the configuration of its processor."
+            )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
         if ablation is not None and ref.kind == ablation.kind:
             medium = fitted(next(turns), medium) if others else blank(medium)
