@@ -4,6 +4,7 @@
 import itertools
 import math
 from statistics import fmean, stdev
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -593,10 +594,11 @@ def test_entropy_filter_works_in_evaluation():
 
 
 def test_entropy_mask_outside_the_loss_is_that_of_trl():
-    """For any threshold, after training, and of a trainer of which nothing but the accelerator is there."""
+    """For any threshold, after training, and of a bare trainer and a mock with nothing but an accelerator."""
     trained = ours(top_entropy_quantile=0.3, entropy_scope="sequence", entropy_renormalize=True, max_steps=1).trainer
     bare = object.__new__(MultimodalGRPOTrainer)
-    bare.accelerator = trained.accelerator
+    mocked = Mock(spec=MultimodalGRPOTrainer)
+    bare.accelerator = mocked.accelerator = trained.accelerator
     entropies = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(6) < torch.tensor([[6], [4], [1], [0]])).long()
     for threshold in (0.0, 0.5, 0.8, 1.0):
@@ -604,6 +606,7 @@ def test_entropy_mask_outside_the_loss_is_that_of_trl():
         assert expected.sum() == (mask.sum() * (1 - threshold)).ceil().clamp(min=1)
         for trainer in (trained, bare):
             assert torch.equal(trainer.get_high_entropy_mask(entropies, mask, threshold), expected)
+        assert torch.equal(MultimodalGRPOTrainer.get_high_entropy_mask(mocked, entropies, mask, threshold), expected)
 
 
 MISALIGNED = {**TWO, "num_iterations": 2}

@@ -108,6 +108,22 @@ class Scripted(hf.Qwen3ForCausalLM):
         return torch.cat([input_ids, self.answers(input_ids)], dim=1)
 
 
+class OfOneSize(Scripted):
+    """Knows batches of 8 rows alone."""
+
+    def answers(self, input_ids):
+        assert len(input_ids) == 8
+        return super().answers(input_ids)
+
+
+class OfOneBatch(Scripted):
+    """Knows rows of several prompts alone, as they come in a run."""
+
+    def answers(self, input_ids):
+        assert len(set(map(tuple, input_ids.tolist()))) > 1
+        return super().answers(input_ids)
+
+
 class Calling(Scripted):
     """Every other first turn of a batch calls a tool."""
 
@@ -238,6 +254,8 @@ BOTH = {
         "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
     },
     "generate that returns ids": {"": lambda: from_folder(Scripted)},
+    "generate for one number of rows": {"": lambda: from_folder(OfOneSize)},
+    "generate for the rows of a batch": {"": lambda: from_folder(OfOneBatch)},
 }
 GRPO = {
     "rewards by batch": {"scale_rewards": "batch", "loss_type": "dr_grpo"},
