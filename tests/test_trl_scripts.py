@@ -12,12 +12,17 @@ import transformers as hf
 from datasets import Dataset, IterableDataset
 from helpers.families import decoder, instantiate, template, tokenizer
 from helpers.tools import look_up
-from helpers.trainer_utils import assert_equal, make_trainer, run
+from helpers.trainer_utils import PLAIN, Run, assert_equal, make_trainer, run
 from peft import LoraConfig, get_peft_model
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
 
 
 TRAINERS = {"grpo": (GRPOTrainer, MultimodalGRPOTrainer), "rloo": (RLOOTrainer, MultimodalRLOOTrainer)}
@@ -401,3 +406,84 @@ def test_script_fails_as_it_does_with_trl(algorithm, name, script):
         run_script(theirs, script)
     with pytest.raises(error.type):
         run_script(ours, script)
+
+
+# Supervised training
+
+
+def texts(n: int = 8, column: str = "text") -> Dataset:
+    return Dataset.from_list([{column: f"Is there a bird?{' Is there a cat?' * (i % 3)} Yes, {i}."} for i in range(n)])
+
+
+def tokenized(n: int = 8, **columns) -> Dataset:
+    ids = [hf.AutoTokenizer.from_pretrained(saved())(text)["input_ids"] for text in texts(n)["text"]]
+    made = [{name: make(row) for name, make in columns.items()} for row in ids]
+    return Dataset.from_list([{"input_ids": row, **more} for row, more in zip(ids, made, strict=True)])
+
+
+def conversations(n: int = 8) -> Dataset:
+    chats = [[("user", f"Is there a cat? {i}"), ("assistant", f"There are {i}.")] for i in range(n)]
+    return Dataset.from_list([{"conversations": [{"from": r, "value": v} for r, v in chat]} for chat in chats])
+
+
+def second_half(row: list) -> list:
+    return [int(i >= len(row) // 2) for i in range(len(row))]
+
+
+def ready(batch: dict) -> dict:
+    return {**batch, "labels": [[-100, *ids[1:]] for ids in batch["input_ids"]]}
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+SFT = {
+    "text": {},
+    "text of another column": {"dataset": lambda: texts(column="words"), "dataset_text_field": "words"},
+    "text that is cut": {"max_length": 8},
+    "formatting function": {
+        "dataset": lambda: standard().rename_column("prompt", "asked"),
+        "objects": lambda: {"formatting_func": lambda row: f"Q: {row['asked']} A: {row['solution']}"},
+    },
+    "conversations": {"dataset": conversations},
+    "tokenized": {"dataset": lambda: tokenized(attention_mask=lambda ids: [1] * len(ids))},
+    "tokenized, with labels": {
+        "dataset": lambda: tokenized(labels=lambda ids: [-100, -100, *ids[2:]], assistant_masks=second_half)
+    },
+    "tokenized, with masks": {"dataset": lambda: tokenized(assistant_masks=second_half)},
+    "tokenized completions": {
+        "dataset": lambda: tokenized(completion_mask=second_half),
+        "completion_only_loss": True,
+    },
+    "tokenized by a transform": {
+        "dataset": lambda: tokenized().with_transform(ready),
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    },
+    "adapter": {"objects": lambda: {"peft_config": lora()}},
+    "evaluation": {**EVALUATED, "objects": lambda: {"eval_dataset": {"one": texts(4), "other": texts(2)}}},
+    "stream": {"dataset": lambda: streamed(texts())},
+    "evaluation on a stream": {**EVALUATED, "objects": lambda: {"eval_dataset": streamed(texts(4))}},
+    "evaluation on streams": {
+        **EVALUATED,
+        "objects": lambda: {"eval_dataset": {"one": streamed(texts(4)), "other": streamed(texts(2))}},
+    },
+}
+
+
+def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
+    settings = {"dataset": texts, "objects": dict, **script}
+    rows, objects = settings.pop("dataset")(), settings.pop("objects")()
+    options = {"per_device_train_batch_size": 2, "max_length": None, "train_sampling_strategy": "sequential"}
+    args = config_class(str(folder), **{**PLAIN, **options, "learning_rate": 0.1, **settings})
+    trainer = trainer_class(saved(), args, train_dataset=rows, **objects)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    update = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    history = [
+        {key: value for key, value in each.items() if key != "total_flos"} for each in trainer.state.log_history
+    ]
+    return Run(trainer, update, history)
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
+    theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", SFT[name])
+    assert_equal(theirs, run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path / "ours", SFT[name]))

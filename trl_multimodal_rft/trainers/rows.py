@@ -89,6 +89,8 @@ class RowsMixin(TrainerMixin):
                 self._check_groups_are_whole()
             dataset = numbered(dataset, batch, n, repeats)
             self.data_collator = as_rows
+            # Each process reads the stream: Accelerate can't send rows from one to the others
+            self.accelerator.dataloader_config.dispatch_batches = False
         leaves_out = not is_training and self.args.on_media_error == "skip" and self._encodes_rows
         if is_training:
             self._train_rows = rows = dataset
