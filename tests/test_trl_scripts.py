@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
+from helpers.chats import image
 from helpers.families import decoder, instantiate, template, tokenizer
 from helpers.tools import look_up
 from helpers.trainer_utils import PLAIN, Run, assert_equal, make_trainer, run
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
@@ -458,6 +459,22 @@ SFT = {
         "dataset_kwargs": {"skip_prepare_dataset": True},
     },
     "adapter": {"objects": lambda: {"peft_config": lora()}},
+    "prompt learning": {
+        "objects": lambda: {"peft_config": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+    },
+    "prefix learning": {
+        "objects": lambda: {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+    },
+    "metrics of the user": {
+        **EVALUATED,
+        "objects": lambda: {
+            "eval_dataset": texts(4),
+            "compute_metrics": lambda found: {"mine": float(found.predictions.mean()) + found.label_ids.max()},
+        },
+    },
+    "loss of the user": {
+        "objects": lambda: {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()}
+    },
     "evaluation": {**EVALUATED, "objects": lambda: {"eval_dataset": {"one": texts(4), "other": texts(2)}}},
     "stream": {"dataset": lambda: streamed(texts())},
     "evaluation on a stream": {**EVALUATED, "objects": lambda: {"eval_dataset": streamed(texts(4))}},
@@ -483,7 +500,78 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
     return Run(trainer, update, history)
 
 
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", SFT)
 def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
     theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", SFT[name])
     assert_equal(theirs, run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path / "ours", SFT[name]))
+
+
+def test_evaluation_prepares_what_it_is_given(tmp_path):
+    """Plain text that isn't the trainer's own, as TRL's `evaluate` takes it; and a trainer of plain arguments."""
+    results = []
+    for trainer_class in (SFTTrainer, MultimodalSFTTrainer):
+        args = hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+        trainer = trainer_class(saved(), args, train_dataset=texts())
+        given = [texts(4), streamed(texts(4)), {"rows": texts(4)}, {"stream": streamed(texts(4))}]
+        results.append([trainer.evaluate(eval_dataset=each) for each in given])
+    for theirs, ours in zip(*results, strict=True):
+        losses = {name: value for name, value in theirs.items() if name.endswith("_loss")}
+        assert losses and losses == pytest.approx({name: ours[name] for name in losses}, rel=1e-5)
+
+
+def pictures() -> Dataset:
+    rows = [{**row, "image": image(56, 56, seed=i)["image"]} for i, row in enumerate(conversational(2))]
+    return Dataset.from_list(rows).rename_column("prompt", "messages")
+
+
+SFT_ERRORS = {
+    "no rows": ({"dataset": lambda: None}, "`train_dataset` is required"),
+    "splits": ({"dataset": lambda: DatasetDict({"train": texts()})}, "must be a `Dataset` or `IterableDataset`"),
+    "transform of text": ({"dataset": lambda: texts().with_transform(dict)}, "with_transform.*skip_prepare_dataset"),
+    "masks without labels": (
+        {
+            "dataset": lambda: tokenized(assistant_masks=second_half),
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        },
+        "Add a 'labels' column",
+    ),
+    "images for a reader of text": ({"dataset": pictures}, "vision-related.*vision-language model"),
+    "assistant in plain text": ({"assistant_only_loss": True}, "`assistant_only_loss=True`"),
+    "formatting function and completions": (
+        {"objects": lambda: {"formatting_func": str}, "completion_only_loss": True},
+        "completion_only_loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SFT_ERRORS)
+def test_supervised_script_fails_as_it_does_with_trl(name, tmp_path):
+    script, message = SFT_ERRORS[name]
+    for trainer_class, config_class in ((SFTTrainer, SFTConfig), (MultimodalSFTTrainer, MultimodalSFTConfig)):
+        with pytest.raises((ValueError, TypeError), match=message):
+            run_sft(trainer_class, config_class, tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"dataset": lambda: texts(column="words")}, r"columns \['words'\]; it needs `prompt`.*`dataset_text_field`"),
+        ({"objects": lambda: {"eval_dataset": {"one": texts(column="words")}}}, "The one dataset has the columns"),
+        (
+            {"dataset": lambda: tokenized(labels=lambda ids: [*ids[1:], 5])},
+            "row 0, column 'labels': a label must be the token",
+        ),
+        ({"dataset": lambda: tokenized(labels=lambda ids: [-100] * len(ids))}, "row 0 has nothing to learn"),
+        (
+            {"packing": True, "objects": lambda: {"compute_loss_func": lambda *_, **__: None}},
+            "`compute_loss_func` forward padded rows whole",
+        ),
+    ],
+    ids=["columns", "columns of an evaluation", "other labels", "no labels", "packed"],
+)
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
+def test_text_that_can_not_be_learned(script, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path, script)

@@ -11,11 +11,12 @@ from unittest.mock import patch
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import RandomSampler
 from transformers import (
+    EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -25,10 +26,12 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
 from ..data.columns import MEDIA_COLUMNS, MediaError
 from ..data.fetch import Row
+from ..data.unread import columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import DecodedPrompt, placeholder_tokens
 from ..encoding.supervised import SupervisedSequence, encode_sequence, given_sequence
@@ -114,6 +117,12 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             PEFT configuration used to wrap the model.
         formatting_func (`Callable`, *optional*):
             Gives the text of a row without media, as for [`~trl.SFTTrainer`].
+        compute_loss_func (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
+        preprocess_logits_for_metrics (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -161,6 +170,9 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: "PeftConfig | None" = None,
         formatting_func: Callable[[dict], str] | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):  # as TRL takes them
             args = MultimodalSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
@@ -206,11 +218,16 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 quantization_config=quantization_config,
                 peft_config=peft_config,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
         self._formatting_func = formatting_func
         self._skip_prepare_dataset = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
         if isinstance(train_dataset, Dataset):
             self.train_dataset = train_dataset
+        own_collator = DataCollatorForLanguageModeling(pad_token_id=0)  # TRL's check is for rows without another one
+        self._reject_skip_prepare_without_labels({"train": train_dataset}, own_collator)
         self.train_dataset = self._prepare_all(self.train_dataset, "train")
         self.eval_dataset = self._prepare_all(self.eval_dataset, "eval")
         parallelism = self.accelerator.parallelism_config
@@ -242,6 +259,11 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         )
         keep_differentiable(self.model)
         self._set_signals()
+        if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
+            raise ValueError(
+                "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
+                "`max_tokens_per_microbatch`."
+            )
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
@@ -268,6 +290,8 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             if "conversations" in columns:
                 return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
             if args.dataset_text_field not in columns:
+                if isinstance(dataset, Dataset) and not columns_known(dataset):
+                    return dataset  # a transform gives others
                 raise ValueError(
                     f"The {dataset_name} dataset has the columns {sorted(columns)}; it needs `prompt` and "
                     f"`completion`, `messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`)."
@@ -376,11 +400,8 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
     # Update
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if return_outputs:
-            raise ValueError(
-                "Logits aren't kept, so there are no predictions; `evaluate()` gives the loss and the metrics, and "
-                "`trl_multimodal_rft.evaluation.evaluate` answers."
-            )
+        if return_outputs or self._needs_plain_rows:
+            return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         found = []
         lengths = torch.tensor(list(map(len, inputs["sequences"])), device=inputs["labels"].device)
         loss = super().compute_loss(
@@ -401,6 +422,32 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             scores.deferred,
             1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps,
         )
+
+    @property
+    def _needs_plain_rows(self) -> bool:
+        """Whether the model's own forward makes the loss: with virtual tokens of PEFT, or a loss of the user's."""
+        configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
+        return self.compute_loss_func is not None or any(each.is_prompt_learning for each in configs)
+
+    def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """A micro-batch of text as TRL's collator makes it."""
+        sequences: list[SupervisedSequence] = inputs["sequences"]
+        labels = inputs["labels"]
+        for each in sequences:
+            if each.modalities:
+                raise ValueError(
+                    f"row {each.row} has media, of which no logits are kept; without `compute_metrics`, "
+                    "`compute_loss_func` and prompt learning, `evaluate()` gives the loss and the metrics, and "
+                    "`trl_multimodal_rft.evaluation.evaluate` answers."
+                )
+        ids = [each.input_ids for each in sequences]
+        fields = {
+            "input_ids": ids,
+            "attention_mask": [torch.ones_like(each) for each in ids],
+            **{name: [each.token_fields[name] for each in sequences] for name in sequences[0].token_fields},
+        }
+        padded = {name: pad_sequence(rows, batch_first=True).to(labels.device) for name, rows in fields.items()}
+        return {**padded, "labels": labels}
 
     def _score(self, model, sequences, found: list, labels, **kwargs) -> FusedCausalLMOutput:
         """What TRL's fused head gives for padded rows."""
