@@ -223,7 +223,8 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
         self._formatting_func = formatting_func
-        self._skip_prepare_dataset = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+        dataset_kwargs: Any = args.dataset_kwargs or {}
+        self._skip_prepare_dataset = bool(dataset_kwargs.get("skip_prepare_dataset"))
         if isinstance(train_dataset, Dataset):
             self.train_dataset = train_dataset
         own_collator = DataCollatorForLanguageModeling(pad_token_id=0)  # TRL's check is for rows without another one
