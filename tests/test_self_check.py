@@ -415,6 +415,25 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
     assert "sampled" not in str(check)
 
 
+@pytest.mark.parametrize("rows", [text_rows, audio_rows])
+def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows, tmp_path):
+    run = trainer("qwen2_audio", rows(), tmp_path, max_steps=1)
+    generate = run.model.generate
+
+    def of_a_batch(**kwargs):
+        assert len(kwargs["input_ids"]) == 8 and not kwargs["generation_config"].return_dict_in_generate
+        return generate(**kwargs)
+
+    run.model.generate = of_a_batch
+    if rows is audio_rows:
+        with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
+            run.train()
+        return
+    run.train()
+    check = run._self_check
+    assert math.isnan(check.sampled) and "sampling not measured" in str(check) and check.padded < 1e-5
+
+
 def test_a_checkpoint_without_a_cache_shares_its_prefill(tmp_path):
     """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, which isn't used."""
 

@@ -170,6 +170,46 @@ def encode_sequence(
     return sequence
 
 
+def given_sequence(
+    row: Mapping[str, Any], processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
+) -> SupervisedSequence:
+    """
+    A row of text that is tokenized already.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            Row with `input_ids` and `labels`, -100 on tokens that aren't learned. Without labels all are.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The model's processor.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        [`SupervisedSequence`]: The sequence.
+
+    Raises:
+        `ValueError`: If ids stand for media, if labels aren't the ids, or if there is nothing to learn.
+    """
+    name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
+    labels = ids if row.get("labels") is None else torch.tensor(row["labels"])
+    if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
+        raise ValueError(f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100.")
+    placeholders = all_placeholder_ids(model, processing_class)
+    if not placeholders.isdisjoint(row["input_ids"]):
+        raise ValueError(f"{name}, column 'input_ids': placeholders of media have no media; give `messages`.")
+    # Fields and positions of text are the same for all texts
+    text = encode_prompt("-", processing_class, model)
+    first = {field: value[:1] for field, value in text.token_fields.items()}
+    start = replace(
+        text, input_ids=ids[:1], token_fields=first, position_ids=text.position_ids[..., :1], mask_cache={}
+    )
+    sequence = _followed(start, row["input_ids"][1:], model)
+    sequence.learned = labels != -100
+    if not sequence.learned[1:].any():
+        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
+    return sequence
+
+
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
     """A prompt with text behind it, of which nothing is learned yet."""
     n = len(ids)

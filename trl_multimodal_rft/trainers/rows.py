@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 
 from ..data.ahead import ReadAhead
 from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, rows_to_messages
+from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.fetch import NUMBER, FetchLater, FetchOnce, LookAhead, Row, as_rows, numbered
 from ..data.skipping import other_row, skip_limit
@@ -96,10 +97,12 @@ class RowsMixin(TrainerMixin):
                 self._check_groups_are_whole()
             dataset = numbered(dataset, batch, n, repeats)
             self.data_collator = as_rows
+            # Each process reads the stream: Accelerate can't send rows from one to the others
+            self.accelerator.dataloader_config.dispatch_batches = False
         leaves_out = not is_training and self.args.on_media_error == "skip" and self._encodes_rows
         if is_training:
             self._train_rows = rows = dataset
-            if isinstance(rows, FetchOnce) and self._reads_ahead:
+            if isinstance(rows, FetchOnce) and self._reads_ahead and not self._is_text(given):
                 self._ahead = ReadAhead(lambda number: self._read_row(rows[number]), max(1, num_workers))
                 dataset, self.args.dataloader_num_workers = FetchLater(rows), 0
         elif leaves_out and isinstance(dataset, (FetchOnce, IterableDataset)):
@@ -114,6 +117,11 @@ class RowsMixin(TrainerMixin):
 
     def get_eval_dataloader(self, eval_dataset=None):
         return super().get_eval_dataloader(_undecoded_streams(eval_dataset))
+
+    def _is_text(self, dataset: Any) -> bool:
+        """Whether no prompt has media, so that TRL's loader and its workers do all that there is to do ahead."""
+        counts = most_media(dataset, self.args.ignored_media_columns or ())
+        return counts is not None and not any(counts.values())
 
     @property
     def _reads_ahead(self) -> bool:
