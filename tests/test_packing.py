@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES, every_family
+from helpers.families import ALL_FAMILIES, FAMILIES, every_family
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
-from helpers.trainer_utils import image_rows
+from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, run
 from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
@@ -432,3 +432,28 @@ def test_micro_batches_keep_groups_and_balance():
     # 5 samples a batch hold no two groups of 3: all samples are still placed, with one group split
     order = micro_batch_order(prompts[:9] + prompts[9:10], lengths[:10], 2)
     assert sorted(order) == list(range(10))
+
+
+@pytest.mark.slow  # flex attention compiles its masks
+@pytest.mark.filterwarnings("ignore:_compile flag")
+def test_attention_sinks():
+    """Flex attention computes them only on a GPU; packed rows do everywhere."""
+    updates = []
+    for implementation in ("eager", "flex_attention"):
+        model, processor = ALL_FAMILIES["llava_gpt_oss"].build()
+        model.set_attn_implementation({"text_config": implementation})
+        objects = {"model": model, "processing_class": processor}
+        options = {"objects": objects, "self_check": False, "packing": "prefix", "max_steps": 1}
+        result = run(InjectedOurs, None, image_rows(), **options)
+        assert all(result.trainer.scored_packed)
+        updates.append({name: value for name, value in result.update.items() if value.any()})
+    assert any("sinks" in name for name in updates[0])
+    assert relative_difference(*updates) <= 1e-5
+
+
+def test_attention_that_ignores_sinks_is_refused(tmp_path):
+    model, processor = ALL_FAMILIES["llava_gpt_oss"].build()
+    model.get_decoder().config._attn_implementation = "sdpa"
+    objects = {"model": model, "processing_class": processor}
+    with pytest.raises(ValueError, match="GptOssModel has attention sinks, which sdpa ignores; load .*'eager'"):
+        make_trainer(InjectedOurs, None, image_rows(), tmp_path, objects=objects)

@@ -17,6 +17,7 @@ from trl.models.utils import _ForwardRedirection
 
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
+from .forward.attention import attention_obstacle
 from .forward.layout import packed_length, split_by_tokens, split_samples
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores, load_balancing_loss
@@ -63,6 +64,8 @@ def training_obstacle(model: PreTrainedModel, processor: Any, max_completion_len
             f"neither its config nor {type(processor).__name__} names a token that stands for {' or '.join(kinds)}, "
             "by which a prompt is known to hold its media"
         )
+    if (obstacle := attention_obstacle(model)) is not None:
+        return obstacle
     config = model.config.get_text_config(decoder=True)
     if _REFERENCE_LAYERS in (getattr(config, "layer_types", None) or ()):
         longest = config.sliding_window + 1

@@ -444,6 +444,19 @@ def llava():
 
 
 @family(SPECIAL, image_prompts, "image")
+def llava_gpt_oss():
+    """With attention sinks."""
+    images, text = hf.CLIPImageProcessor(**CROP), {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model, processor = of_llava(
+        hf.LlavaForConditionalGeneration, hf.LlavaProcessor, images, {**text, **experts}, image_seq_length=16
+    )
+    for layer in model.get_decoder().layers:
+        layer.self_attn.sinks.data.copy_(torch.linspace(-2, 2, 4))
+    return model, processor
+
+
+@family(SPECIAL, image_prompts, "image")
 def llava_next_granite():
     tiles, text = {"image_grid_pinpoints": TILES}, {"model_type": "granite", "logits_scaling": 8.0}
     images = hf.LlavaNextImageProcessor(**CROP, **tiles)
