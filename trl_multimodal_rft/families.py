@@ -233,6 +233,10 @@ FAMILIES = (
         token_fields_mark_media=False,  # they tell the prompt from the completion
     ),
     Family(
+        model_types=("perception_lm",),
+        apart="media",  # tiles that pad an image would become features
+    ),
+    Family(
         model_types=("phi4_multimodal",),
         apart="media",  # hears otherwise beside images, and features depend on the sizes of those beside them
         has_frame_mask=False,

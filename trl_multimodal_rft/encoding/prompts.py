@@ -803,7 +803,8 @@ def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]
             limits = _pixel_limits(size, options, count if whole else 1)
             return qwen_frame_size({**limits, **options}, video_processor.patch_size, count, height, width)
 
-        frames, metadata = load_with_qwen_vl_utils(ref, video_processor.patch_size, sampler, frame_size)
+        loaded: Any = load_with_qwen_vl_utils(ref, video_processor.patch_size, sampler, frame_size)
+        frames, metadata = loaded
     else:
         array, metadata = load_video(ref, sampler, partial(_resized_frames, video_processor, size))
         frames = torch.from_numpy(array).permute(0, 3, 1, 2)

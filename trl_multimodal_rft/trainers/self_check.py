@@ -545,7 +545,7 @@ class _Check:
             refs = list(iter_refs(messages))
             media = decode_media(refs, self.processor, self.trainer.args.audio_overlong)
             template = self.trainer._template_kwargs()
-            plain = processor_outputs(messages, self.processor, *media, template)
+            outputs = processor_outputs(messages, self.processor, *media, template)
         except Exception as error:
             return _Case(prompt, None, f"{type(error).__name__}: {error}")
         try:
@@ -557,7 +557,7 @@ class _Check:
             )
             read = None
         # Its frames may be less exact, but not of other sizes or times
-        return _Case(prompt, plain if read is None or _same_layout(read, plain) else read)
+        return _Case(prompt, outputs if read is None or _same_layout(read, outputs) else read)
 
     # The truth
 
