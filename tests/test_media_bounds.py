@@ -512,6 +512,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeyp
     thread.start()
     thread.join(20)
     assert errors
+
+
 @pytest.mark.parametrize("interlaced", [False, True])
 @pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
 def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):

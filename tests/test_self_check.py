@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset, concatenate_datasets
+from helpers.chats import write_film
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import (
     audio_rows,
@@ -31,6 +32,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     policy,
 )
+from trl_multimodal_rft.encoding import prompts as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
@@ -139,6 +141,22 @@ def test_features_that_are_not_the_processors_stop_training(by_name, tmp_path, m
         encode_prompt = trainer_rows.encode_prompt
         monkeypatch.setattr(trainer_rows, "encode_prompt", quieter)
     with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
+        run.train()
+
+
+def test_video_files_are_compared_with_what_the_processor_reads(tmp_path, monkeypatch):
+    path = write_film(tmp_path / "film.mp4")
+    rows = [{"prompt": [{"role": "user", "content": f"Is there a dog? {i}"}], "video": path} for i in range(4)]
+    run = trainer("qwen3_vl", Dataset.from_list(rows), tmp_path)
+    run.train()
+    assert run._self_check.features == 0
+
+    def larger(processor, size, frames, count):
+        return frames.repeat(2, 1).repeat(2, 2)
+
+    monkeypatch.setattr(encoding, "_resized_frames", larger)
+    run = trainer("qwen3_vl", Dataset.from_list(rows), tmp_path)
+    with pytest.raises(RuntimeError, match="its media tensors differ by inf from those of its processor"):
         run.train()
 
 

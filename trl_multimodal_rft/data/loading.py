@@ -179,6 +179,7 @@ def load_audio(
 def load_video(
     ref: MediaRef,
     sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    resize_fn: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
     Decodes the frames of a video: with torchcodec if that is usable and the file tells where frames are (MP4, MOV,
@@ -194,6 +195,8 @@ def load_video(
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
+        resize_fn (`Callable`, *optional*):
+            Resizes frames of shape (N, H, W, 3) as they are decoded, a few at a time, from them and the number of all.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and metadata to be passed to the processor as
@@ -205,11 +208,14 @@ def load_video(
         MediaError: If the video is missing, unreadable, has no frames, or frames of different sizes.
         ImportError: If neither torchcodec nor PyAV is usable.
     """
-    return _load_frames(ref, sample_indices_fn)
+    return _load_frames(ref, sample_indices_fn, resize_fn)
 
 
 def load_with_qwen_vl_utils(
-    ref: MediaRef, image_patch_size: int
+    ref: MediaRef,
+    image_patch_size: int,
+    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    frame_size_fn: Callable[[int, int, int], Sequence[int]] | None = None,
 ) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
     """
     Decodes an image or a video, sampled and resized as qwen-vl-utils does.
@@ -235,6 +241,11 @@ def load_with_qwen_vl_utils(
             An image or a video, with a source as in [`load_image`] or [`load_video`].
         image_patch_size (`int`):
             `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
+        sample_indices_fn (`Callable`, *optional*):
+            Replaces the options for the frames of a video, as in [`load_video`].
+        frame_size_fn (`Callable`, *optional*):
+            Replaces the options for their size: a function of the number of frames, their height and their width that
+            returns the height and width to resize them to.
 
     Returns:
         `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
@@ -245,28 +256,14 @@ def load_with_qwen_vl_utils(
         ImportError: If qwen-vl-utils is not installed.
     """
     vision = require_module("qwen_vl_utils.vision_process", ref.kind)
-    options = ref.options
-
-    def sample_indices(metadata: VideoMetadata) -> list[int]:
-        first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
-        metadata.total_num_frames = total
-        return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
-
     with decoding(ref):
         if ref.kind == "image":
-            return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
-        factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
+            return vision.fetch_image({**ref.options, "image": load_image(ref)}, image_patch_size)
+        sample_indices = sample_indices_fn or partial(qwen_frame_indices, ref.options)
+        frame_size = frame_size_fn or partial(qwen_frame_size, ref.options, image_patch_size)
 
         def resized(frames: np.ndarray, count: int) -> np.ndarray:
-            min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
-            total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
-            share = total_pixels / count * vision.FRAME_FACTOR
-            ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
-            if "resized_height" in options and "resized_width" in options:
-                size = vision.smart_resize(options["resized_height"], options["resized_width"], factor)
-            else:
-                max_pixels = min(options.get("max_pixels", ceiling), ceiling)
-                size = vision.smart_resize(*frames.shape[1:3], factor, min_pixels, max_pixels)
+            size = frame_size(count, *frames.shape[1:3])
             tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
             resize = vision.transforms.functional.resize
             tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
@@ -275,6 +272,58 @@ def load_with_qwen_vl_utils(
         frames, metadata = _load_frames(ref, sample_indices, resized)
         metadata["fps"] = metadata["fps"] or vision.FPS
         return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
+
+
+def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
+    """
+    The frames of a video that qwen-vl-utils samples.
+
+    Args:
+        options (`dict[str, Any]`):
+            Its options.
+        metadata (`VideoMetadata`):
+            Of the video. Its number of frames becomes that of the span.
+
+    Returns:
+        `list[int]`: Indices of the frames.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
+    metadata.total_num_frames = total
+    return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
+
+
+def qwen_frame_size(
+    options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
+) -> tuple[int, int]:
+    """
+    The size to which qwen-vl-utils resizes the frames of a video.
+
+    Args:
+        options (`dict[str, Any]`):
+            Its options.
+        image_patch_size (`int`):
+            `patch_size` of the model's image processor.
+        count (`int`):
+            Number of frames.
+        height (`int`):
+            Their height.
+        width (`int`):
+            Their width.
+
+    Returns:
+        `tuple[int, int]`: Height and width.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
+    if "resized_height" in options and "resized_width" in options:
+        return vision.smart_resize(options["resized_height"], options["resized_width"], factor)
+    min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
+    total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
+    share = total_pixels / count * vision.FRAME_FACTOR
+    ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
+    max_pixels = min(options.get("max_pixels", ceiling), ceiling)
+    return vision.smart_resize(height, width, factor, min_pixels, max_pixels)
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:

@@ -27,6 +27,7 @@ from ..encoding.prompts import (
     continued_field,
     decode_media,
     join_media,
+    outputs_of_files,
     processor_outputs,
     prompt_position_ids,
 )
@@ -594,10 +595,21 @@ class _Check:
         try:
             refs = list(iter_refs(messages))
             media = decode_media(refs, self.processor, self.trainer.args.audio_overlong)
-            return _Case(prompt, processor_outputs(messages, self.processor, *media, self.trainer._template_kwargs()))
+            template = self.trainer._template_kwargs()
+            outputs = processor_outputs(messages, self.processor, *media, template)
         except Exception as error:
             _raise_out_of_memory(error)
             return _Case(prompt, None, f"{type(error).__name__}: {error}")
+        try:
+            read = outputs_of_files(messages, self.processor, self.trainer.args.audio_overlong, template)
+        except Exception as error:  # it may read fewer formats
+            logger.warning(
+                f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos itself, so "
+                f"that its own frames weren't compared ({error})"
+            )
+            read = None
+        # Its frames may be less exact, but not of other sizes or times
+        return _Case(prompt, outputs if read is None or _same_layout(read, outputs) else read)
 
     # The truth
 
@@ -971,6 +983,12 @@ class _Force(LogitsProcessor):
 
 def _generate(model, plain: dict[str, torch.Tensor], config: GenerationConfig, ids: torch.Tensor) -> Any:
     return model.generate(**plain, generation_config=config, logits_processor=LogitsProcessorList([_Force(ids)]))
+
+
+def _same_layout(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether a processor returned the same token ids, and tensors of the same shapes."""
+    shapes = [{name: value.shape for name, value in each.items()} for each in (a, b)]
+    return shapes[0] == shapes[1] and torch.equal(a["input_ids"], b["input_ids"])
 
 
 def _traits(process: int, index: int, prompt: EncodedPrompt) -> _Traits:
