@@ -114,6 +114,7 @@ SFT = "trl.trainer.sft_trainer:SFTTrainer."
 OVERRIDDEN_SFT = {
     **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
     SFT + "_set_signature_columns_if_needed": "self",
+    SFT + "_prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
     SFT + "_get_train_sampler": "self train_dataset",
     SFT + "get_eval_dataloader": "self eval_dataset",
     SFT + "get_batch_samples": "self epoch_iterator num_batches device",

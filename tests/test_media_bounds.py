@@ -1,27 +1,36 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What decoding costs, whatever a file says of itself; what is decoded in pieces is what the whole would be."""
 
+import gzip
 import io
+import os
 import re
 import struct
+import tarfile
+import threading
 import time
 import tracemalloc
+import zipfile
 import zlib
 from pathlib import Path
 
 import av
+import fsspec
 import numpy as np
 import pytest
 import soundfile
 import soxr
 import torch
-from PIL import Image
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import EpsImagePlugin, ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 
-from trl_multimodal_rft.data import loading
+from trl_multimodal_rft.data import images, loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.containers import check_whole
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
 from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
+from trl_multimodal_rft.data.sources import fetch_file
 
 
 RATE = 16000
@@ -248,6 +257,261 @@ def test_text_in_an_image_is_not_unpacked_without_end():
             load_image(ref("image", head + bomb + rest))
 
     assert allocated(load)[1] < 30e6
+
+
+def gif_with(comments):
+    image = io.BytesIO()
+    Image.new("P", (6, 4)).save(image, "GIF")
+    data = image.getvalue()
+    return data[:-1].replace(b",", comments + b",", 1) + b";" if comments else data
+
+
+@pytest.mark.parametrize("blocks", ["one", "many"])
+def test_comments_of_a_gif_are_not_joined_without_end(blocks):
+    """Pillow copies all that it has with each 255 bytes."""
+    count, piece = 4_000_000 // 256, b"\xff" + b"a" * 255
+    comments = b"!\xfe" + piece * count + b"\0" if blocks == "one" else (b"!\xfe" + piece + b"\0") * count
+    with pytest.raises(MediaError, match="its metadata takes more than 2,097,152 bytes; save it without metadata"):
+        load_image(ref("image", gif_with(comments)))
+    assert load_image(ref("image", gif_with(b"!\xfe\x05hello\0"))).size == (6, 4)
+
+
+def entries(count, length, behind=0):
+    """EXIF data, or a TIFF, whose entries are all of the same bytes."""
+    tags = (*range(1000, 20_000), *range(40_000, 60_000))
+    ifd = b"".join(struct.pack("<HHII", tag, 7, length, 8) for tag in tags[:count])
+    return b"II*\0" + struct.pack("<IH", 8, count) + ifd + bytes(4 + behind)
+
+
+def jpeg_with(exif):
+    """In as many segments as it takes, which Pillow joins."""
+    image = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(image, "JPEG")
+    pieces = [exif[i : i + 65_000] for i in range(0, len(exif), 65_000)]
+    segments = [b"\xff\xe1" + struct.pack(">H", 8 + len(piece)) + b"Exif\0\0" + piece for piece in pieces]
+    return image.getvalue()[:2] + b"".join(segments) + image.getvalue()[2:]
+
+
+def png_with(exif, text=False):
+    image, info = io.BytesIO(), PngInfo()
+    if text:  # as ImageMagick writes it
+        info.add_text("Raw profile type exif", f"\nexif\n{len(exif)}\n{exif.hex()}", zip=True)
+    Image.new("RGB", (6, 4)).save(image, "PNG", pnginfo=info, **({} if text else {"exif": b"Exif\0\0" + exif}))
+    return image.getvalue()
+
+
+BOMBS = {
+    "tiff": lambda: entries(2000, 100_000, 100_000),
+    "png": lambda: png_with(entries(2000, 100_000, 100_000)),
+    "text": lambda: png_with(entries(2000, 100_000, 100_000), text=True),
+    "jpeg": lambda: jpeg_with(entries(2000, 100_000, 100_000)),
+    "jpeg of one segment": lambda: jpeg_with(entries(2000, 30_000, 20_000)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_entries_that_share_their_bytes_do_not_fill_the_memory(name):
+    """A file of some kilobytes that Pillow would take 200 MB for, and one of a megabyte 40 GB."""
+    data = BOMBS[name]()
+
+    def load():
+        with pytest.raises(MediaError, match="its metadata takes more than|its EXIF data takes more than"):
+            load_image(ref("image", data))
+
+    assert len(data) < 300_000
+    # Of one segment Pillow makes copies before it can be looked at, 64 kB times 5,000 at most
+    assert allocated(load)[1] < (70e6 if name == "jpeg of one segment" else 10e6)
+
+
+@pytest.mark.parametrize("make", [jpeg_with, png_with, lambda exif: png_with(exif, text=True)])
+def test_an_orientation_is_still_obeyed(make):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.Base.MakerNote] = bytes(range(256)) * 100
+    assert load_image(ref("image", make(exif.tobytes()[6:]))).size == (4, 6)
+
+
+def test_an_image_has_a_time():
+    """A JPEG of 50 kB, of which the last of its scans repeats: half a minute, and of 100 million pixels minutes."""
+    image = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(image, "JPEG", progressive=True)
+    data = image.getvalue()
+    scan = data[data.rfind(b"\xff\xda") : -2]
+    assert len(scan) < 100
+    with pytest.raises(MediaError, match="row 3.*not read within 0.2 s; remove the row, or raise `media_timeout`"):
+        load_image(ref("image", data[:-2] + 800 * scan + data[-2:], MediaRules(media_timeout=0.2)))
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_in_pieces_is_the_whole_bit_for_bit(progressive, monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    image = io.BytesIO()
+    Image.fromarray(pixels).save(image, "JPEG", progressive=progressive)
+    whole = np.array(Image.open(io.BytesIO(image.getvalue())))
+    monkeypatch.setattr(images, "_JPEG_WORK", 1)
+    np.testing.assert_array_equal(np.array(load_image(ref("image", image.getvalue()))), whole)
+
+
+def test_a_document_starts_no_program(tmp_path, monkeypatch):
+    """A PIL image that isn't drawn yet, with a program on the path that would draw it."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    (tmp_path / "i.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n")
+    with pytest.raises(MediaError, match="row 3, column 'image': a document of format EPS; draw it before"):
+        load_image(ref("image", Image.open(tmp_path / "i.eps")))
+    assert not (tmp_path / "started").exists()
+    Image.new("RGB", (6, 4)).save(tmp_path / "i.pcx")
+    assert load_image(ref("image", Image.open(tmp_path / "i.pcx"))).size == (6, 4)
+
+
+# Files that are unpacked, or aren't what they were
+
+
+def packed_zeros(kind, size, folder):
+    """A link to a file of zeros in an archive a thousand times smaller."""
+    path = folder / f"bomb.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("i.png", bytes(size))
+    elif kind == "tar":
+        with tarfile.open(path, "w:gz") as archive:
+            member = tarfile.TarInfo("i.png")
+            member.size = size
+            archive.addfile(member, io.BytesIO(bytes(size)))
+    else:
+        path.write_bytes(gzip.compress(bytes(size)))
+    assert path.stat().st_size < size / 500
+    return f"{kind}://i.png::{path}"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "gzip"])
+def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
+    link = packed_zeros(kind, 60_000_000, tmp_path)
+
+    def load(most):
+        message = "more than .* bytes; remove the row or raise `max_media_bytes`" if most < 6e7 else "cannot read"
+        with pytest.raises(MediaError, match=message):
+            load_image(ref("image", link, MediaRules(max_media_bytes=most)))
+
+    assert allocated(lambda: load(10_000_000))[1] < 20e6
+    assert allocated(lambda: load(60_000_000))[1] < 90e6  # once, and the room that a buffer has to spare
+
+
+def test_a_header_that_lies_about_its_size_unpacks_no_more(tmp_path):
+    link = packed_zeros("zip", 60_000_000, tmp_path)
+    data = (tmp_path / "bomb.zip").read_bytes()
+    (tmp_path / "bomb.zip").write_bytes(data.replace(struct.pack("<I", 60_000_000), struct.pack("<I", 1000)))
+
+    def load():
+        with pytest.raises(MediaError, match="row 3, column 'image'"):
+            load_image(ref("image", link))
+
+    assert allocated(load)[1] < 10e6
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_methods_that_unpack_all_at_once_are_refused(method, tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+        archive.writestr("i.png", bytes(60_000_000))
+
+    def load():
+        with pytest.raises(MediaError, match=f"'i.png' is packed by method {method}; pack it anew by 'deflate'"):
+            load_image(ref("image", f"zip://i.png::{tmp_path / 'a.zip'}", MediaRules(max_media_bytes=10_000_000)))
+
+    assert allocated(load)[1] < 10e6
+
+
+def test_headers_of_archives_have_a_largest_size(tmp_path):
+    """A tar with a name of 200 MB, and a zip with a list of files of 80 MB, each in an archive of some kilobytes."""
+    member = tarfile.TarInfo("i.png")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 200_000_000
+    with gzip.open(tmp_path / "a.tar", "wb") as file:
+        file.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(200_000_000))
+    listed = b"PK\1\2" + struct.pack("<6H3I5H2I", 20, 20, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
+    count = 80_000_000 // len(listed)
+    end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 65535, 65535, count * len(listed), 0, 0)
+    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.zip", listed * count + end)
+
+    def load():
+        for link in (f"tar://i.png::{tmp_path / 'a.tar'}", f"zip://a::zip://a.zip::{tmp_path / 'b.zip'}"):
+            with pytest.raises(MediaError, match="an archive with .* bytes of headers; split it"):
+                load_image(ref("image", link))
+
+    assert allocated(load)[1] < 40e6
+
+
+def test_many_files_in_a_tar_are_not_kept(tmp_path):
+    with gzip.open(tmp_path / "a.tar", "wb") as file:
+        file.write(tarfile.TarInfo("other.png").tobuf() * 20_000 + bytes(1024))
+
+    def load():
+        with pytest.raises(MediaError, match="no file 'i.png' in the archive; correct the name or remove the row"):
+            load_image(ref("image", f"tar://i.png::{tmp_path / 'a.tar'}"))
+
+    assert allocated(load)[1] < 8e6
+
+
+def test_unpacking_ends_with_its_time(tmp_path):
+    """Its thread, too, though there is always more to read."""
+
+    class Endless(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            reads.append(len(buffer))
+            time.sleep(0.01)
+            return len(buffer)
+
+    class Store(MemoryFileSystem):
+        protocol = "endless"
+
+        def _open(self, *args, **kwargs):
+            return io.BufferedReader(Endless())
+
+    reads = []
+    fsspec.register_implementation("endless", Store, clobber=True)
+    threads = threading.active_count()
+    rules = MediaRules(allowed_media_protocols=("endless",), media_timeout=0.3, max_media_bytes=2**40)
+    with pytest.raises(MediaError, match="row 3.*`media_timeout`"):
+        load_image(ref("image", "endless://i.png", rules))
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads
+    count = len(reads)
+    time.sleep(0.2)
+    assert len(reads) == count > 0
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeypatch):
+    """It comes after the file was looked at."""
+    path = tmp_path / "medium"
+    path.write_bytes(b"")
+
+    def swapped(*args):
+        found = fetch_file(*args)
+        path.unlink()
+        os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr(loading, "fetch_file", swapped)
+    load = {"image": load_image, "audio": lambda each: load_audio(each, RATE), "video": load_video}[kind]
+    errors = []
+
+    def run():
+        with pytest.raises(MediaError, match=f"row 3, column '{kind}': cannot read .*it is no regular file") as error:
+            load(ref(kind, path))
+        errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # which would be left waiting for a writer
+    thread.start()
+    thread.join(20)
+    assert errors
 
 
 @pytest.mark.parametrize("interlaced", [False, True])

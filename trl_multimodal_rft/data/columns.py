@@ -75,6 +75,9 @@ _ENDING = re.compile(
     re.IGNORECASE,
 )
 
+# A URL in a text, in which a quote may be part of it
+_URL = re.compile(r"(?<![\w.+-])[A-Za-z][\w.+-]*://(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*")
+
 
 def without_credentials(text: str) -> str:
     """
@@ -87,8 +90,36 @@ def without_credentials(text: str) -> str:
     Returns:
         `str`: The text to show.
     """
-    text = re.sub(r"://[^/\s@'\"]+@", "://***@", text)
-    return re.sub(r"\?[^\s'\"<>)\]]*=[^\s'\"<>)\]]*", "?***", text)
+    text = _URL.sub(lambda found: shown_url(found[0]), text)
+    return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", text)
+
+
+def shown_url(url: str) -> str:
+    """
+    Takes user information, the query and the fragment out of a URL, however they are written.
+
+    Args:
+        url (`str`):
+            A URL, chained or not.
+
+    Returns:
+        `str`: The URL to show, without whatever follows a `?` or `#`, later links of a chain included.
+    """
+    place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    links = []
+    for link in re.split(r"::(?=[\w.+-]+://)", place):
+        scheme, separator, link = link.partition("://")
+        parts = re.split("@|%40", link)
+        authority = re.split(r"[/\\]", link)[0]
+        # A password may hold what ends the authority: a colon is in front of one, or of a port
+        if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
+            link = f"***@{parts[-1]}"
+        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
+            ":" in authority and "@" in rest
+        ):
+            link = "***"
+        links.append(f"{scheme}{separator}{link}" if separator else scheme)
+    return "::".join(links) + (f"{mark}***" if mark else "")
 
 
 class MediaError(ValueError):
@@ -161,14 +192,31 @@ class MediaRef:
         Returns:
             [`MediaError`]: To be raised.
         """
-        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {without_credentials(message)}")
+        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {self.shown(message)}")
+
+    def shown(self, text: str) -> str:
+        """
+        Takes credentials out of a text, such as an error about this medium.
+
+        Args:
+            text (`str`):
+                The text.
+
+        Returns:
+            `str`: The text to show.
+        """
+        value = self.source.value if isinstance(self.source, Encoded) else self.source
+        for source in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(source, str) and "://" in source:  # whose end is known, whatever is in it
+                text = text.replace(source, shown_url(source))
+        return without_credentials(text)
 
     def _file(self) -> str:
         """What a file was called whose bytes are at hand, by which it may be found."""
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
-        return f" ({without_credentials(str(value['path']))})"
+        return f" ({self.shown(str(value['path']))})"
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"

@@ -22,11 +22,9 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
 from .containers import check_container, check_png, check_whole, finds_frames, is_chained, starts_anew
+from .images import check_exif, check_object, open_image
 from .sources import fetch_file, open_file
 
-
-# What is opened as an image: no documents, which other programs would have to draw
-_IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 
 # Floats beyond this were never scaled to -1 to 1
 _LOUDEST = 16.0
@@ -88,7 +86,8 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
             stream = open_file(fetch_file(ref, image))
-            image = _open_image(stream)
+            image = open_image(ref, stream)
+        check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         _check_pixels(ref, image.size)
@@ -96,6 +95,7 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
             check_png(ref, stream)
         image.load()
         _check_pixels(ref, image.size)  # an icon's header may not say what is in it
+        check_exif(ref, image)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -145,8 +145,8 @@ def load_audio(
         if max_seconds is not None and count > max_seconds * rate:
             if not cuts:
                 raise ref.error(
-                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise the "
-                    "limit, or let overlong audio be truncated"
+                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
+                    "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
                 )
             count = max_seconds * rate
         _check_seconds(ref, count / rate, "max_audio_seconds")
@@ -180,6 +180,7 @@ def load_audio(
 def load_video(
     ref: MediaRef,
     sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    resize_fn: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
     Decodes frames of a video, which are those that `ffmpeg` shows: with torchcodec if that is usable and the file says
@@ -196,6 +197,8 @@ def load_video(
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
+        resize_fn (`Callable`, *optional*):
+            Resizes frames of shape (N, H, W, 3) as they are decoded, a few at a time, from them and the number of all.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and metadata to be passed to the processor as
@@ -207,11 +210,14 @@ def load_video(
         MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
-    return _load_frames(ref, sample_indices_fn)
+    return _load_frames(ref, sample_indices_fn, resize_fn)
 
 
 def load_with_qwen_vl_utils(
-    ref: MediaRef, image_patch_size: int
+    ref: MediaRef,
+    image_patch_size: int,
+    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    frame_size_fn: Callable[[int, int, int], Sequence[int]] | None = None,
 ) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
     """
     Decodes an image or a video, sampled and resized as qwen-vl-utils does.
@@ -237,6 +243,11 @@ def load_with_qwen_vl_utils(
             An image or a video, with a source as in [`load_image`] or [`load_video`].
         image_patch_size (`int`):
             `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
+        sample_indices_fn (`Callable`, *optional*):
+            Replaces the options for the frames of a video, as in [`load_video`].
+        frame_size_fn (`Callable`, *optional*):
+            Replaces the options for their size: a function of the number of frames, their height and their width that
+            returns the height and width to resize them to.
 
     Returns:
         `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
@@ -247,28 +258,14 @@ def load_with_qwen_vl_utils(
         ImportError: If qwen-vl-utils is not installed.
     """
     vision = require_module("qwen_vl_utils.vision_process", ref.kind)
-    options = ref.options
-
-    def sample_indices(metadata: VideoMetadata) -> list[int]:
-        first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
-        metadata.total_num_frames = total
-        return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
-
     with decoding(ref):
         if ref.kind == "image":
-            return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
-        factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
+            return vision.fetch_image({**ref.options, "image": load_image(ref)}, image_patch_size)
+        sample_indices = sample_indices_fn or partial(qwen_frame_indices, ref.options)
+        frame_size = frame_size_fn or partial(qwen_frame_size, ref.options, image_patch_size)
 
         def resized(frames: np.ndarray, count: int) -> np.ndarray:
-            min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
-            total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
-            share = total_pixels / count * vision.FRAME_FACTOR
-            ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
-            if "resized_height" in options and "resized_width" in options:
-                size = vision.smart_resize(options["resized_height"], options["resized_width"], factor)
-            else:
-                max_pixels = min(options.get("max_pixels", ceiling), ceiling)
-                size = vision.smart_resize(*frames.shape[1:3], factor, min_pixels, max_pixels)
+            size = frame_size(count, *frames.shape[1:3])
             tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
             resize = vision.transforms.functional.resize
             tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
@@ -279,9 +276,56 @@ def load_with_qwen_vl_utils(
         return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
-def _open_image(stream: BinaryIO) -> PIL.Image.Image:
-    PIL.Image.init()  # formats can be named only once they are known
-    return PIL.Image.open(stream, formats=_IMAGE_FORMATS)
+def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
+    """
+    The frames of a video that qwen-vl-utils samples.
+
+    Args:
+        options (`dict[str, Any]`):
+            Its options.
+        metadata (`VideoMetadata`):
+            Of the video. Its number of frames becomes that of the span.
+
+    Returns:
+        `list[int]`: Indices of the frames.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
+    metadata.total_num_frames = total
+    return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
+
+
+def qwen_frame_size(
+    options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
+) -> tuple[int, int]:
+    """
+    The size to which qwen-vl-utils resizes the frames of a video.
+
+    Args:
+        options (`dict[str, Any]`):
+            Its options.
+        image_patch_size (`int`):
+            `patch_size` of the model's image processor.
+        count (`int`):
+            Number of frames.
+        height (`int`):
+            Their height.
+        width (`int`):
+            Their width.
+
+    Returns:
+        `tuple[int, int]`: Height and width.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
+    if "resized_height" in options and "resized_width" in options:
+        return vision.smart_resize(options["resized_height"], options["resized_width"], factor)
+    min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
+    total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
+    share = total_pixels / count * vision.FRAME_FACTOR
+    ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
+    max_pixels = min(options.get("max_pixels", ceiling), ceiling)
+    return vision.smart_resize(height, width, factor, min_pixels, max_pixels)
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
@@ -299,7 +343,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
         MediaError: If it isn't.
     """
     if ref.kind == "image":
-        _check_pixels(ref, _open_image(stream).size)
+        _check_pixels(ref, open_image(ref, stream).size)
     else:
         check_container(ref, stream)
 
@@ -324,10 +368,11 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
-        name = f" '{str(source)[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        # Shortened last, as half a secret isn't known for one
+        name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        reason = ref.shown(str(error))[:500]
         raise ref.error(
-            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {str(error)[:500]}); repair it or remove "
-            "the row"
+            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {reason}); repair it or remove the row"
         ) from error
 
 

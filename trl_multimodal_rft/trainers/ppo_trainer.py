@@ -377,7 +377,11 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         log_ratio = log_ratios(logps.detach(), old_logps(inputs, logps), mask)
         ratio = log_ratio.exp()
         self._pending.add_token_mean(metrics["ratio/mean"].append, ratio, mask)
-        self._pending.add(metrics["ratio/max"].append, torch.where(mask.bool(), ratio, 0).max(), torch.max)
+        largest = torch.where(mask.bool(), ratio, 0).max()
+        # TRL logs the mean of a list, so the maximum of all micro-batches is its one entry
+        self._pending.add(
+            lambda value: metrics.update({"ratio/max": [max([value, *metrics["ratio/max"]])]}), largest, torch.max
+        )
         self._pending.add_token_mean(metrics["approx_kl"].append, ratio - 1 - log_ratio, mask)
         if self.accelerator.sync_gradients:
             if self.kl_coef != 0 and self.args.kl_target is None:
@@ -403,6 +407,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
             media_rules=self.args.media_rules,
+            special_tokens_in_text=self.args.special_tokens_in_text,
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 
