@@ -579,8 +579,8 @@ def check_head_cast(model: PreTrainedModel, args) -> None:
         found = found and hasattr(getattr(model, "model", None), "embed_tokens")
     if getattr(args, "cast_lm_head_to_fp32", False) and not found:
         raise ValueError(
-            f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose head or "
-            "embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
+            f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose "
+            "head or embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
             "`model_init_kwargs={'dtype': 'float32'}`."
         )
 
