@@ -62,7 +62,7 @@ TRL_TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "sft": SFTTrainer}
 ROWS = {"text": text_rows, "image": image_rows, "images": images_rows, "video": video_rows, "audio": audio_rows}
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird."]
 
-N = int(os.environ.get("FUZZ_N", 60))
+N = int(os.environ.get("FUZZ_N", 45))
 SEEDS = [int(os.environ["FUZZ_SEED"])] if "FUZZ_SEED" in os.environ else range(N)
 TOLERANCE = 1e-4  # relative difference of two updates
 ROUNDING = 1e-6  # of the weights, which shows in small updates
