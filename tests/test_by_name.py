@@ -17,7 +17,8 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.chats import RATE
+from helpers.chats import RATE, video, write_film
+from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES, mel_extractor  # noqa: F401
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
@@ -230,6 +231,41 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
     )
     assert len(maker.make_experience_list(list(rows(family, 2)), max_new_tokens=3)) == 1
     assert_heard(*zip(*seen, strict=True), folder, actor.base_model)
+
+
+def test_smolvlm_as_it_is_released(tmp_path):
+    """Its settings for videos are among those for images, and its template's call samples frames by them."""
+    shutil.copytree(checkpoint("smolvlm"), folder := tmp_path / "smolvlm")
+    path = folder / "processor_config.json"
+    settings = json.loads(path.read_text())
+    images = settings["image_processor"]
+    video_sampling = {"fps": 1, "max_frames": 3, "video_size": images["size"]}
+    path.write_text(json.dumps({name: settings[name] for name in ("image_seq_len", "processor_class")}))
+    legacy = {**images, "processor_class": "SmolVLMProcessor", "video_sampling": video_sampling}
+    (folder / "preprocessor_config.json").write_text(json.dumps(legacy))
+    processor = plain(folder)
+    assert (processor.video_processor.num_frames, processor.video_processor.fps) == (3, 1)
+
+    films = [write_film(tmp_path / f"{i}.mp4", 60 + 10 * i) for i in range(4)]
+    prompts = [[{"role": "user", "content": f"Is there a dog? {i}"}] for i in range(4)]
+    table = Dataset.from_dict({"prompt": prompts, "video": films})
+    kind = type("Hearing", (Heard, MultimodalGRPOTrainer), {})
+    trainer = make_trainer(kind, None, table, tmp_path, objects={"model": str(folder)}, **STEP)
+    trainer.train()
+    for prompt, seen in trainer.heard:
+        [[film, words]] = [message["content"] for message in prompt]
+        content = [{"type": "video", "path": film["video"].source}, words]
+        expected = processor.apply_chat_template(
+            [[{"role": "user", "content": content}]],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        assert_same_features(seen, expected)
+        assert seen.media["pixel_values"].shape[1] == 3
+    frames = {"prompt": prompts[0], "video": video(4, 84, 56)["video"]}
+    assert trainer._encode(rows_to_messages([frames])[0]["prompt"], 0).media["pixel_values"].shape[1] == 4
 
 
 # What a model hears

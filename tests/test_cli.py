@@ -18,6 +18,7 @@ from trl_multimodal_rft.cli.measure import Measurement, measure
 from trl_multimodal_rft.cli.tiny_media import encode
 from trl_multimodal_rft.cli.tiny_models import tiny_model
 from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward.masks import sharing_obstacle
 
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,12 @@ def test_measurements_see_what_is_wrong():
     prompts[0].position_ids = torch.arange(len(prompts[0])).expand_as(prompts[0].position_ids)
     found = measure(model, prompts, Measurement("qwen2_vl"))
     assert found.mode == "wrong: packed" and found.logps > 1e-3 and "nothing is exact" in found.note
+
+
+def test_minimax_is_measured_with_layers_of_the_kinds_that_are_released():
+    obstacle = sharing_obstacle(tiny_model(transformers.MiniMaxM3SparseForConditionalGeneration))
+    row = measured((ROOT / "docs" / "models.md").read_text())["minimax_m3_vl"]
+    assert row["scored"] == "padded, apart" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
 
 
 def test_page_of_models():

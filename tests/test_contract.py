@@ -114,6 +114,7 @@ SFT = "trl.trainer.sft_trainer:SFTTrainer."
 OVERRIDDEN_SFT = {
     **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
     SFT + "_set_signature_columns_if_needed": "self",
+    SFT + "_prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
     SFT + "_get_train_sampler": "self train_dataset",
     SFT + "get_eval_dataloader": "self eval_dataset",
     SFT + "get_batch_samples": "self epoch_iterator num_batches device",
@@ -279,7 +280,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     args = config(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
     trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)
     # Set with an environment only, and when training starts
-    later = {"_env_tools", "_batch_environments", "current_gradient_accumulation_steps"}
+    later = {"_env_tools", "_batch_environments", "current_gradient_accumulation_steps", "_initial_global_step"}
     later |= {"_sync_tool_dicts", "_async_tool_dicts", "async_loop", "max_tool_calling_iterations"}  # with tools only
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing

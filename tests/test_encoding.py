@@ -1,17 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Prompts as the model takes them: the processor's own output, checked, with the model's own positions."""
 
-import av
 import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers.chats import RATE, audio, image, text, video
+from helpers import clips
+from helpers.chats import RATE, audio, image, text, video, write_film
 from helpers.encoding import assert_same_features
-from helpers.families import FAMILIES, encode, tokenizer
+from helpers.families import ALL_FAMILIES, FAMILIES, encode, tokenizer
 from PIL import Image
 
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.encoding import prompts
 from trl_multimodal_rft.encoding.prompts import (
     encode_prompt,
     engine_position_ids,
@@ -36,12 +37,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("media")
     image(160, 100)["image"].save(folder / "picture.png")
     soundfile.write(folder / "sound.wav", audio(0.8)["audio"], RATE)
-    with av.open(str(folder / "film.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
-        for frame in video(20, 96, 64)["video"]:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-        container.mux(stream.encode())
+    write_film(folder / "film.mp4")
     return folder
 
 
@@ -154,6 +150,101 @@ def test_qwen_video_options(family, files):
     assert not torch.equal(first["pixel_values_videos"], last["pixel_values_videos"])
     if family == "qwen2_5_vl":  # seconds a temporal patch of two frames covers
         assert media(nframes=10)["second_per_grid_ts"].item() == pytest.approx(0.4, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_trimmed_clip_is_seen_as_ffmpeg_shows_it(family, tmp_path):
+    """Of a clip that was cut without encoding it anew, the model gets the frames that are shown."""
+    data = clips.trimmed(clips.encoded("H.264, open groups"), 0, 5)
+    (tmp_path / "clip.mp4").write_bytes(data)
+    frames = clips.shown(data)[1:]
+    options = {"min_pixels": 56 * 56, "max_pixels": 84 * 56} if family == "qwen2_5_vl" else {}
+
+    def pixels(source, **chosen):
+        block = {"type": "video", "video": source, **options, **chosen}
+        media = encode_row(family, {"prompt": user(block, text("Describe"))}).media
+        return next(value for name, value in media.items() if name.startswith("pixel_values"))
+
+    every = pixels(str(tmp_path / "clip.mp4"), video_start=0.1, nframes=len(frames))
+    assert torch.equal(every, pixels(frames))
+
+
+def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
+    said = []
+    monkeypatch.setattr(prompts.logger, "warning_once", said.append)
+    block = {"type": "image", "image": str(files / "picture.png"), "max_pixels": 56 * 56}
+    encode_row("qwen2_5_vl", {"prompt": user(block, text("Describe"))})
+    assert not said
+    encode_row("llava", {"prompt": user(block, text("Describe"))})
+    assert said == [
+        "LlavaProcessor doesn't read max_pixels of blocks, which have no effect; set them in the configuration of its "
+        "processor."
+    ]
+
+
+def read_by(processor, path, **options):
+    """What a processor makes of a video file that it reads itself."""
+    return processor.apply_chat_template(
+        [user({"type": "video", "path": str(path)}, text("Describe"))],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=options,
+    )
+
+
+VIDEO_FAMILIES = [name for name, family in ALL_FAMILIES.items() if "video" in family.modalities]
+
+
+@pytest.mark.parametrize("name", VIDEO_FAMILIES)
+def test_video_files_are_those_of_the_processor(name, files):
+    """By its settings for frames and sizes, at 2 frames per second where one of Qwen's has no rate of its own."""
+    model, processor = ALL_FAMILIES[name].build()
+    settings, path = processor.video_processor, files / "film.mp4"
+    settings.do_resize = True  # that of the omni models of the matrix takes frames as they are
+    messages = rows_to_messages([{"prompt": user({"type": "video", "path": str(path)}, text("Describe"))}])[0][
+        "prompt"
+    ]
+    rate = {"fps": 2.0} if name.startswith("qwen") and settings.fps is None else {}
+    assert_same_features(encode_prompt(messages, processor, model), read_by(processor, path, **rate))
+    if settings.fps is None:
+        settings.fps, settings.do_sample_frames = 4, True
+        if name in ("internvl", "smolvlm"):  # whose rules want both
+            settings.num_frames = 3
+    if settings.size is not None and settings.size.longest_edge is not None:  # of a frame or a whole video
+        lowered = settings.size.longest_edge // 2
+        settings.size = {
+            "shortest_edge": min(settings.size.shortest_edge or lowered, lowered),
+            "longest_edge": lowered,
+        }
+    fewer = encode_prompt(messages, processor, model)
+    assert_same_features(fewer, read_by(processor, path))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_limits_of_the_row_and_of_the_processor_hold_for_video_files(family, files):
+    model, processor = FAMILIES[family].build()
+    settings = processor.video_processor
+    settings.max_frames = 8
+
+    def pixels(**options):
+        """Number of frames and their pixels."""
+        block = {"type": "video", "path": str(files / "film.mp4"), **options}
+        row = rows_to_messages([{"prompt": user(block, text("Describe"))}])[0]
+        [(t, h, w)] = encode_prompt(row["prompt"], processor, model).media["video_grid_thw"].tolist()
+        return t * settings.temporal_patch_size, h * w * settings.patch_size**2
+
+    unit = (settings.patch_size * settings.merge_size) ** 2
+    settings.size = {"shortest_edge": unit, "longest_edge": 32 * unit}
+    together = family == "qwen3_vl"  # whose `size` is that of all frames
+    count, area = pixels(nframes=4)
+    assert count == 4 and area <= 32 * unit / (4 if together else 1)
+    count, area = pixels(min_pixels=unit, fps=10.0)
+    assert count == 8 and area <= 32 * unit / (8 if together else 1)
+    settings.size = {"shortest_edge": 16 * unit, "longest_edge": 64 * unit}
+    assert pixels(nframes=4, max_pixels=4 * unit)[1] <= 4 * unit
+    assert pixels(nframes=4, total_pixels=4 * unit, min_pixels=unit)[1] <= 2 * unit
 
 
 def test_media_need_a_placeholder():

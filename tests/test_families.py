@@ -133,7 +133,6 @@ def test_by_name(name, tmp_path):
     assert (scores - expected).abs().max() <= (2e-5 if name == "qwen3_5" else 1e-5)  # whose large weights round more
     assert relative_difference(gradients(plain), gradients(model)) <= 1e-5
 
-    model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
     config = trainer.generation_config
     config.update(do_sample=False, max_new_tokens=5, top_k=None, top_p=None, temperature=None)
     sampled = policy.sample(model, repeated, config, trainer._tokenizer.pad_token_id)

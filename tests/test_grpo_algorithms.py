@@ -4,6 +4,7 @@
 import itertools
 import math
 from statistics import fmean, stdev
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -441,7 +442,7 @@ def test_kl_target_moves_the_coefficient(options, target):
         **evaluated,
         **options,
     )
-    kind, beta, betas = result.trainer.args.kl_estimator, 0.1, []
+    kind, beta, betas, estimates = result.trainer.args.kl_estimator, 0.1, [], []
     for step in range(3):
         moments = [m for m in result.trainer.micro_batches if m.step == step and m.training]
         assert [m.kl_coef for m in moments] == pytest.approx([beta] * 2)
@@ -453,7 +454,9 @@ def test_kl_target_moves_the_coefficient(options, target):
             tokens += len(d)
         beta *= 1 + min(max(total / tokens / target - 1, -0.2), 0.2) * 8 / 10
         betas.append(beta)
+        estimates.append(total / tokens)
     assert logged(result, "kl_coef") == pytest.approx(betas)
+    assert logged(result, "kl/estimate") == pytest.approx(estimates, rel=1e-4)
     assert abs(beta - 0.1) > 0.005
     assert result.trainer.args.beta == 0.1
 
@@ -469,6 +472,23 @@ def test_each_completion_adapts_the_coefficient_once(in_reward):
     assert [moment.kl_coef for moment in result.trainer.micro_batches] == [
         beta for beta in betas[:-1] for _ in range(2)
     ]
+
+
+def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
+    """`kl` is TRL's term, k3 times the ratio with `use_bias_correction_kl`; the target holds k3 alone."""
+    options = {**REUSED, "max_steps": 2, "num_iterations": 1, "learning_rate": 0.1}  # the second update is off-policy
+    result = ours(beta=0.1, kl_target=0.1, use_bias_correction_kl=True, objects=moved(FAMILY), **options)
+    for step in range(2):
+        plain, corrected = [], []
+        for moment in (each for each in result.trainer.micro_batches if each.step == step):
+            mask = moment.batch["completion_mask"].bool()
+            d = (moment.logps - moment.batch["ref_per_token_logps"])[mask]
+            k3, old = (-d).exp() - 1 + d, moment.batch.get("old_per_token_logps", moment.logps)
+            plain.append(k3)
+            corrected.append((k3 * (moment.logps - old)[mask].exp()).mean().item())
+        assert logged(result, "kl/estimate")[step] == pytest.approx(torch.cat(plain).mean().item(), rel=1e-4)
+        assert logged(result, "kl")[step] == pytest.approx(fmean(corrected), rel=1e-4)
+    assert logged(result, "kl/estimate")[1] != pytest.approx(logged(result, "kl")[1], rel=1e-2)
 
 
 # High-entropy tokens
@@ -574,10 +594,11 @@ def test_entropy_filter_works_in_evaluation():
 
 
 def test_entropy_mask_outside_the_loss_is_that_of_trl():
-    """For any threshold, after training, and of a trainer of which nothing but the accelerator is there."""
+    """For any threshold, after training, and of a bare trainer and a mock with nothing but an accelerator."""
     trained = ours(top_entropy_quantile=0.3, entropy_scope="sequence", entropy_renormalize=True, max_steps=1).trainer
     bare = object.__new__(MultimodalGRPOTrainer)
-    bare.accelerator = trained.accelerator
+    mocked = Mock(spec=MultimodalGRPOTrainer)
+    bare.accelerator = mocked.accelerator = trained.accelerator
     entropies = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(6) < torch.tensor([[6], [4], [1], [0]])).long()
     for threshold in (0.0, 0.5, 0.8, 1.0):
@@ -585,6 +606,7 @@ def test_entropy_mask_outside_the_loss_is_that_of_trl():
         assert expected.sum() == (mask.sum() * (1 - threshold)).ceil().clamp(min=1)
         for trainer in (trained, bare):
             assert torch.equal(trainer.get_high_entropy_mask(entropies, mask, threshold), expected)
+        assert torch.equal(MultimodalGRPOTrainer.get_high_entropy_mask(mocked, entropies, mask, threshold), expected)
 
 
 MISALIGNED = {**TWO, "num_iterations": 2}
@@ -640,6 +662,25 @@ def test_overlong_completions_are_penalized():
     drawn.rewards *= torch.tensor([0.5, 1.0, 1.0])
     rewards = check_advantages(result.trainer.micro_batches, drawn, "dr_grpo")
     assert logged(result, "reward") == [pytest.approx(fmean(rewards))]
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=["sum", "each"])
+def test_penalty_makes_no_completion_scorable(options):
+    """A completion whose only reward is `None` is left out as without the penalty, which alone would rank it."""
+
+    def some(completion_ids, **kwargs):
+        return [None if sum(ids) % 3 == 0 else len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
+
+    result = ours(soft_overlong_cache=5, reward=some, max_steps=1, **TWO, **options)
+    (drawn,) = result.trainer.draws
+    unscorable = drawn.rewards[:, 0].isnan()
+    assert 0 < unscorable.sum() < len(unscorable)
+    assert torch.equal(drawn.rewards[:, 1].isnan(), unscorable)
+    assert (drawn.batch["advantages"][unscorable] == 0).all() and (drawn.batch["advantages"][~unscorable] != 0).any()
+    scored = drawn.rewards[~unscorable].sum(1)
+    assert logged(result, "reward") == [pytest.approx(scored.mean().item())]
+    if not options:
+        assert drawn.batch["advantages"][~unscorable].sum().item() == pytest.approx(0, abs=1e-5)
 
 
 def test_rewards_are_scaled_by_those_of_the_run_and_then_clipped():

@@ -379,6 +379,7 @@ MEDIA_AND_PACKING = {
     "max_tokens_per_microbatch",  # which changes no update, see test_token_budget.py
     "audio_overlong",
     "ignored_media_columns",  # see test_unread_media.py
+    "special_tokens_in_text",  # see test_control_tokens.py
     *RULE_NAMES,  # see test_media_rules.py
     "media_prefetch",  # these three change no update of rows that can be read, see test_rows.py
     "on_media_error",

@@ -6,14 +6,18 @@ from functools import partial
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.by_hand import FAMILIES, gradients, molmo2, own_logps
+from helpers.chats import image
 from helpers.completions import random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import encode
+from helpers.trainer_utils import make_trainer
 from transformers import DynamicCache, GenerationConfig
 
-from trl_multimodal_rft import ActorVL
+from trl_multimodal_rft import ActorVL, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding import prompts as encoding
 from trl_multimodal_rft.encoding.prompts import join_media
 from trl_multimodal_rft.forward.attention import install_prefix_attention
@@ -37,6 +41,25 @@ def test_without_the_row_of_the_family_it_would_be_wrong(name, monkeypatch):
         expected = own_logps(model, repeated, ids, mask)
         logps = completion_scores(model, model, repeated, ids, mask, packed=packed).logps
     assert (logps - expected).abs().max() > 1e-2
+
+
+def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path):
+    """The self-check sees the first batch alone, in which all have as many."""
+    sizes = [(28, 28), (28, 28), (56, 28), (56, 56)]
+    rows = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": "?"}], "image": image(*size)["image"]} for size in sizes]
+    )
+    options = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 2, "shuffle_dataset": False}
+    trainer = make_trainer(MultimodalGRPOTrainer, "perception_lm", rows, tmp_path, **options)
+    trainer.train()
+    encoded = [trainer._encode(row["prompt"], 0) for row in rows_to_messages(list(rows))]
+    tiles = [prompt.media["pixel_values"].size(1) for prompt in encoded]
+    assert tiles[0] == tiles[1] != tiles[2] != tiles[3]
+    repeated = [prompt for prompt in encoded for _ in range(2)]
+    ids, mask = random_completions(len(repeated), vocab=(50, 100))
+    with torch.no_grad():
+        logps = trainer._policy.score(trainer.model, repeated, ids, mask, packed=True).logps
+        assert (logps - own_logps(trainer.model, repeated, ids, mask)).abs().max() <= 1e-5
 
 
 def test_places_in_another_tensor_go_on():

@@ -1,26 +1,36 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What decoding costs, whatever a file says of itself; what is decoded in pieces is what the whole would be."""
 
+import gzip
 import io
+import os
+import re
 import struct
+import tarfile
+import threading
 import time
 import tracemalloc
+import zipfile
 import zlib
 from pathlib import Path
 
 import av
+import fsspec
 import numpy as np
 import pytest
 import soundfile
 import soxr
 import torch
-from PIL import Image
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import EpsImagePlugin, ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 
-from trl_multimodal_rft.data import loading
+from trl_multimodal_rft.data import images, loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.containers import check_whole
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
 from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
+from trl_multimodal_rft.data.sources import fetch_file
 
 
 RATE = 16000
@@ -40,25 +50,25 @@ def sound_file(samples, rate, name="FLAC", **options):
     return buffer.getvalue()
 
 
-def av_sound(name, codec, seconds=2):
+def av_sound(name, codec, seconds=2, mux=None):
     buffer = io.BytesIO()
     samples = np.ascontiguousarray(noise(seconds, RATE, 1).T)
-    with av.open(buffer, "w", format=name) as container:
+    with av.open(buffer, "w", format=name, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=RATE, layout="mono")
-        if stream.codec_context.format.name == "s16":
-            samples, form = (samples * 32767).astype(np.int16), "s16"
-        else:
-            form = "fltp"
-        frame = av.AudioFrame.from_ndarray(samples, format=form, layout="mono")
+        stream.bit_rate = 64000
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
         frame.sample_rate = RATE
-        container.mux(stream.encode(frame))
+        context = stream.codec_context
+        resampler = av.AudioResampler(context.format.name, "mono", RATE, frame_size=context.frame_size or 0)
+        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
+            container.mux(stream.encode(piece))
         container.mux(stream.encode())
     return buffer.getvalue()
 
 
-def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, rate=10, options=None):
+def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, rate=10, options=None, mux=None):
     buffer, pixels = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    with av.open(buffer, "w", format=name) as container:
+    with av.open(buffer, "w", format=name, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for i in range(frames):
@@ -249,6 +259,289 @@ def test_text_in_an_image_is_not_unpacked_without_end():
     assert allocated(load)[1] < 30e6
 
 
+def gif_with(comments):
+    image = io.BytesIO()
+    Image.new("P", (6, 4)).save(image, "GIF")
+    data = image.getvalue()
+    return data[:-1].replace(b",", comments + b",", 1) + b";" if comments else data
+
+
+@pytest.mark.parametrize("blocks", ["one", "many"])
+def test_comments_of_a_gif_are_not_joined_without_end(blocks):
+    """Pillow copies all that it has with each 255 bytes."""
+    count, piece = 4_000_000 // 256, b"\xff" + b"a" * 255
+    comments = b"!\xfe" + piece * count + b"\0" if blocks == "one" else (b"!\xfe" + piece + b"\0") * count
+    with pytest.raises(MediaError, match="its metadata takes more than 2,097,152 bytes; save it without metadata"):
+        load_image(ref("image", gif_with(comments)))
+    assert load_image(ref("image", gif_with(b"!\xfe\x05hello\0"))).size == (6, 4)
+
+
+def entries(count, length, behind=0):
+    """EXIF data, or a TIFF, whose entries are all of the same bytes."""
+    tags = (*range(1000, 20_000), *range(40_000, 60_000))
+    ifd = b"".join(struct.pack("<HHII", tag, 7, length, 8) for tag in tags[:count])
+    return b"II*\0" + struct.pack("<IH", 8, count) + ifd + bytes(4 + behind)
+
+
+def jpeg_with(exif):
+    """In as many segments as it takes, which Pillow joins."""
+    image = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(image, "JPEG")
+    pieces = [exif[i : i + 65_000] for i in range(0, len(exif), 65_000)]
+    segments = [b"\xff\xe1" + struct.pack(">H", 8 + len(piece)) + b"Exif\0\0" + piece for piece in pieces]
+    return image.getvalue()[:2] + b"".join(segments) + image.getvalue()[2:]
+
+
+def png_with(exif, text=False):
+    image, info = io.BytesIO(), PngInfo()
+    if text:  # as ImageMagick writes it
+        info.add_text("Raw profile type exif", f"\nexif\n{len(exif)}\n{exif.hex()}", zip=True)
+    Image.new("RGB", (6, 4)).save(image, "PNG", pnginfo=info, **({} if text else {"exif": b"Exif\0\0" + exif}))
+    return image.getvalue()
+
+
+BOMBS = {
+    "tiff": lambda: entries(2000, 100_000, 100_000),
+    "png": lambda: png_with(entries(2000, 100_000, 100_000)),
+    "text": lambda: png_with(entries(2000, 100_000, 100_000), text=True),
+    "jpeg": lambda: jpeg_with(entries(2000, 100_000, 100_000)),
+    "jpeg of one segment": lambda: jpeg_with(entries(2000, 30_000, 20_000)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_entries_that_share_their_bytes_do_not_fill_the_memory(name):
+    """A file of some kilobytes that Pillow would take 200 MB for, and one of a megabyte 40 GB."""
+    data = BOMBS[name]()
+
+    def load():
+        with pytest.raises(MediaError, match="its metadata takes more than|its EXIF data takes more than"):
+            load_image(ref("image", data))
+
+    assert len(data) < 300_000
+    # Of one segment Pillow makes copies before it can be looked at, 64 kB times 5,000 at most
+    assert allocated(load)[1] < (70e6 if name == "jpeg of one segment" else 10e6)
+
+
+@pytest.mark.parametrize("make", [jpeg_with, png_with, lambda exif: png_with(exif, text=True)])
+def test_an_orientation_is_still_obeyed(make):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.Base.MakerNote] = bytes(range(256)) * 100
+    assert load_image(ref("image", make(exif.tobytes()[6:]))).size == (4, 6)
+
+
+def test_an_image_has_a_time():
+    """A JPEG of 50 kB, of which the last of its scans repeats: half a minute, and of 100 million pixels minutes."""
+    image = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(image, "JPEG", progressive=True)
+    data = image.getvalue()
+    scan = data[data.rfind(b"\xff\xda") : -2]
+    assert len(scan) < 100
+    with pytest.raises(MediaError, match="row 3.*not read within 0.2 s; remove the row, or raise `media_timeout`"):
+        load_image(ref("image", data[:-2] + 800 * scan + data[-2:], MediaRules(media_timeout=0.2)))
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_in_pieces_is_the_whole_bit_for_bit(progressive, monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    image = io.BytesIO()
+    Image.fromarray(pixels).save(image, "JPEG", progressive=progressive)
+    whole = np.array(Image.open(io.BytesIO(image.getvalue())))
+    monkeypatch.setattr(images, "_JPEG_WORK", 1)
+    np.testing.assert_array_equal(np.array(load_image(ref("image", image.getvalue()))), whole)
+
+
+def test_a_document_starts_no_program(tmp_path, monkeypatch):
+    """A PIL image that isn't drawn yet, with a program on the path that would draw it."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    (tmp_path / "i.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n")
+    with pytest.raises(MediaError, match="row 3, column 'image': a document of format EPS; draw it before"):
+        load_image(ref("image", Image.open(tmp_path / "i.eps")))
+    assert not (tmp_path / "started").exists()
+    Image.new("RGB", (6, 4)).save(tmp_path / "i.pcx")
+    assert load_image(ref("image", Image.open(tmp_path / "i.pcx"))).size == (6, 4)
+
+
+# Files that are unpacked, or aren't what they were
+
+
+def packed_zeros(kind, size, folder):
+    """A link to a file of zeros in an archive a thousand times smaller."""
+    path = folder / f"bomb.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("i.png", bytes(size))
+    elif kind == "tar":
+        with tarfile.open(path, "w:gz") as archive:
+            member = tarfile.TarInfo("i.png")
+            member.size = size
+            archive.addfile(member, io.BytesIO(bytes(size)))
+    else:
+        path.write_bytes(gzip.compress(bytes(size)))
+    assert path.stat().st_size < size / 500
+    return f"{kind}://i.png::{path}"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "gzip"])
+def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
+    link = packed_zeros(kind, 60_000_000, tmp_path)
+
+    def load(most):
+        message = "more than .* bytes; remove the row or raise `max_media_bytes`" if most < 6e7 else "cannot read"
+        with pytest.raises(MediaError, match=message):
+            load_image(ref("image", link, MediaRules(max_media_bytes=most)))
+
+    assert allocated(lambda: load(10_000_000))[1] < 20e6
+    assert allocated(lambda: load(60_000_000))[1] < 90e6  # once, and the room that a buffer has to spare
+
+
+def test_a_header_that_lies_about_its_size_unpacks_no_more(tmp_path):
+    link = packed_zeros("zip", 60_000_000, tmp_path)
+    data = (tmp_path / "bomb.zip").read_bytes()
+    (tmp_path / "bomb.zip").write_bytes(data.replace(struct.pack("<I", 60_000_000), struct.pack("<I", 1000)))
+
+    def load():
+        with pytest.raises(MediaError, match="row 3, column 'image'"):
+            load_image(ref("image", link))
+
+    assert allocated(load)[1] < 10e6
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_methods_that_unpack_all_at_once_are_refused(method, tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+        archive.writestr("i.png", bytes(60_000_000))
+
+    def load():
+        with pytest.raises(MediaError, match=f"'i.png' is packed by method {method}; pack it anew by 'deflate'"):
+            load_image(ref("image", f"zip://i.png::{tmp_path / 'a.zip'}", MediaRules(max_media_bytes=10_000_000)))
+
+    assert allocated(load)[1] < 10e6
+
+
+def test_headers_of_archives_have_a_largest_size(tmp_path):
+    """A tar with a name of 200 MB, and a zip with a list of files of 80 MB, each in an archive of some kilobytes."""
+    member = tarfile.TarInfo("i.png")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 200_000_000
+    with gzip.open(tmp_path / "a.tar", "wb") as file:
+        file.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(200_000_000))
+    listed = b"PK\1\2" + struct.pack("<6H3I5H2I", 20, 20, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
+    count = 80_000_000 // len(listed)
+    end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 65535, 65535, count * len(listed), 0, 0)
+    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.zip", listed * count + end)
+
+    def load():
+        for link in (f"tar://i.png::{tmp_path / 'a.tar'}", f"zip://a::zip://a.zip::{tmp_path / 'b.zip'}"):
+            with pytest.raises(MediaError, match="an archive with .* bytes of headers; split it"):
+                load_image(ref("image", link))
+
+    assert allocated(load)[1] < 40e6
+
+
+def test_many_files_in_a_tar_are_not_kept(tmp_path):
+    with gzip.open(tmp_path / "a.tar", "wb") as file:
+        file.write(tarfile.TarInfo("other.png").tobuf() * 20_000 + bytes(1024))
+
+    def load():
+        with pytest.raises(MediaError, match="no file 'i.png' in the archive; correct the name or remove the row"):
+            load_image(ref("image", f"tar://i.png::{tmp_path / 'a.tar'}"))
+
+    assert allocated(load)[1] < 8e6
+
+
+def test_unpacking_ends_with_its_time(tmp_path):
+    """Its thread, too, though there is always more to read."""
+
+    class Endless(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            reads.append(len(buffer))
+            time.sleep(0.01)
+            return len(buffer)
+
+    class Store(MemoryFileSystem):
+        protocol = "endless"
+
+        def _open(self, *args, **kwargs):
+            return io.BufferedReader(Endless())
+
+    reads = []
+    fsspec.register_implementation("endless", Store, clobber=True)
+    threads = threading.active_count()
+    rules = MediaRules(allowed_media_protocols=("endless",), media_timeout=0.3, max_media_bytes=2**40)
+    with pytest.raises(MediaError, match="row 3.*`media_timeout`"):
+        load_image(ref("image", "endless://i.png", rules))
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads
+    count = len(reads)
+    time.sleep(0.2)
+    assert len(reads) == count > 0
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeypatch):
+    """It comes after the file was looked at."""
+    path = tmp_path / "medium"
+    path.write_bytes(b"")
+
+    def swapped(*args):
+        found = fetch_file(*args)
+        path.unlink()
+        os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr(loading, "fetch_file", swapped)
+    load = {"image": load_image, "audio": lambda each: load_audio(each, RATE), "video": load_video}[kind]
+    errors = []
+
+    def run():
+        with pytest.raises(MediaError, match=f"row 3, column '{kind}': cannot read .*it is no regular file") as error:
+            load(ref(kind, path))
+        errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # which would be left waiting for a writer
+    thread.start()
+    thread.join(20)
+    assert errors
+
+
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
+def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):
+    """Its stream is whole and holds fewer bytes."""
+    width, height = 37, 23
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    sizes = [
+        (len(range(x, width, across)), len(range(y, height, down)))
+        for x, y, across, down in (passes if interlaced else [(0, 0, 1, 1)])
+    ]
+    rows = b"".join(b"\0" + b"\x55" * -(-columns * depth * channels // 8) for columns, n in sizes for _ in range(n))
+
+    def png(pixels):
+        def chunk(kind, data):
+            return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+        head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
+        stream = zlib.compress(pixels)
+        parts = chunk(b"IHDR", head), chunk(b"IDAT", stream[:9]), chunk(b"IDAT", stream[9:]), chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+    if (color, depth) != (0, 16):  # has no known scale
+        assert load_image(ref("image", png(rows))).size == (width, height)
+    for n in (len(rows) - 1, len(rows) // 2, 0):
+        with pytest.raises(MediaError, match=f"the image is cut off: {n} of {len(rows)} bytes of pixels; repair it"):
+            load_image(ref("image", png(rows[:n])))
+
+
 @pytest.mark.parametrize("name", ["GIF", "PNG", "TIFF", "WEBP"])
 def test_only_the_first_of_several_images_is_decoded(name):
     several, pages = io.BytesIO(), [Image.new("RGB", (600, 500), (i, 40, 90)) for i in range(0, 240, 8)]
@@ -261,33 +554,156 @@ def test_only_the_first_of_several_images_is_decoded(name):
 # Files that were cut off, and lists
 
 
+def fragmented(flags="empty_moov"):
+    return video_file(mux={"movflags": f"frag_keyframe+{flags}"}, frames=24, options={"g": "6"})
+
+
+def gif():
+    buffer, pictures = io.BytesIO(), [Image.fromarray(np.uint8(noise(1, 80, 90) * 255 + 128)) for _ in range(6)]
+    pictures = [picture.rotate(60 * i) for i, picture in enumerate(pictures)]
+    pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:], duration=100)
+    return buffer.getvalue()
+
+
 WHOLE = {
     "wav": lambda: sound_file(noise(1.0, RATE), RATE, "WAV"),
+    "wav adpcm": lambda: sound_file(noise(1.0, RATE, 1), RATE, "WAV", subtype="IMA_ADPCM"),
+    "rf64": lambda: sound_file(noise(1.0, RATE), RATE, "RF64"),
+    "rf64 of ffmpeg": lambda: av_sound("wav", "pcm_s16le", mux={"rf64": "always"}),
+    "w64": lambda: sound_file(noise(1.0, RATE), RATE, "W64"),
     "aiff": lambda: sound_file(noise(1.0, RATE), RATE, "AIFF"),
+    "au": lambda: sound_file(noise(1.0, RATE), RATE, "AU"),
+    "caf": lambda: sound_file(noise(1.0, RATE), RATE, "CAF"),
+    "caf alac": lambda: sound_file(noise(2.0, RATE), RATE, "CAF", subtype="ALAC_16"),
+    "nist": lambda: sound_file(noise(1.0, RATE), RATE, "NIST"),
+    "nist alaw": lambda: sound_file(noise(1.0, RATE), RATE, "NIST", subtype="ALAW"),
+    "flac": lambda: sound_file(noise(2.0, RATE), RATE),
+    "flac of ffmpeg": lambda: av_sound("flac", "flac"),
     "ogg": lambda: sound_file(noise(3.0, RATE), RATE, "OGG"),
+    "opus": lambda: sound_file(noise(3.0, RATE), RATE, "OGG", subtype="OPUS"),
+    "opus of ffmpeg": lambda: av_sound("ogg", "libopus"),
     "mp3": lambda: sound_file(noise(2.0, RATE), RATE, "MP3"),
     "m4a": lambda: av_sound("mp4", "aac"),
+    "m4a in fragments": lambda: av_sound("mp4", "aac", mux={"movflags": "frag_every_frame+empty_moov"}),
     "mka": lambda: av_sound("matroska", "aac"),
+    "wma": lambda: av_sound("asf", "wmav2"),
+    "flv of sound": lambda: av_sound("flv", "aac"),
+    "tta": lambda: av_sound("tta", "tta"),
+    "wavpack": lambda: av_sound("wv", "wavpack", seconds=5),
     "mp4": video_file,
+    "mp4 in fragments": fragmented,
+    "mp4 in fragments, the first of them in its header": lambda: fragmented("default_base_moof"),
+    "mp4 for DASH": lambda: fragmented("empty_moov+dash"),
     "mkv": lambda: video_file("matroska"),
     "webm": lambda: video_file("webm", "libvpx-vp9"),
     "avi": lambda: video_file("avi", "mpeg4"),
+    "flv": lambda: video_file("flv", "flv"),
+    "wmv": lambda: video_file("asf", "wmv2"),
+    "ivf": lambda: video_file("ivf", "libvpx-vp9"),
+    "gif": gif,
 }
+VIDEOS = tuple(WHOLE)[tuple(WHOLE).index("mp4") :]
+
+
+def cuts(data):
+    """Places at which a copy may have ended: some anywhere, and where something of the format ends."""
+    places = {len(data) * i // 12 for i in range(1, 12)} | {len(data) - n for n in (1, 2, 30)}
+    with av.open(io.BytesIO(data)) as container:
+        packets = sorted({packet.pos for packet in container.demux() if packet.pos})
+    parts = [found.start() - (found[0] != b"OggS") * 4 for found in re.finditer(b"OggS|moof|mdat|mfra|sidx", data)]
+    for each in (packets, parts):
+        places.update(each[:: max(1, len(each) // 12)], each[-1:])
+    return sorted(place for place in places if 0 < place < len(data))
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("tagged", [False, True])
-def test_files_that_were_cut_off_are_named(name, tagged):
-    kind = "video" if name in ("mp4", "mkv", "webm", "avi") else "audio"
-    load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
+def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
+    """A cut may leave out nothing but an index."""
+    kind = "video" if name in VIDEOS else "audio"
+    load = (lambda data: load_video(ref(kind, data))[0]) if kind == "video" else lambda data: heard(data)
     data = WHOLE[name]()
-    if tagged:  # by which only MP3 starts, but none is taken for a part of what follows
-        data = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
-    check_whole(ref(kind, data), io.BytesIO(data))
-    load(ref(kind, data))
-    for share in (0.3, 0.5, 0.8):
-        with pytest.raises(MediaError, match=f"row 3, column '{kind}': the file is cut off: .* of .* bytes; fetch it"):
-            load(ref(kind, data[: int(len(data) * share)]))
+    whole, named = load(data), 0
+    for place in cuts(data):
+        try:
+            left = load(data[:place])
+        except MediaError as error:
+            named += 1
+            assert str(error).startswith(f"row 3, column '{kind}': ") and error.args[0].count("\n") == 0
+        else:
+            assert np.array_equal(left, whole), f"{len(left)} of {len(whole)} at {place} of {len(data)}"
+    assert named > 5
+    with pytest.raises(MediaError, match="the file is (damaged or )?cut off: .*; fetch it again|cannot read this"):
+        load(data[: len(data) * 4 // 5])
+    if kind == "video":
+        with av.open(io.BytesIO(data)) as container:
+            assert len(whole) == sum(1 for _ in container.decode(video=0))
+
+
+def heard(data):
+    return load_audio(ref("audio", data), RATE)
+
+
+@pytest.mark.parametrize("name", ["wav", "aiff", "ogg", "mp3", "m4a", "mkv", "gif", "flv", "nist"])
+def test_tags_around_a_file_are_no_part_of_it(name):
+    """By one in front only MP3 starts, but none is taken for a part of what follows."""
+    kind, data = "video" if name in VIDEOS else "audio", WHOLE[name]()
+    tagged = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
+    load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
+    check_whole(ref(kind, tagged), io.BytesIO(tagged))
+    load(ref(kind, tagged))
+    cut = len(data) // 2
+    with pytest.raises(MediaError, match="the file is cut off: "):
+        load(ref(kind, tagged[:cut]))
+
+
+def test_an_index_in_front_tells_of_all_fragments():
+    """As in files of DASH: one fragment may be cut away or all, and so may the index behind them."""
+    data = fragmented("empty_moov+default_base_moof")
+    first, ends = data.index(b"moof") - 4, data.index(b"mfra") - 4
+    middle = data.index(b"moof", first + 8) - 4
+    sizes = [middle - first, ends - middle]
+    entries = b"".join(struct.pack(">III", size, 60, 0) for size in sizes)
+    index = b"sidx" + struct.pack(">IIIIIHH", 0, 1, 10240, 0, 0, 0, len(sizes)) + entries
+    indexed = data[:first] + struct.pack(">I", len(index) + 4) + index + data[first:ends]
+    with pytest.raises(MediaError, match="its fragments have no index behind them"):
+        load_video(ref("video", data[:ends]))
+    np.testing.assert_array_equal(load_video(ref("video", indexed))[0], load_video(ref("video", data))[0])
+    with pytest.raises(MediaError, match=f"the file is cut off: {sum(sizes) - 1} of {sum(sizes)} bytes"):
+        load_video(ref("video", indexed[:-1]))
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_chained_streams_are_heard_to_the_end(subtype):
+    one, two = (sound_file(noise(seconds, RATE, 1), RATE, "OGG", subtype=subtype) for seconds in (2.0, 1.0))
+    samples, rate = read_audio(ref("audio", one + two))
+    with av.open(io.BytesIO(one + two)) as container:
+        expected = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
+    np.testing.assert_array_equal(samples, expected)
+    assert abs(len(samples) / rate - 3) < 0.1
+    slow = sound_file(noise(1.0, 8000, 1), 8000, "OGG", subtype="VORBIS")
+    if subtype == "VORBIS":
+        with pytest.raises(MediaError, match="row 3, column 'audio': "):
+            load_audio(ref("audio", one + slow), RATE)
+
+
+@pytest.mark.parametrize("told", [0.5, 2.0, 1 - 1 / 64000])
+def test_a_flac_with_another_number_of_samples_than_it_says_is_named(told):
+    data = bytearray(sound_file(noise(4.0, RATE, 1), RATE))
+    samples = int(4.0 * RATE * told)
+    data[22:26] = samples.to_bytes(4, "big")  # its lower bits, behind `fLaC`, the head of the first block and 14 bytes
+    with pytest.raises(MediaError, match=f"the file is damaged or cut off: [0-9]+ of ({samples}|64000) samples"):
+        read_audio(ref("audio", bytes(data)))
+    assert len(load_audio(ref("audio", bytes(data)), RATE, 1.0, "truncate")) == RATE  # of which nobody heard more
+
+
+@pytest.mark.parametrize("name", ["AVR", "HTK", "SVX", "MAT5", "MPC2K", "PAF", "PVF", "SDS", "IRCAM", "VOC", "WVE"])
+def test_sounds_that_may_be_half_in_silence_are_refused(name):
+    subtype = "ALAW" if name == "WVE" else "PCM_16"
+    rate = 8000 if name == "WVE" else RATE
+    with pytest.raises(
+        MediaError, match="this is no file of audio that is read; it starts with .*; convert it to WAV"
+    ):
+        load_audio(ref("audio", sound_file(noise(1.0, rate, 1), rate, name, subtype=subtype)), RATE)
 
 
 def test_what_does_not_say_how_long_it_is_is_what_there_is():
@@ -318,7 +734,7 @@ def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
         b"G" + addresses.ljust(187) + b"G",
     ):
         started = time.monotonic()
-        with pytest.raises(MediaError, match=f"this is no file of {kind}; it starts with"):
+        with pytest.raises(MediaError, match=f"this is no file of {kind} that is read; it starts with"):
             load(ref(kind, data))
         assert time.monotonic() - started < 5
 

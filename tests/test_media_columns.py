@@ -3,12 +3,15 @@
 
 import copy
 import json
+import math
 import pickle
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -20,6 +23,7 @@ from trl_multimodal_rft.data.columns import (
     MediaError,
     MediaRef,
     as_text,
+    blocks_to_refs,
     iter_refs,
     rows_to_messages,
     strip_media,
@@ -267,6 +271,48 @@ def test_misplaced_media_are_named(row, message):
         with pytest.raises(MediaError) as error:
             rows_to_messages([{"prompt": other}, {"prompt": user("?"), **row}])
         assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "video",
+            {"n_frames": 4},
+            "'n_frames' is no option of a block of video; remove it, or write one of ('min_pix",
+        ),
+        ("image", {"nframes": 4}, "'nframes' is no option of a block of image; remove it, or write one of"),
+        ("audio", {"max_pixels": 4}, "'max_pixels' is no option of a block of audio; remove it, or write one of"),
+        ("video", {"fps": 0}, "the option 'fps' is 0; give a positive number, or leave it out"),
+        ("video", {"fps": -1}, "the option 'fps' is -1; give a positive number"),
+        ("video", {"fps": math.nan}, "the option 'fps' is nan; give a positive number"),
+        ("video", {"fps": math.inf}, "the option 'fps' is inf; give a positive number"),
+        ("video", {"fps": "2"}, "the option 'fps' is '2'; give a positive number"),
+        ("video", {"nframes": True}, "the option 'nframes' is True; give a positive number"),
+        ("video", {"nframes": 2.5}, "the option 'nframes' is 2.5; give a whole number"),
+        ("video", {"video_start": -1.0}, "the option 'video_start' is -1.0; give a positive number"),
+        ("video", {"video_start": 2.0, "video_end": 1.0}, "'video_start' of 2.0 is above 'video_end' of 1.0; correct"),
+        ("video", {"min_frames": 9, "max_frames": 8}, "'min_frames' of 9 is above 'max_frames' of 8; correct them"),
+        ("image", {"min_pixels": 9, "max_pixels": 8}, "'min_pixels' of 9 is above 'max_pixels' of 8; correct them"),
+        ("image", {"resized_width": 56}, "one of 'resized_height' and 'resized_width' alone has no effect; give both"),
+        ("audio", {"sampling_rate": 0}, "the option 'sampling_rate' is 0; give a positive number"),
+    ],
+)
+@pytest.mark.parametrize("inline", [True, False])
+def test_options_that_nobody_reads_or_that_make_no_sense_are_named(kind, options, message, inline):
+    block, column = {"type": kind, **options}, {kind: "a file"}
+    row = {"prompt": user(block | column if inline else block), **({} if inline else column)}
+    with pytest.raises(MediaError) as error:
+        rows_to_messages([{"prompt": user("?")}, row])
+    assert str(error.value).startswith(f"row 1, column 'prompt[0].content[0]': {message}")
+    with pytest.raises(MediaError, match="row 1"):  # of what a tool returned
+        blocks_to_refs([block | column], "tool", 1)
+
+
+def test_options_of_a_formatted_dataset_are_numbers():
+    block = {"type": "video", "path": "v.mp4", "fps": torch.tensor(2.0), "nframes": np.int64(4), "video_start": 0}
+    (ref,) = iter_refs(rows_to_messages([{"prompt": user(block)}]))
+    assert ref.options == {"fps": 2.0, "nframes": 4, "video_start": 0}
 
 
 def test_stripped_prompts_can_be_logged(tmp_path, capsys):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import chats, families
+from helpers import chats, clips, families
 from PIL import Image
 from qwen_vl_utils.vision_process import to_rgb
 from transformers.utils import is_torchcodec_usable
@@ -117,7 +117,7 @@ def forms(path, site, mime):
         "datasets bytes": {"bytes": data, "path": "elsewhere"},
         "datasets path": {"bytes": None, "path": str(path)},
         "openai": {"url": f"{site}/{path.name}"},
-        "data uri": f"data:{mime};base64,{base64.b64encode(data).decode()}",
+        "data uri": f"data:{mime};base64,{base64.encodebytes(data).decode()}",  # in lines
     }
 
 
@@ -377,6 +377,10 @@ def test_overlong_audio_is_refused_or_cut():
         (([1, -5, 9], RATE), "int64 samples of shape (3,); give floats in -1 to 1, or integers of 8, 16"),
         ((np.zeros((2, 2, 2)), RATE), "float64 samples of shape (2, 2, 2);"),
         ((SAMPLES, RATE, 1), "cannot read this audio (ValueError: too many values to unpack"),
+        (((SAMPLES * 2**15).astype(np.int32), RATE), "int32 samples up to 16384 use no more than 24 of 32 bits; give"),
+        (((SAMPLES * 2**23).astype(np.int32), RATE), "int32 samples up to 41943"),
+        ("data:audio/wav;base64,!UklGRg==", "its data URI isn't base64 ("),
+        ("data:audio/wav;base64,UklGRg==UklGRg==", "its data URI isn't base64 ("),
     ],
 )
 def test_unusable_audio_is_named(source, message):
@@ -467,8 +471,14 @@ def test_frames_are_a_video(tmp_path):
     ("source", "options", "message"),
     [
         ("missing.mp4", {}, "row 3, column 'video': no such file: '"),
-        (b"not a video", {}, "row 3, column 'video': this is no file of video; it starts with b'not a video'"),
+        (
+            b"not a video",
+            {},
+            "row 3, column 'video': this is no file of video that is read; it starts with b'not a video'",
+        ),
         ([frame(0)], {"fps": 0}, "row 3, column 'video': 'fps' is 0; set the frames per second"),
+        ([frame(0)], {"nframes": 1}, "row 3, column 'video': nframes of a list of frames has no effect, as all are"),
+        ("v.mp4", {"sample_fps": 2.0}, "row 3, column 'video': 'sample_fps' is the rate of a list of frames; give"),
         ([], {}, "row 3, column 'video': the video has 0 of 0 frames"),
         ([frame(0), frame(1)[:32]], {}, "row 3, column 'video': the frames have different sizes; resize them"),
         ([frame(0), "missing.png"], {}, "row 3, column 'video[1]': no such file: '"),
@@ -526,6 +536,62 @@ def test_frames_are_those_of_their_numbers(name, codec, fps, decoder):
     for chosen in ([0, 5, 10, 15], [7], [1, 18, 19]):
         found = load_video(ref("video", file.getvalue()), lambda metadata: chosen)[0]  # noqa: B023
         assert np.array_equal(found, frames[chosen])
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@pytest.mark.parametrize(
+    ("start", "hidden"),
+    [(0, 0), (0, 5), (0, -3), (2, 4)],
+    ids=["at a keyframe", "with an edit list", "with pictures before it", "behind a keyframe"],
+)
+@pytest.mark.parametrize("codec", ["H.264", "H.264, open groups", "HEVC"])
+def test_clips_cut_without_encoding_show_what_ffmpeg_shows(codec, start, hidden, container, decoder):
+    if clips.CODECS[codec][0] not in av.codecs_available:
+        pytest.skip("PyAV has no encoder of it")
+    data = clips.trimmed(clips.encoded(codec), start, hidden, container)
+    expected = clips.shown(data)
+    assert 30 < len(expected) < clips.FRAMES
+    frames, metadata = load_video(ref("video", data))
+    np.testing.assert_array_equal(frames, expected)
+    assert metadata["total_num_frames"] == len(expected) and metadata["fps"] == pytest.approx(clips.RATE)
+    for chosen in ([0, 10, 21], [21], [len(expected) - 1]):
+        found = load_video(ref("video", data), lambda metadata: chosen)[0]  # noqa: B023
+        np.testing.assert_array_equal(found, expected[chosen])
+    size = {"resized_height": 56, "resized_width": 84}
+    sampled, metadata = load_with_qwen_vl_utils(ref("video", data, **size), 14)
+    chosen = metadata["frames_indices"]
+    assert len(chosen) >= 6 and chosen[-1] == len(expected) - 1
+    stills = load_with_qwen_vl_utils(ref("video", expected[chosen], **size), 14)[0]
+    assert torch.equal(sampled, stills)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@pytest.mark.parametrize("codec", clips.CODECS)
+def test_frames_are_whole_whichever_is_asked_for(codec, container, decoder):
+    """Also behind keyframes from which a picture is refreshed part by part."""
+    if clips.CODECS[codec][0] not in av.codecs_available:
+        pytest.skip("PyAV has no encoder of it")
+    data = clips.encoded(codec, container)
+    expected = clips.shown(data)
+    for chosen in (list(range(60)), [0, 10, 21], [14, 25, 59], *([i] for i in range(12, 60, 3))):
+        found = load_video(ref("video", data), lambda metadata: chosen)[0]  # noqa: B023
+        np.testing.assert_array_equal(found, expected[chosen])
+
+
+@pytest.mark.parametrize("quarters", [1, 2, 3])
+def test_what_a_phone_has_filmed_is_upright(quarters, decoder):
+    data = clips.encoded("H.264")
+    found = load_video(ref("video", clips.turned(data, quarters), nframes=3))[0]
+    np.testing.assert_array_equal(found, np.rot90(clips.shown(data)[[0, 20, 40]], -quarters, (1, 2)))
+
+
+@needs_torchcodec
+def test_a_decoder_that_finds_other_frames_is_named():
+    from torchcodec.decoders import VideoDecoder
+
+    data = clips.trimmed(clips.encoded("H.264, intra refresh"), 0, 0)
+    with pytest.raises(MediaError, match="its decoder gives other frames than it counts; give the file"):
+        load_video(ref("video", VideoDecoder(data)), lambda metadata: [0, 5, 10])
 
 
 def test_missing_video_libraries_are_named(folder, monkeypatch):

@@ -11,6 +11,7 @@ import soundfile
 from datasets import Dataset
 from helpers.chats import RATE, audio, image, text, video
 from helpers.trainer_utils import Injected, InjectedOurs, load, make_trainer, run
+from test_media_sources import site  # noqa: F401
 from trl import TrlParser
 
 from trl_multimodal_rft import (
@@ -228,6 +229,13 @@ def test_protocols_of_the_user(folder):
     for path in (folder / "own" / "i.png", (folder / "own" / "i.png").as_uri()):
         with pytest.raises(MediaError, match="row 0, column 'image': the protocol 'file' isn't one of"):
             run(InjectedOurs, FAMILY, rows(path), allowed_media_protocols=["memory"], **OPTIONS)
+
+
+def test_a_host_that_only_looks_allowed_is_not_asked_in_a_run(site):  # noqa: F811
+    url = f"http://127.0.0.1:{site.server_port}\\@allowed.example/i.png"
+    with pytest.raises(MediaError, match="row 0, column 'image': its URL has a backslash"):
+        run(InjectedOurs, FAMILY, rows(url), allowed_media_domains=["allowed.example"], **OPTIONS)
+    assert not site.asked
 
 
 @pytest.mark.parametrize(

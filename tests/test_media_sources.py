@@ -3,27 +3,33 @@
 
 import base64
 import contextlib
+import gzip
 import http.server
 import io
 import os
 import socket
 import sys
+import tarfile
 import threading
 import time
 import wave
+import zipfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import av
 import fsspec
 import numpy as np
 import pytest
+import requests
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from trl_multimodal_rft.data import http as http_client
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, without_credentials
-from trl_multimodal_rft.data.loading import load_audio, load_image, load_video
+from trl_multimodal_rft.data.loading import decoding, load_audio, load_image, load_video
 from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.unread import check_columns
 
 
 RED = (200, 30, 40)
@@ -169,22 +175,18 @@ def test_protocols_that_are_not_allowed_reach_nothing(kind, url, tmp_path, monke
         ("gs://bucket/a.png", "gcsfs"),
         ("az://bucket/a.png", "adlfs"),
         ("abfss://bucket/a.png", "abfss"),
-        ("zip://a.png::https://127.0.0.1:1/a.zip", "aiohttp"),
         ("zip://a.png::s3://bucket/a.zip", "s3fs"),
     ],
 )
 def test_packages_that_protocols_need_are_named(url, package, monkeypatch):
-    for name in ("s3fs", "gcsfs", "adlfs", "aiohttp"):
+    for name in ("s3fs", "gcsfs", "adlfs"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=f"^row 3, column 'image': no package is installed that reads .*{package}"):
         load_image(ref("image", url))
 
 
 def test_archives_are_read_where_each_link_is_allowed(tmp_path):
-    import zipfile
-
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        archive.writestr("i.png", png())
+    (tmp_path / "all.zip").write_bytes(packed())
     url = f"zip://i.png::{tmp_path / 'all.zip'}"
     assert load_image(ref("image", url)).getpixel((0, 0)) == RED
     assert load_image(ref("image", f"zip://i.png::file://{tmp_path / 'all.zip'}")).getpixel((0, 0)) == RED
@@ -217,6 +219,151 @@ def test_servers_can_be_kept_to_domains(site):
     site.answers["/away"] = answer(302, Location=site.url("/i.png").replace("127.0.0.1", "localhost"))
     with pytest.raises(MediaError, match="'localhost' is none of `allowed_media_domains`"):
         load_image(ref("image", site.url("/away"), allowed_media_domains=("127.0.0.1",)))
+
+
+# By one parser of URLs or another, the host is the allowed one
+LOOKALIKES = [
+    "http://127.0.0.1:{port}\\@allowed.example/i.png",
+    "http://127.0.0.1:{port}\\/@allowed.example/i.png",
+    "http://allowed.example@127.0.0.1:{port}/i.png",
+    "http://127.0.0.1:{port}#@allowed.example/i.png",
+    "http://127.0.0.1:{port}?@allowed.example/i.png",
+    "http://127.0.0.1:{port}\t/@allowed.example/i.png",
+    "http://allowed.example:x@127.0.0.1:{port}/i.png",
+    "http://127.0.0.1:{port}/\\@allowed.example/../../i.png",
+    "http://allowed.example.127.0.0.1.nip.io:{port}/i.png",
+    "http://allowed.example%40127.0.0.1:{port}/i.png",
+    "http://2130706433:{port}/i.png",
+    "http:127.0.0.1:{port}/i.png",
+    "http:///127.0.0.1:{port}/i.png",
+]
+
+
+@pytest.mark.parametrize("chained", ["", "zip://i.png::"])
+@pytest.mark.parametrize("url", LOOKALIKES)
+def test_the_host_that_is_connected_to_is_the_one_that_is_checked(site, url, chained):
+    """Nothing is asked, neither at once nor after a redirect from a host that is allowed."""
+    url = url.format(port=site.server_port)
+    with watched() as heard, pytest.raises(MediaError, match="row 3, column 'image'"):
+        load_image(ref("image", chained + url, allowed_media_domains=("allowed.example",)))
+    assert not [event for event in heard if event[0] == "socket.connect"]
+    site.answers["/away"] = answer(302, Location=url)
+    relative = f"/127.0.0.1:{site.server_port}/i.png"  # as `http:` alone means the same host
+    site.answers[relative] = answer(404)
+    allowed = {"allowed_media_domains": ("localhost",), "media_timeout": 5}
+    with pytest.raises(MediaError, match="row 3, column 'image'"):
+        load_image(ref("image", chained + site.url("/away").replace("127.0.0.1", "localhost"), **allowed))
+    assert set(site.asked) <= {"/away", relative}
+
+
+def test_hosts_are_compared_as_dns_has_them(site):
+    from urllib3.util import parse_url
+
+    for url in ("http://EXAMPLE.com:80/a?b#c", "http://b\u00fccher.example/", "hdfs://Name:9/a", "http://[::1]:7/a"):
+        prepared = requests.Request("GET", url).prepare().url
+        assert http_client.host_of(url) == parse_url(prepared).host.lower()
+        assert http_client.host_of(url).strip("[]") == urlsplit(prepared).hostname
+    assert http_client.host_of("http://b\u00fccher.example/") == "xn--bcher-kva.example"
+    site.answers["/i.png"] = answer(body=png())
+    url = site.url("/i.png").replace("127.0.0.1", "LOCALHOST")
+    assert load_image(ref("image", url, allowed_media_domains=("LocalHost",))).getpixel((0, 0)) == RED
+
+
+@pytest.mark.parametrize("form", ["user:secret@", "user@", ":@"])
+def test_urls_with_user_information_are_refused(site, form):
+    site.answers["/i.png"] = answer(body=png())
+    with pytest.raises(MediaError, match="its URL has a user or a password") as error:
+        load_image(ref("image", site.url("/i.png").replace("//", f"//{form}")))
+    assert not site.asked and "secret" not in str(error.value)
+
+
+def packed(name="i.png", data=None, method=zipfile.ZIP_DEFLATED):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr(name, png() if data is None else data)
+    return buffer.getvalue()
+
+
+def tarred(name="i.png", data=None, mode="w"):
+    buffer, data = io.BytesIO(), png() if data is None else data
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for each, content in (("other.png", png((1, 2, 3))), (name, data)):
+            member = tarfile.TarInfo(each)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def test_archives_on_servers_keep_the_rules_of_servers(site, tmp_path):
+    """They are fetched as other media are, and opened here."""
+    site.answers["/a.zip"], site.answers["/a.tgz"] = answer(body=packed()), answer(body=tarred(mode="w:gz"))
+    site.answers["/away"] = answer(302, Location=site.url("/a.zip").replace("127.0.0.1", "localhost"))
+    site.answers["/file"] = answer(302, Location=f"file://{tmp_path}/a.zip")
+    (tmp_path / "a.zip").write_bytes(packed())
+    for link in ("zip://i.png::" + site.url("/a.zip?x=y"), "tar://i.png::" + site.url("/a.tgz")):
+        assert load_image(ref("image", link)).getpixel((0, 0)) == RED
+        with pytest.raises(MediaError, match="'127.0.0.1' is none of `allowed_media_domains`"):
+            load_image(ref("image", link, allowed_media_domains=("example.com",)))
+        with pytest.raises(MediaError, match="the protocol 'http' isn't one of"):
+            load_image(ref("image", link, allowed_media_protocols=("zip", "tar", "https")))
+        with pytest.raises(MediaError, match="more than 60 bytes"):
+            load_image(ref("image", link, max_media_bytes=60))
+    assert load_image(ref("image", "zip://i.png::" + site.url("/away"))).getpixel((0, 0)) == RED
+    asked = len(site.asked)
+    with pytest.raises(MediaError, match="'localhost' is none of `allowed_media_domains`"):
+        load_image(ref("image", "zip://i.png::" + site.url("/away"), allowed_media_domains=("127.0.0.1",)))
+    with pytest.raises(MediaError, match="it redirects to the protocol 'file'"):
+        load_image(ref("image", "zip://i.png::" + site.url("/file")))
+    assert site.asked[asked:] == ["/away", "/file"]
+
+
+@pytest.mark.parametrize("form", ["file://{}", "{}"])
+@pytest.mark.parametrize("mark", ["?", "#", "?x=1#", "%3F", ";"])
+def test_a_path_behind_a_mark_keeps_to_the_folders(tmp_path, mark, form):
+    (tmp_path / "allowed" / f"all.zip{mark}").mkdir(parents=True)
+    (tmp_path / "secret.zip").write_bytes(packed())
+    (tmp_path / "allowed" / "all.zip").write_bytes(packed(data=png((9, 9, 9))))
+    link = form.format(tmp_path / "allowed" / f"all.zip{mark}" / ".." / ".." / "secret.zip")
+    with watched() as heard:
+        try:
+            image = load_image(ref("image", f"zip://i.png::{link}", allowed_media_folders=(tmp_path / "allowed",)))
+            assert image.getpixel((0, 0)) == (9, 9, 9)  # that of the path in front of the mark
+        except MediaError as error:
+            assert "`allowed_media_folders`" in str(error) or "no such file" in str(error)
+    assert not [event for event in heard if "secret.zip" in event[1]]
+
+
+def test_archives_in_archives_and_of_every_kind(tmp_path):
+    """What fsspec reads of them is read."""
+    files = {
+        "a.zip": packed(),
+        "a.tar": tarred(),
+        "a.tar.gz": tarred(mode="w:gz"),
+        "b.zip": packed("a.zip", packed()),
+        "c.tar": tarred("in/a.zip", packed()),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "i.png.gz").write_bytes(gzip.compress(png()))
+    for link in (
+        "zip://i.png::{}/a.zip",
+        "zip:///i.png::file://{}/a.zip",
+        "tar://i.png::{}/a.tar",
+        "tar://i.png::file://{}/a.tar.gz",
+        "zip://i.png::zip://a.zip::{}/b.zip",
+        "zip://i.png::tar://in/a.zip::{}/c.tar",
+    ):
+        link = link.format(tmp_path)
+        with fsspec.open(link, "rb") as file:
+            assert file.read() == png()
+        assert load_image(ref("image", link)).getpixel((0, 0)) == RED
+    assert load_image(ref("image", f"gzip://i.png::{tmp_path}/i.png.gz")).getpixel((0, 0)) == RED
+    for name, message in (("none.png", "none.png"), ("../a.zip", "a.zip")):
+        for link in (f"zip://{name}::{tmp_path}/a.zip", f"tar://{name}::{tmp_path}/a.tar"):
+            with pytest.raises(MediaError, match=f"row 3, column 'image'.*{message}"):
+                load_image(ref("image", link))
+    with pytest.raises(MediaError, match="'simplecache' can't be chained; only archives can be: zip, tar, gzip"):
+        load_image(ref("image", "simplecache::http://127.0.0.1:1/", allowed_media_protocols=("simplecache", "http")))
 
 
 @pytest.mark.parametrize("location", ["file:///etc/hostname", "ftp://127.0.0.1/a", "memory://a", "s3://bucket/a"])
@@ -403,16 +550,66 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
     ended.set()
 
 
-def test_errors_keep_credentials_to_themselves(site):
+SECRETIVE = [
+    "{}/i.png?X-Amz-Signature=SECRET",
+    "{}/i.png?SECRET",
+    "{}/i.png?sig=a(b)SECRET",
+    "{}/i.png?sig=a'SECRET",
+    '{}/i.png?sig=a"SECRET',
+    "{}/i.png?sig=a SECRET",
+    "{}/i.png?sig=%20SECRET%",
+    "{}/i.png?a=b::SECRET",
+    "{}/i.png#SECRET",
+    "{}/i.png%3Ftoken=SECRET",
+    "{}/i.png%23SECRET",
+    "{}/i.png?a=" + 300 * "b" + "'SECRET",
+    "{u}user:SECRET@{h}/i.png",
+    "{u}SECRET@{h}/i.png",
+    "{u}user:SECRET/SECRET@{h}/i.png",
+    "{u}user:7/SECRET@{h}/i.png",
+    "{u}user:SECRET@SECRET@{h}/i.png",
+    "{u}user:SECRET?SECRET@{h}/i.png",
+    "{u}user:7#SECRET@{h}/i.png",
+    "{u}user:SECRET%40{h}/i.png",
+    "{u}user:%53SECRET%@{h}/i.png",
+    "{u}user:SECRET::SECRET@{h}/i.png",
+    "{u}user:SECRET\\SECRET@{h}/i.png",
+    "zip://a.png::{u}user:SECRET@{h}/i.zip?SECRET",
+]
+
+
+@pytest.mark.parametrize("form", SECRETIVE)
+def test_errors_keep_credentials_to_themselves(site, form, monkeypatch):
+    """Whether a server, a rule, a parser or a decoder refuses; in a row's path, a dictionary and an unread column."""
+    monkeypatch.setattr(http_client.time, "sleep", lambda seconds: None)
     site.answers["/i.png"] = answer(403)
-    url = site.url("/i.png?X-Amz-Signature=secret").replace("//", "//user:secret@")
-    with pytest.raises(MediaError, match="status 403") as error:
-        load_image(ref("image", url))
-    assert "secret" not in str(error.value) and "i.png?***" in str(error.value)
-    with pytest.raises(MediaError) as error:
-        load_image(ref("image", "http://127.0.0.1:9/i.png?token=secret", media_timeout=0.2))
-    assert "secret" not in str(error.value)
-    assert without_credentials("is 1 = 1? yes") == "is 1 = 1? yes"
+    url = form.format(site.url(""), u="http://", h=f"127.0.0.1:{site.server_port}")
+    errors = []
+    for source in (url, {"url": url}, {"bytes": b"none", "path": url}):
+        for rules in ({}, {"allowed_media_domains": ("example.com",)}, {"allowed_media_protocols": ("file",)}):
+            with pytest.raises(MediaError, match="row 3, column 'image'") as error:
+                load_image(ref("image", source, media_timeout=2, **rules))
+            errors.append(str(error.value))
+    with pytest.raises(MediaError) as error, decoding(ref("image", url)):
+        raise OSError(f"of a library: '{url}' is not there")
+    errors += [str(error.value), check_columns([{"prompt": "What?", "image": "a.png", "other": url}], "dataset") or ""]
+    assert not [error for error in errors if "SECRET" in error]
+    assert len({*errors}) > 4
+
+
+def test_what_is_no_secret_is_shown():
+    for text in (
+        "is 1 = 1? yes, #1 is",
+        "'https://host/a/logo@2x.png' gives status 404",
+        "hf://datasets/who/what@main/i.png",
+        "s3://bucket/a@b/i.png: [1/2]",
+        "zip://a.png::/data/a.zip and http://[::1]:8000/a",
+    ):
+        assert without_credentials(text) == text
+    assert without_credentials("with url: /i.png?a=(b)c (Caused") == "with url: /i.png?*** (Caused"
+    assert without_credentials("(https://u:p@h/a?b), 'x://h#c'") == "(https://***@h/a?*** 'x://h#***'"
+    many = "?" * 10**6 + "a" * 10**6  # in time that doesn't grow faster than the text
+    assert len(without_credentials(many)) == len(many)
 
 
 def test_allowed_places_are_absolute_or_not(tmp_path, monkeypatch):

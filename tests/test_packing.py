@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
-from helpers.families import FAMILIES, every_family
+from helpers.families import ALL_FAMILIES, FAMILIES, every_family
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
-from helpers.trainer_utils import image_rows
+from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, run
 from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
@@ -24,6 +24,7 @@ from trl_multimodal_rft.forward.layout import group_by_prompt, micro_batch_order
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.policy import PolicyForward, Remedies
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointing"])
@@ -96,33 +97,47 @@ def test_media_change_the_scores(name):
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe", "glm4v_moe"])
 def test_load_balancing_loss(name):
+    """That of packed rows, of padded ones and of parts is the model's own of padded rows, and so is its gradient."""
     model, prompts = build(name)
-    prompts, n = prompts[:1] * 2, 2
-    ids, mask = random_completions(n)
-    one = model, model, prompts[:1], ids[:1], mask[:1]
-    packed, padded, own = (
-        completion_scores(*one, output_router_logits=True, **options).aux_loss
-        for options in ({}, {"packed": False}, {"packed": False, "logits_temperature": 1.0})
-    )
-    assert packed > 0
-    torch.testing.assert_close(padded, own)  # by the model's own forward
-    # one completion: the rows differ by the copy of the last prompt token and the last completion token only
-    assert (packed - padded).abs() / padded < 0.1
-    packed.backward()
+    prompts = [*prompts[:G], *[prompt for prompt in prompts if not prompt.media][:G]]
+    ids, mask = random_completions(len(prompts))
+    mask[1] = 0
+    batch = forward._padded_batch(model, prompts, ids, mask)
+    kinds = [
+        model(**batch.inputs, output_router_logits=True).aux_loss,
+        *(
+            PolicyForward(remedies=Remedies(**remedies))
+            .score(model, prompts, ids, mask, packed=packed, compute_aux_loss=True)
+            .aux_loss
+            for packed in (True, False)
+            for remedies in ({}, {"own_logits": True}, {"apart": "prompt"})
+        ),
+    ]
+    gradients = []
+    for loss in kinds:
+        model.zero_grad()
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert kinds[0] > 0 and any("gate" in name and value.any() for name, value in gradients[0].items())
+    for loss, gradient in zip(kinds[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, kinds[0])
+        assert relative_difference({name: gradient[name] for name in gradients[0]}, gradient) <= 1e-5
+        assert relative_difference(gradients[0], gradient) <= 1e-5
 
 
 def test_rows_of_scores_stay_together():
     numbers = torch.arange(12.0).reshape(4, 3)
-    scores = Scores(logps=numbers, values=-numbers, aux_loss=torch.tensor(2.0))
+    scores = Scores(logps=numbers, values=-numbers, router=torch.full((2, 4), 2.0))
     places = [[2, 0], [3], [1]]
     parts = [scores.rows(own) for own in places]
     parts[1].supervised = torch.ones(7, 5)
-    parts[2].aux_loss = None
+    parts[2].router = None
     joined = Scores.join(parts, places)
     assert joined.logps.equal(numbers) and joined.values.equal(-numbers) and joined.entropies is None
-    assert joined.aux_loss == 2 and joined.supervised is parts[1].supervised
+    assert joined.router.equal(2 * scores.router) and joined.supervised is parts[1].supervised
     chosen = joined.rows(slice(2))
-    assert chosen.values.equal(-numbers[:2]) and chosen.aux_loss == 2 and chosen.supervised.shape == (7, 5)
+    assert chosen.values.equal(-numbers[:2]) and chosen.supervised.shape == (7, 5)
+    assert chosen.router.equal(joined.router)
     with pytest.raises(ValueError, match="different shapes"):
         Scores(logps=numbers, values=numbers[:3])
     for wrong in ([[2, 0], [3]], [[2], [3, 0], [1]], [[2, 0, 4], [3], [1]]):
@@ -417,3 +432,28 @@ def test_micro_batches_keep_groups_and_balance():
     # 5 samples a batch hold no two groups of 3: all samples are still placed, with one group split
     order = micro_batch_order(prompts[:9] + prompts[9:10], lengths[:10], 2)
     assert sorted(order) == list(range(10))
+
+
+@pytest.mark.slow  # flex attention compiles its masks
+@pytest.mark.filterwarnings("ignore:_compile flag")
+def test_attention_sinks():
+    """Flex attention computes them only on a GPU; packed rows do everywhere."""
+    updates = []
+    for implementation in ("eager", "flex_attention"):
+        model, processor = ALL_FAMILIES["llava_gpt_oss"].build()
+        model.set_attn_implementation({"text_config": implementation})
+        objects = {"model": model, "processing_class": processor}
+        options = {"objects": objects, "self_check": False, "packing": "prefix", "max_steps": 1}
+        result = run(InjectedOurs, None, image_rows(), **options)
+        assert all(result.trainer.scored_packed)
+        updates.append({name: value for name, value in result.update.items() if value.any()})
+    assert any("sinks" in name for name in updates[0])
+    assert relative_difference(*updates) <= 1e-5
+
+
+def test_attention_that_ignores_sinks_is_refused(tmp_path):
+    model, processor = ALL_FAMILIES["llava_gpt_oss"].build()
+    model.get_decoder().config._attn_implementation = "sdpa"
+    objects = {"model": model, "processing_class": processor}
+    with pytest.raises(ValueError, match="GptOssModel has attention sinks, which sdpa ignores; load .*'eager'"):
+        make_trainer(InjectedOurs, None, image_rows(), tmp_path, objects=objects)

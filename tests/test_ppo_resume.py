@@ -196,6 +196,17 @@ def rest_of(trainer, step: int) -> list:
     return trainer.trained_on[2 * step * trainer.args.gradient_accumulation_steps :]
 
 
+def test_other_supervised_rows_are_said(straight, tmp_path, caplog):
+    folder = checkpoint(straight("image"), 6)
+    for rows, said in [(5, False), (4, True)]:  # of which the first three are taken
+        objects = {"ptx_dataset": answered(image_rows(rows).select(range(rows - 3, rows) if said else range(rows)))}
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            resume("image", folder, tmp_path, objects=objects)
+        found = [text for text in caplog.messages if "has changed since" in text]
+        assert ["`ptx_dataset` has changed since" in text for text in found] == [True] * said
+
+
 # Nothing of this would show if the state didn't matter
 
 

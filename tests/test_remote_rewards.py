@@ -276,6 +276,7 @@ def test_null_is_no_reward(serve):
         ({"rewards": "ab"}, "answered ab for 2 completions"),
         ({"rewards": [1.0, math.nan]}, "returned nan; rewards are finite numbers or null"),
         ({"rewards": [1.0, math.inf]}, "returned inf; rewards are finite numbers or null"),
+        ({"rewards": [1.0, 1e39]}, r"returned 1e\+39; rewards are finite numbers or null"),
         ({"rewards": [1.0, "2.0"]}, "returned '2.0'; rewards are finite numbers or null"),
         ({"rewards": [1.0, [2.0]]}, r"returned \[2.0\]; rewards are"),
         ({"scores": [1.0, 2.0]}, r"answered '{\"scores\": \[1.0, 2.0\]}' instead of {'rewards': \[...\]}"),

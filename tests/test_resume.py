@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
 
+import json
 import logging
 import os
 import pickle
@@ -8,16 +9,21 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from datasets import Dataset, concatenate_datasets
 from helpers.resumed_runs import REPLAY, REUSED, STEPS_PER_EPOCH, Recording, checkpoint, few_live, logged, same_weights
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
+from PIL import Image
 from transformers import Trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.data.fingerprint import differences, fingerprint
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
@@ -284,6 +290,96 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
     assert not (tmp_path / "made").exists()
     torch.load(file, weights_only=False)
     assert (tmp_path / "made").exists()
+
+
+# The dataset
+
+
+def paths_in(folder: Path, n: int = 5, color: str = "red", size: int = 56, **columns) -> Dataset:
+    """Rows that name files of a folder."""
+    folder.mkdir(exist_ok=True)
+    for i in range(n):
+        Image.new("RGB", (size, size + 28 * (i % 2)), color).save(folder / f"{i}.png")
+    rows = [{"prompt": f"What is this? {i}", "image": str(folder / f"{i}.png"), **columns} for i in range(n)]
+    return Dataset.from_list(rows)
+
+
+def test_another_dataset_is_said(tmp_path, caplog):
+    options = {**REUSED, "self_check": False, "max_steps": 2}
+
+    def said(rows) -> str:
+        caplog.clear()
+        trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / "run", **options)
+        with caplog.at_level(logging.WARNING):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+        return "\n".join(text for text in caplog.messages if "has changed since" in text)
+
+    rows = paths_in(tmp_path / "a")
+    make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / "run", **options).train()
+    saved = json.loads((tmp_path / "run" / "checkpoint-1" / "manifest.json").read_text())["datasets"]
+    assert len(saved["train_dataset"]["checksums"]) == 5
+    assert said(paths_in(tmp_path / "b")) == ""
+    other = rows.map(lambda row, i: {**row, "prompt": "Another?"} if i == 3 else row, with_indices=True)
+    assert "checkpoint-1 was saved: of the 5 rows compared, 1 or their files differ (rows 3)." in said(other)
+    Image.new("RGB", (84, 84), "blue").save(tmp_path / "a" / "2.png")
+    assert "1 or their files differ (rows 2)" in said(rows)
+    before = fingerprint(rows)
+    for changed, clause in [
+        (concatenate_datasets([rows, rows.select([0])]), "it has 6 rows, not 5"),
+        (rows.add_column("answer", [""] * 5), "its columns are answer, image, prompt, not image, prompt"),
+        (rows.select([4, 3, 1, 0, 2]), "of the 5 rows compared, 5 or their files differ (rows 0, 1, 2, 3, 4)"),
+        (rows.rename_column("image", "x").to_iterable_dataset(), "its columns are prompt, x, not image, prompt"),
+    ]:
+        assert differences(before, fingerprint(changed)) == [clause]
+    assert differences(before, fingerprint(rows.to_iterable_dataset())) == []
+
+
+def test_fingerprints_depend_on_what_rows_hold_alone(tmp_path):
+    features = datasets.Features(
+        {
+            "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "audio": datasets.Audio(16000),
+            "box": datasets.List(datasets.Value("float32")),
+            "grid": datasets.Array2D((2, 2), "int8"),
+            "when": datasets.Value("timestamp[s]"),
+            "label": datasets.Value("bool"),
+        }
+    )
+
+    def row(i: int, **changes) -> dict:
+        content = {"role": "user", "content": f"question {i}"}
+        values = {"prompt": [content] * (1 + i % 3), "audio": {"bytes": bytes([i]) * (i + 1), "path": None}}
+        values |= {"box": [float(i)] * i, "grid": [[i, 0], [0, i]], "when": datetime(2026, 1, 1 + i)}
+        return {**values, "label": None if i == 1 else i % 2 == 0, **changes}
+
+    rows = [row(i) for i in range(8)]
+    whole = Dataset.from_list(rows, features=features)
+    expected = fingerprint(whole)
+    assert len(set(expected["checksums"].values())) == 8
+    whole.save_to_disk(tmp_path / "saved", num_shards=3)
+    for same in [
+        datasets.load_from_disk(tmp_path / "saved"),
+        concatenate_datasets([whole.select(range(3)), Dataset.from_list(rows[3:], features=features)]),
+        whole.select([7, *range(7)]).select([*range(1, 8), 0]),
+        whole.with_transform(lambda batch: {"index": [random.random()] * len(batch["prompt"])}),
+        whole.select_columns(sorted(features, reverse=True)),
+    ]:
+        assert json.loads(json.dumps(fingerprint(same))) == expected
+    for change in [
+        {"audio": {"bytes": b"other", "path": None}},
+        {"box": [4.0, 4.0, 4.0, 5.0]},
+        {"box": None},
+        {"grid": [[4, 0], [1, 4]]},
+        {"when": None},
+        {"label": False},
+        {"prompt": [{"role": "user", "content": "question 4"}]},
+    ]:
+        changed = Dataset.from_list([*rows[:4], row(4, **change), *rows[5:]], features=features)
+        (clause,) = differences(expected, fingerprint(changed))
+        assert clause == "of the 8 rows compared, 1 or their files differ (rows 4)", change
+    many = fingerprint(Dataset.from_dict({"prompt": [str(i) for i in range(1000)]}))
+    assert len(many["checksums"]) == 63 and many["rows"] == 1000
+    assert fingerprint(Dataset.from_dict({"prompt": []})) == {"rows": 0, "columns": ["prompt"], "checksums": {}}
 
 
 # What may change between the runs

@@ -10,11 +10,13 @@ import torch
 import transformers as hf
 from helpers.chats import RATE, audio, chat, image, text
 from helpers.families import FAMILIES, every_family, instantiate
+from helpers.tools import Scripted, shows, talking
 from helpers.trainer_utils import (
     Injected,
     InjectedOurs,
     InjectedTRL,
     Recorded,
+    Recording,
     assert_equal,
     audio_rows,
     forget_apart,
@@ -30,7 +32,7 @@ from helpers.trainer_utils import (
 )
 from torch import nn
 
-from trl_multimodal_rft import MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.features import restore_media
 from trl_multimodal_rft.rewards import RewardModel, model
@@ -363,6 +365,28 @@ def test_a_reader_of_text_refuses_media(model_class):
     message = rf"row [0-7], column 'image': the reward model 'my-{model_class.__name__}' .*`reward_processing_classes`"
     with pytest.raises(MediaError, match=message):
         run(InjectedOurs, "qwen2_5_vl", rows, reward=reward, objects=given("qwen2_5_vl", tokenizer), **OPTIONS)
+
+
+class Talking(Recording, Scripted, MultimodalGRPOTrainer):
+    turns = (0, 1)  # every other completion is shown an image
+
+
+def test_a_reader_of_text_scores_what_was_said_after_tools_showed_images(caplog):
+    model_class = hf.Gemma3TextForSequenceClassification
+    reader, tokenizer = classifier(model_class)
+    objects = {**talking("qwen2_5_vl"), "tools": [shows([image(56, 84), {"type": "text", "text": "Look."}])]}
+    options = {"max_completion_length": 200, "max_steps": 2}
+    result = run(Talking, "qwen2_5_vl", text_rows(), reward=str(saved(model_class)), objects=objects, **options)
+    assert caplog.text.count("reads text alone and doesn't get the media that tools returned") == 1
+    draw = result.trainer.draws[0]
+    for i, (row, reward) in enumerate(zip(draw.rows, draw.rewards[:, 0].tolist(), strict=True)):
+        call = {"type": "function", "function": {"name": "show", "arguments": {"number": 0}}}
+        shown = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "show", "content": "<image>Look."},
+        ]
+        completion = [*shown[: 2 * (i % 2)], *answer(f"The answer is {i} cat")]
+        assert reward == pytest.approx(alone(reader, tokenizer, [*row["prompt"], *completion]), abs=1e-5)
 
 
 def test_a_model_that_takes_another_kind_of_media_raises():

@@ -17,6 +17,7 @@ from helpers.resumed_runs import REPLAY, REUSED, Recording, checkpoint, few_live
 from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,
+    image_rows,
     length_and_sum,
     load,
     make_trainer,
@@ -24,9 +25,10 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
+from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.ahead import ReadAhead
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.fetch import FetchLater, FetchOnce, LookAhead, as_rows, numbered
@@ -122,8 +124,28 @@ def test_next_rows_are_read_before_they_are_needed(tmp_path):
     assert late == [False] * 4  # two prompts in each batch but the first, which is read at once
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_text_keeps_the_workers_of_trls_loader(algorithm, tmp_path):
+    """And trains on the same rows; media are read ahead instead."""
+    trl, ours = {
+        "grpo": (GRPOTrainer, MultimodalGRPOTrainer),
+        "rloo": (RLOOTrainer, MultimodalRLOOTrainer),
+    }[algorithm]
+    options = {"dataloader_num_workers": 2, "max_steps": 1}
+    made = [make_trainer(each, "qwen2_5_vl", text_rows(4), tmp_path, **options) for each in (trl, ours)]
+    loaders = [trainer.get_train_dataloader() for trainer in made]
+    assert [loader.num_workers for loader in loaders] == [2, 2]
+    theirs, own = ([list(map(dict, batch)) for batch in loader] for loader in loaders)
+    assert theirs == own and len(own) > 1
+    assert made[1]._ahead is None and made[1].args.dataloader_num_workers == 2
+    with_images = make_trainer(ours, "qwen2_5_vl", image_rows(4), tmp_path, **options)
+    assert with_images.get_train_dataloader().num_workers == 0 and with_images._ahead is not None
+
+
 def test_text_starts_no_process(tmp_path):
-    trainer = make_trainer(Recorded, "qwen2_audio", text_rows(8), tmp_path, max_steps=3)
+    trainer = make_trainer(
+        Recorded, "qwen2_audio", with_media(text_rows(8), "audio", [None] * 8), tmp_path, max_steps=3
+    )
     started = []
     make, trainer._get_dataloader = trainer._get_dataloader, None
 
@@ -300,6 +322,22 @@ def test_stream_goes_on_with_the_row_before(tmp_path):
     run.num_generations = 3  # of 8 completions of a process: a group straddles
     with pytest.raises(ValueError, match="whole groups"):
         run.get_train_dataloader()
+
+
+def test_stream_of_less_than_a_batch_is_an_error(tmp_path):
+    def make(rows, **options):
+        return make_trainer(Recorded, "qwen2_5_vl", rows.to_iterable_dataset(), tmp_path, self_check=False, **options)
+
+    with pytest.raises(
+        ValueError, match="fewer rows than a batch of 2, so nothing was trained.*`steps_per_generation`"
+    ):
+        make(image_rows(1)).train()
+    make(image_rows(3), save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ValueError, match="fewer rows than a batch of 2"):
+        make(image_rows(1)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer = make(image_rows(3))
+    trainer.train(resume_from_checkpoint=True)  # which has nothing left to do
+    assert trainer.state.global_step == 2
 
 
 def test_rows_of_streams_are_numbered_as_they_come():

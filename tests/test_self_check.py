@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset, concatenate_datasets
+from helpers.chats import write_film
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import (
     audio_rows,
@@ -31,6 +32,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     policy,
 )
+from trl_multimodal_rft.encoding import prompts as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
@@ -139,6 +141,22 @@ def test_features_that_are_not_the_processors_stop_training(by_name, tmp_path, m
         encode_prompt = trainer_rows.encode_prompt
         monkeypatch.setattr(trainer_rows, "encode_prompt", quieter)
     with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
+        run.train()
+
+
+def test_video_files_are_compared_with_what_the_processor_reads(tmp_path, monkeypatch):
+    path = write_film(tmp_path / "film.mp4")
+    rows = [{"prompt": [{"role": "user", "content": f"Is there a dog? {i}"}], "video": path} for i in range(4)]
+    run = trainer("qwen3_vl", Dataset.from_list(rows), tmp_path)
+    run.train()
+    assert run._self_check.features == 0
+
+    def larger(processor, size, frames, count):
+        return frames.repeat(2, 1).repeat(2, 2)
+
+    monkeypatch.setattr(encoding, "_resized_frames", larger)
+    run = trainer("qwen3_vl", Dataset.from_list(rows), tmp_path)
+    with pytest.raises(RuntimeError, match="its media tensors differ by inf from those of its processor"):
         run.train()
 
 
@@ -413,6 +431,25 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
     check = run._self_check
     assert check.sampled is None and check.padded < 1e-5 and check.media["audio"] > 1e-2
     assert "sampled" not in str(check)
+
+
+@pytest.mark.parametrize("rows", [text_rows, audio_rows])
+def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows, tmp_path):
+    run = trainer("qwen2_audio", rows(), tmp_path, max_steps=1)
+    generate = run.model.generate
+
+    def of_a_batch(**kwargs):
+        assert len(kwargs["input_ids"]) == 8 and not kwargs["generation_config"].return_dict_in_generate
+        return generate(**kwargs)
+
+    run.model.generate = of_a_batch
+    if rows is audio_rows:
+        with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
+            run.train()
+        return
+    run.train()
+    check = run._self_check
+    assert math.isnan(check.sampled) and "sampling not measured" in str(check) and check.padded < 1e-5
 
 
 def test_a_checkpoint_without_a_cache_shares_its_prefill(tmp_path):

@@ -301,6 +301,12 @@ def test_streams_and_evaluation(tmp_path):
     assert sum("eval_loss" in entry for entry in one[0]) == 2
 
 
+def test_no_batch_is_an_error(tmp_path):
+    trainer = make("qwen2_5_vl", text_rows(1), tmp_path, per_device_train_batch_size=2, dataloader_drop_last=True)
+    with pytest.raises(ValueError, match="`train_dataset` has fewer rows than a batch of 2, so nothing was trained"):
+        trainer.train()
+
+
 # Rows
 
 

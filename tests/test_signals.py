@@ -4,10 +4,14 @@ Who is asked to end, and what is still done then. That runs go on bit for bit af
 processes: `distributed/test_killed.py`.
 """
 
+import fcntl
 import logging
+import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -38,6 +42,9 @@ def make(folder: Path, step: int = -1, number: int = signal.SIGTERM, **options):
     return trainer
 
 
+ASKING = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+
+
 class Unheard(Exception):
     pass
 
@@ -49,7 +56,7 @@ def outside():
     def raise_error(number, frame):
         raise Unheard(number)
 
-    before = {number: signal.signal(number, raise_error) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, raise_error) for number in (*ASKING, signal.SIGINT)}
     yield
     after = {number: signal.signal(number, handler) for number, handler in before.items()}
     assert set(after.values()) == {raise_error}
@@ -100,6 +107,48 @@ def test_it_is_saved_without_being_the_best(tmp_path):
     trainer = make(tmp_path, 3, objects={"eval_dataset": image_rows(3)}, **options)
     trainer.train()
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("number", ASKING[1:])
+def test_what_schedulers_and_terminals_send_ends_it_with_a_checkpoint(number, tmp_path):
+    trainer = make(tmp_path, 2, number)
+    trainer.train()
+    assert trainer.state.global_step == 2 and damage(tmp_path / "checkpoint-2") == []
+
+
+IN_A_TERMINAL = """
+import sys
+from pathlib import Path
+import torch
+from test_signals import make
+make(Path(sys.argv[1]), max_steps=10**6).train()
+"""
+
+
+@pytest.mark.slow
+def test_it_saves_when_its_terminal_is_closed(tmp_path):
+    """What it prints has nowhere to go then."""
+    terminal, its_end = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
+
+    def own_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = python_command(["-c", IN_A_TERMINAL, tmp_path])
+    process = subprocess.Popen(command, env=python_environment(), preexec_fn=own_terminal, **streams)
+    os.close(its_end)
+    try:
+        printed = b""
+        while printed.count(b"'loss'") < 2:
+            printed += os.read(terminal, 1 << 16)
+        os.close(terminal)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert damage(checkpoint) == []
 
 
 def test_without_the_option_nobody_listens(tmp_path):

@@ -220,7 +220,6 @@ def test_trainer_updates_as_padded(name, rows):
         "max_tokens_per_microbatch": 150,
         "max_steps": 1,
         "beta": 0.1,
-        "router_aux_loss_coef": 0.0,  # counts a shared prompt once
         "self_check": False,
         "learning_rate": 1.0,
     }

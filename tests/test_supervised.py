@@ -336,7 +336,8 @@ def test_processor_without_a_template():
     model, processor = FAMILIES["voxtral"].build()
     row = {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "No"}
     with pytest.raises(
-        ValueError, match="row 0 of `ptx_dataset`: VoxtralProcessor has no chat template that could write"
+        ValueError,
+        match="row 0 of `ptx_dataset`: VoxtralProcessor has no .*; set `processing_class.chat_template`",
     ):
         encode_supervised([row], processor, model, [processor.tokenizer.eos_token_id])
 

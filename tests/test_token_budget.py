@@ -66,6 +66,15 @@ def test_a_budget_that_is_never_reached():
     assert_equal(whole, within)
 
 
+@pytest.mark.parametrize(
+    ("packing", "rows"), [("prefix", image_rows), pytest.param("padded", image_rows, marks=pytest.mark.slow)]
+)
+def test_balancing_loss(packing, rows):
+    """One loss of the whole micro-batch, whatever part its tokens are in."""
+    options = {"packing": packing, "router_aux_loss_coef": 1.0, "learning_rate": 0.1, **ACCUMULATED}
+    compare(InjectedOurs, "qwen3_vl_moe", rows(8), **options)
+
+
 def test_rloo():
     compare(InjectedRLOO, "qwen2_5_vl", image_rows(8), num_iterations=2, max_steps=4, **ACCUMULATED)
 

@@ -307,7 +307,7 @@ def test_environments_see_their_row_and_end_as_in_trl(trainer):
     answered = ["assistant", "tool"]
     assert roles == [[*answered * n, "assistant"] for n in (0, 1, 2, 3, 3, 0, 0, 1)]
     assert "no such quadrant" in Gallery.seen[1][1]["content"] and "/nowhere.png" in Gallery.seen[2][1]["content"]
-    assert "holds the placeholder" in Gallery.seen[3][3]["content"]
+    assert "holds the control token" in Gallery.seen[3][3]["content"]
     (block,) = Gallery.seen[3][1]["content"]
     assert isinstance(block["image"], PIL.Image.Image)
     prompts = result.trainer.inputs["encoded_prompts"]

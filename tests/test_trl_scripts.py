@@ -9,15 +9,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
+from helpers.chats import image
 from helpers.families import decoder, instantiate, template, tokenizer
 from helpers.tools import look_up
-from helpers.trainer_utils import assert_equal, make_trainer, run
-from peft import LoraConfig, get_peft_model
-from trl import GRPOTrainer, RLOOTrainer
+from helpers.trainer_utils import PLAIN, Run, assert_equal, make_trainer, run
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
+from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
 
 
 TRAINERS = {"grpo": (GRPOTrainer, MultimodalGRPOTrainer), "rloo": (RLOOTrainer, MultimodalRLOOTrainer)}
@@ -106,6 +112,22 @@ class Scripted(hf.Qwen3ForCausalLM):
 
     def generate(self, input_ids, **kwargs):
         return torch.cat([input_ids, self.answers(input_ids)], dim=1)
+
+
+class OfOneSize(Scripted):
+    """Knows batches of 8 rows alone."""
+
+    def answers(self, input_ids):
+        assert len(input_ids) == 8
+        return super().answers(input_ids)
+
+
+class OfOneBatch(Scripted):
+    """Knows rows of several prompts alone, as they come in a run."""
+
+    def answers(self, input_ids):
+        assert len(set(map(tuple, input_ids.tolist()))) > 1
+        return super().answers(input_ids)
 
 
 class Calling(Scripted):
@@ -238,6 +260,8 @@ BOTH = {
         "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
     },
     "generate that returns ids": {"": lambda: from_folder(Scripted)},
+    "generate for one number of rows": {"": lambda: from_folder(OfOneSize)},
+    "generate for the rows of a batch": {"": lambda: from_folder(OfOneBatch)},
 }
 GRPO = {
     "rewards by batch": {"scale_rewards": "batch", "loss_type": "dr_grpo"},
@@ -383,3 +407,171 @@ def test_script_fails_as_it_does_with_trl(algorithm, name, script):
         run_script(theirs, script)
     with pytest.raises(error.type):
         run_script(ours, script)
+
+
+# Supervised training
+
+
+def texts(n: int = 8, column: str = "text") -> Dataset:
+    return Dataset.from_list([{column: f"Is there a bird?{' Is there a cat?' * (i % 3)} Yes, {i}."} for i in range(n)])
+
+
+def tokenized(n: int = 8, **columns) -> Dataset:
+    ids = [hf.AutoTokenizer.from_pretrained(saved())(text)["input_ids"] for text in texts(n)["text"]]
+    made = [{name: make(row) for name, make in columns.items()} for row in ids]
+    return Dataset.from_list([{"input_ids": row, **more} for row, more in zip(ids, made, strict=True)])
+
+
+def conversations(n: int = 8) -> Dataset:
+    chats = [[("user", f"Is there a cat? {i}"), ("assistant", f"There are {i}.")] for i in range(n)]
+    return Dataset.from_list([{"conversations": [{"from": r, "value": v} for r, v in chat]} for chat in chats])
+
+
+def second_half(row: list) -> list:
+    return [int(i >= len(row) // 2) for i in range(len(row))]
+
+
+def ready(batch: dict) -> dict:
+    return {**batch, "labels": [[-100, *ids[1:]] for ids in batch["input_ids"]]}
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+SFT = {
+    "text": {},
+    "text of another column": {"dataset": lambda: texts(column="words"), "dataset_text_field": "words"},
+    "text that is cut": {"max_length": 8},
+    "formatting function": {
+        "dataset": lambda: standard().rename_column("prompt", "asked"),
+        "objects": lambda: {"formatting_func": lambda row: f"Q: {row['asked']} A: {row['solution']}"},
+    },
+    "conversations": {"dataset": conversations},
+    "tokenized": {"dataset": lambda: tokenized(attention_mask=lambda ids: [1] * len(ids))},
+    "tokenized, with labels": {
+        "dataset": lambda: tokenized(labels=lambda ids: [-100, -100, *ids[2:]], assistant_masks=second_half)
+    },
+    "tokenized, with masks": {"dataset": lambda: tokenized(assistant_masks=second_half)},
+    "tokenized completions": {
+        "dataset": lambda: tokenized(completion_mask=second_half),
+        "completion_only_loss": True,
+    },
+    "tokenized by a transform": {
+        "dataset": lambda: tokenized().with_transform(ready),
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    },
+    "adapter": {"objects": lambda: {"peft_config": lora()}},
+    "prompt learning": {
+        "objects": lambda: {"peft_config": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+    },
+    "prefix learning": {
+        "objects": lambda: {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+    },
+    "metrics of the user": {
+        **EVALUATED,
+        "objects": lambda: {
+            "eval_dataset": texts(4),
+            "compute_metrics": lambda found: {"mine": float(found.predictions.mean()) + found.label_ids.max()},
+        },
+    },
+    "loss of the user": {
+        "objects": lambda: {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()}
+    },
+    "evaluation": {**EVALUATED, "objects": lambda: {"eval_dataset": {"one": texts(4), "other": texts(2)}}},
+    "stream": {"dataset": lambda: streamed(texts())},
+    "evaluation on a stream": {**EVALUATED, "objects": lambda: {"eval_dataset": streamed(texts(4))}},
+    "evaluation on streams": {
+        **EVALUATED,
+        "objects": lambda: {"eval_dataset": {"one": streamed(texts(4)), "other": streamed(texts(2))}},
+    },
+}
+
+
+def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
+    settings = {"dataset": texts, "objects": dict, **script}
+    rows, objects = settings.pop("dataset")(), settings.pop("objects")()
+    options = {"per_device_train_batch_size": 2, "max_length": None, "train_sampling_strategy": "sequential"}
+    args = config_class(str(folder), **{**PLAIN, **options, "learning_rate": 0.1, **settings})
+    trainer = trainer_class(saved(), args, train_dataset=rows, **objects)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    update = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    history = [
+        {key: value for key, value in each.items() if key != "total_flos"} for each in trainer.state.log_history
+    ]
+    return Run(trainer, update, history)
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", SFT)
+def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
+    theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", SFT[name])
+    assert_equal(theirs, run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path / "ours", SFT[name]))
+
+
+def test_evaluation_prepares_what_it_is_given(tmp_path):
+    """Plain text that isn't the trainer's own, as TRL's `evaluate` takes it; and a trainer of plain arguments."""
+    results = []
+    for trainer_class in (SFTTrainer, MultimodalSFTTrainer):
+        args = hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+        trainer = trainer_class(saved(), args, train_dataset=texts())
+        given = [texts(4), streamed(texts(4)), {"rows": texts(4)}, {"stream": streamed(texts(4))}]
+        results.append([trainer.evaluate(eval_dataset=each) for each in given])
+    for theirs, ours in zip(*results, strict=True):
+        losses = {name: value for name, value in theirs.items() if name.endswith("_loss")}
+        assert losses and losses == pytest.approx({name: ours[name] for name in losses}, rel=1e-5)
+
+
+def pictures() -> Dataset:
+    rows = [{**row, "image": image(56, 56, seed=i)["image"]} for i, row in enumerate(conversational(2))]
+    return Dataset.from_list(rows).rename_column("prompt", "messages")
+
+
+SFT_ERRORS = {
+    "no rows": ({"dataset": lambda: None}, "`train_dataset` is required"),
+    "splits": ({"dataset": lambda: DatasetDict({"train": texts()})}, "must be a `Dataset` or `IterableDataset`"),
+    "transform of text": ({"dataset": lambda: texts().with_transform(dict)}, "with_transform.*skip_prepare_dataset"),
+    "masks without labels": (
+        {
+            "dataset": lambda: tokenized(assistant_masks=second_half),
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        },
+        "Add a 'labels' column",
+    ),
+    "images for a reader of text": ({"dataset": pictures}, "vision-related.*vision-language model"),
+    "assistant in plain text": ({"assistant_only_loss": True}, "`assistant_only_loss=True`"),
+    "formatting function and completions": (
+        {"objects": lambda: {"formatting_func": str}, "completion_only_loss": True},
+        "completion_only_loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SFT_ERRORS)
+def test_supervised_script_fails_as_it_does_with_trl(name, tmp_path):
+    script, message = SFT_ERRORS[name]
+    for trainer_class, config_class in ((SFTTrainer, SFTConfig), (MultimodalSFTTrainer, MultimodalSFTConfig)):
+        with pytest.raises((ValueError, TypeError), match=message):
+            run_sft(trainer_class, config_class, tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"dataset": lambda: texts(column="words")}, r"columns \['words'\]; it needs `prompt`.*`dataset_text_field`"),
+        ({"objects": lambda: {"eval_dataset": {"one": texts(column="words")}}}, "The one dataset has the columns"),
+        (
+            {"dataset": lambda: tokenized(labels=lambda ids: [*ids[1:], 5])},
+            "row 0, column 'labels': a label must be the token",
+        ),
+        ({"dataset": lambda: tokenized(labels=lambda ids: [-100] * len(ids))}, "row 0 has nothing to learn"),
+        (
+            {"packing": True, "objects": lambda: {"compute_loss_func": lambda *_, **__: None}},
+            "`compute_loss_func` forward padded rows whole",
+        ),
+    ],
+    ids=["columns", "columns of an evaluation", "other labels", "no labels", "packed"],
+)
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
+def test_text_that_can_not_be_learned(script, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path, script)

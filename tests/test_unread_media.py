@@ -478,7 +478,7 @@ def test_unread_block_raises_in_training():
 def test_block_that_the_template_leaves_out_raises():
     dataset = Dataset.from_list([{"prompt": user(text("Look."), {"type": "citation", "text": "A book."})}] * 4)
     with pytest.raises(
-        MediaError, match=r"row 0, column 'prompt\[0\].content\[1\]': the chat template leaves out .*'cit"
+        MediaError, match=r"row \d, column 'prompt\[0\].content\[1\]': the chat template leaves out .*'cit"
     ):
         run(InjectedOurs, "qwen2_audio", dataset)
     model, processor = load("qwen2_audio")

@@ -20,7 +20,7 @@ from helpers.trainer_utils import (
 from packaging.specifiers import SpecifierSet
 from transformers import GenerationConfig
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.generation import vllm, vllm_versions
 from trl_multimodal_rft.trainers import engine
 
@@ -74,6 +74,49 @@ def test_the_engine_computes_as_the_trainer_does(started):
 
 def test_a_server_has_settings_of_its_own(started):
     assert started(image_rows(), vllm_mode="server") == {"dtype": "float32", "revision": None}
+
+
+def test_the_length_is_set_once(tmp_path):
+    engine = '{"max_model_len": 96, "dtype": "float32"}'  # as on a command line
+    with pytest.raises(
+        ValueError, match=r"`vllm_max_model_length` \(128\) and `vllm_engine_kwargs\['max_model_len'\]` \(96"
+    ):
+        MultimodalGRPOConfig(str(tmp_path), use_vllm=True, vllm_max_model_length=128, vllm_engine_kwargs=engine)
+    MultimodalGRPOConfig(
+        str(tmp_path), use_vllm=True, vllm_max_model_length=128, vllm_engine_kwargs={"dtype": "float32"}
+    )
+    MultimodalGRPOConfig(str(tmp_path), use_vllm=True, vllm_engine_kwargs=engine)
+
+
+class Failing(Started):
+    """Samples for two steps."""
+
+    n_calls = 0
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, **kwargs):
+        self.n_calls += 1
+        if self.n_calls == 3:
+            raise RuntimeError("EngineCore encountered an issue.")
+        ids = [[100 + i, 101] for i in range(len(prompts))]
+        return None, ids, [[[-1.0]] * 2 for _ in ids], None
+
+
+def test_an_engine_that_fails_says_how_to_resume(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine, "MultimodalVLLMGeneration", Failing)
+    options = {"use_vllm": True, "self_check": False, "max_steps": 4, "save_strategy": "steps"}
+    for save_steps, remedy in [
+        (9, r"No checkpoint was saved to resume from; lower `save_steps`\."),
+        (1, rf"Resume with `train\(resume_from_checkpoint='{tmp_path}/checkpoint-2'\)`\."),
+    ]:
+        trainer = make_trainer(
+            MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, save_steps=save_steps, **options
+        )
+        with pytest.raises(RuntimeError, match="EngineCore encountered an issue") as caught:
+            trainer.train()
+        assert re.fullmatch(f"Sampling with vLLM failed after step 2 of training. {remedy}", caught.value.__notes__[0])
 
 
 def test_a_model_without_a_name_is_refused(started):

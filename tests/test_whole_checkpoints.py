@@ -3,14 +3,20 @@
 
 import json
 import logging
+import os
 import re
 import shutil
+import signal
+import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from helpers.resumed_runs import REUSED, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.trainers.manifest import damage, lacks, write_manifest
@@ -83,6 +89,56 @@ def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
         trainer.train(resume_from_checkpoint=str(folder))
     with pytest.raises(ValueError, match="checkpoint-7 isn't whole: there is no such folder"):
         trainer.train(resume_from_checkpoint=str(output / "checkpoint-7"))
+
+
+@contextmanager
+def as_nobody():
+    """Without the rights of root, for whom every file can be read."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_what_cannot_be_read_is_an_error_that_names_it(output):
+    folder = output / "checkpoint-2"
+    trainer = make(output)
+
+    def resume(match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            trainer.train(resume_from_checkpoint=str(folder))
+
+    manifest = folder / "manifest.json"
+    content = manifest.read_text()
+    for hostile, reason in [
+        ("[" * 100_000, "RecursionError"),
+        ('{"model_only": false, "files": {"a": [Infinity, 0]}}', "OverflowError"),
+    ]:
+        manifest.write_text(hostile)
+        resume(rf"checkpoint-2 isn't whole: manifest\.json can't be read \({reason}\)")
+    manifest.unlink()
+    manifest.mkdir()
+    resume(r"manifest\.json can't be read \(Is a directory\)")
+    manifest.rmdir()
+    manifest.write_text(content)
+    folder.chmod(0)
+    try:
+        with as_nobody():
+            assert damage(folder) == ["it can't be read (Permission denied)"]
+            assert damage(folder / "below") == ["it can't be read (Permission denied)"]
+    finally:
+        folder.chmod(0o755)
+    assert damage(folder) == []
+    nested = folder
+    while len(str(nested)) < 3900:
+        nested = nested / "d"
+        nested.mkdir()
+    resume(r"checkpoint-2 isn't whole: it can't be read \(RecursionError\)")
+    os.removedirs(nested)  # which pytest couldn't either
 
 
 def test_the_newest_whole_one_is_taken(straight, output, caplog):
@@ -168,6 +224,105 @@ def test_folders_below_count_and_what_is_added_does_not(tmp_path):
     assert damage(tmp_path) == ["global_step1/zero_pp_rank_1.pt has other content"]
     shutil.rmtree(shard.parent)
     assert damage(tmp_path) == ["global_step1/zero_pp_rank_1.pt is missing"]
+
+
+class Touched(TrainerCallback):
+    """A clock that is set back, or a copy: the first checkpoint looks newer than those that follow."""
+
+    def on_save(self, args, state, control, **kwargs):
+        later = time.time() + 3600
+        os.utime(Path(args.output_dir, "checkpoint-1"), (later, later)) if state.global_step == 1 else None
+
+
+def test_surplus_checkpoints_are_those_of_the_lowest_steps(tmp_path):
+    trainer = make(tmp_path, save_total_limit=1)
+    trainer.add_callback(Touched())
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
+    # A new run in the folder: what it has just written stays, though an older run got further
+    trainer = make(tmp_path, save_total_limit=2, max_steps=2)
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+class Removed(MultimodalGRPOTrainer):
+    """Somebody removes its folder before a step is saved, or while it is."""
+
+    moment = ""
+
+    def _remove(self, moment: str) -> None:
+        if self.moment == moment and self.state.global_step == 2:
+            shutil.rmtree(self.args.output_dir)
+
+    def _save_checkpoint(self, model, trial):
+        self._remove("before")
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        self._remove("weights written")
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_beside_model(self, folder):
+        super()._save_beside_model(folder)
+        self._remove("all written")
+
+
+def test_a_folder_that_is_removed_is_named(tmp_path, caplog):
+    for moment in ("weights written", "all written"):
+        trainer = make(tmp_path / "run", Removed)
+        trainer.moment = moment
+        with pytest.raises(
+            FileNotFoundError, match=f"'{tmp_path / 'run'}' was removed while checkpoint-2 was written"
+        ):
+            trainer.train()
+    trainer = make(tmp_path / "run", Removed)
+    trainer.moment = "before"
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert f"`output_dir` '{tmp_path / 'run'}' was removed during the run" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    make(tmp_path / "run", max_steps=STEPS + 1).train(resume_from_checkpoint=True)
+
+
+class Paused(TrainerCallback):
+    """Stops the process in a step, until somebody kills it."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks and signals of POSIX")
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    first, second = make(tmp_path), make(tmp_path)
+    first.add_callback(Paused())
+    process = os.fork()
+    if process == 0:
+        try:
+            first.train()
+        finally:
+            os._exit(1)
+    os.waitpid(process, os.WUNTRACED)
+    try:
+        with pytest.raises(RuntimeError, match=rf"'{tmp_path}' is in use by process {process} on \S+ since 2\d\d\d-"):
+            second.train()
+        assert not list(tmp_path.glob("checkpoint-*"))
+        make(tmp_path / "other", max_steps=1).train()
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert (tmp_path / "_run.lock").exists()  # which keeps nobody out
+    second.train()
+    second.train(resume_from_checkpoint=True)
+    make(tmp_path).train()
+    assert not (tmp_path / "_run.lock").exists()
+
+
+def test_a_folder_without_locks_is_said_and_trained_in(tmp_path, caplog):
+    (tmp_path / "_run.lock").mkdir()
+    with caplog.at_level(logging.WARNING):
+        make(tmp_path, max_steps=1).train()
+    assert f"'{tmp_path}' can't be locked, so a second run in it will not be noticed: [Errno 21]" in caplog.text
+    assert (tmp_path / "checkpoint-1").exists()
 
 
 class OnFullDisk(MultimodalGRPOTrainer):

@@ -100,7 +100,12 @@ class Family:
         takes_base64_audio (`bool`, *optional*, defaults to `False`):
             Whether the chat template takes audio only as an encoded file.
         has_qwen_vl_utils (`bool`, *optional*, defaults to `False`):
-            Whether qwen-vl-utils samples and resizes images and videos.
+            Whether options of images and videos are those of qwen-vl-utils, which then samples and resizes them.
+        samples_frames (`bool`, *optional*, defaults to `False`):
+            Whether the processor samples frames at the rate of its video processor, whatever `do_sample_frames` of
+            that says.
+        bounds_whole_videos (`bool`, *optional*, defaults to `False`):
+            Whether `size` of the video processor bounds all frames of a video together, not each.
         towers (`Mapping[str, str]`, *optional*):
             Dotted names of encoders that `get_encoder` doesn't know, by modality.
         not_in_vllm (`tuple[str, ...]`, *optional*):
@@ -126,6 +131,8 @@ class Family:
     has_frame_mask: bool = True
     takes_base64_audio: bool = False
     has_qwen_vl_utils: bool = False
+    samples_frames: bool = False
+    bounds_whole_videos: bool = False
     towers: Mapping[str, str] = field(default_factory=dict)
     not_in_vllm: tuple[str, ...] = ()
     trained_part: Mapping[str, str] = field(default_factory=dict)
@@ -226,6 +233,10 @@ FAMILIES = (
         token_fields_mark_media=False,  # they tell the prompt from the completion
     ),
     Family(
+        model_types=("perception_lm",),
+        apart="media",  # tiles that pad an image would become features
+    ),
+    Family(
         model_types=("phi4_multimodal",),
         apart="media",  # hears otherwise beside images, and features depend on the sizes of those beside them
         has_frame_mask=False,
@@ -240,9 +251,15 @@ FAMILIES = (
         audio_limit=_whisper_window,
     ),
     Family(
-        model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-        processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
+        model_types=("qwen2_vl", "qwen2_5_vl"),
+        processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor"),
         has_qwen_vl_utils=True,
+    ),
+    Family(
+        model_types=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        processors=("Qwen3VLProcessor",),
+        has_qwen_vl_utils=True,
+        bounds_whole_videos=True,
     ),
     # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is
     # what is sampled and trained, and its class finds its own weights and config in what is released.
@@ -260,6 +277,11 @@ FAMILIES = (
         audio_tokens=_qwen3_omni_tokens,
         has_qwen_vl_utils=True,
         trained_part={"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"},
+    ),
+    Family(
+        model_types=("smolvlm",),
+        processors=("SmolVLMProcessor",),
+        samples_frames=True,  # its `apply_chat_template` asks for it
     ),
     Family(
         model_types=("voxtral",),

@@ -17,9 +17,10 @@ from trl.models.utils import _ForwardRedirection
 
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
+from .forward.attention import attention_obstacle
 from .forward.layout import packed_length, split_by_tokens, split_samples
 from .forward.processes import Processes, unreached_parameters
-from .forward.scores import Scores
+from .forward.scores import Scores, load_balancing_loss
 from .forward.scoring import completion_scores, completion_values
 from .forward.token_budget import DeferredParts
 from .generation.transformers import Branches, generate_in_parts
@@ -63,6 +64,8 @@ def training_obstacle(model: PreTrainedModel, processor: Any, max_completion_len
             f"neither its config nor {type(processor).__name__} names a token that stands for {' or '.join(kinds)}, "
             "by which a prompt is known to hold its media"
         )
+    if (obstacle := attention_obstacle(model)) is not None:
+        return obstacle
     config = model.config.get_text_config(decoder=True)
     if _REFERENCE_LAYERS in (getattr(config, "layer_types", None) or ()):
         longest = config.sliding_window + 1
@@ -198,14 +201,13 @@ class PolicyForward:
         Returns:
             [`~forward.scores.Scores`]: The scores. With more tokens than `max_tokens`, gradients come from
             [`~forward.token_budget.backward_by_parts`] with its `deferred`.
-
-        Raises:
-            `ValueError`: If a load-balancing loss is to be computed in parts.
         """
         remedies = self.remedies if remedies is None else remedies
         parts, n_parts = [], 1
         if self.max_tokens is not None and torch.is_grad_enabled():
             lengths = [0] * len(prompts) if whole else completion_mask.sum(1).tolist()
+            if compute_aux_loss and packed:  # whose rows hold the last tokens, too
+                lengths = [length + 1 if length else 0 for length in lengths]
             parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
             n_parts = len(parts)
             if self.accelerator is not None:
@@ -219,13 +221,12 @@ class PolicyForward:
             )
 
         if n_parts == 1:
-            return score(0, list(range(len(prompts))))  # a part has an order of its own
+            scores = score(0, list(range(len(prompts))))  # a part has an order of its own
+        else:
+            scores = DeferredParts(score, parts, n_parts, completion_ids.device).joined()
         if compute_aux_loss:
-            raise ValueError(
-                "`max_tokens_per_microbatch` can't split the load-balancing loss of a mixture of experts, which is "
-                "one of the whole micro-batch; drop `router_aux_loss_coef` or the budget."
-            )
-        return DeferredParts(score, parts, n_parts, completion_ids.device).joined()
+            scores.aux_loss = load_balancing_loss(scores.router)
+        return scores
 
     def values(
         self,

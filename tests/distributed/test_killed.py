@@ -189,6 +189,7 @@ class Restarted:
         for file in sorted(processes.folder.glob("resumed-*.json")):
             expected = {"checkpoint": resumed, "step": int(resumed.split("-")[1]) if resumed else 0}
             assert json.loads(file.read_text()) == expected, where
+        assert "has changed since" not in processes.logs(), where  # the dataset is the same in each process
         job = {"task": "inspect", "processes": 1, "folder": str(self.folder / f"inspected-{self.n_starts}")}
         job |= {"output": str(self.output), "straight": str(self.straight)}
         inspection = Processes(self.worker, {**job, "final": str(processes.folder) if is_over else None})
@@ -352,7 +353,7 @@ def test_asked_to_end(worker, case, tmp_path):
     for moment, step, name in [
         ("sampled", 0, "SIGTERM"),
         ("gradient added", 2, "SIGINT"),  # the first of two
-        ("sampled", 4, "SIGTERM"),
+        ("sampled", 4, "SIGUSR1"),
         ("before the update", 6, "SIGTERM"),
     ]:
         processes = run.start(*([name] if name == "SIGINT" else 2 * [name]), moment=moment, step=step, rank=other)
@@ -431,6 +432,22 @@ def test_launcher_ends_the_others(worker, tmp_path):
     assert "SIGKILL" in (first / "log-0.txt").read_text()
     run.last = "checkpoint-2"
     run.ends()
+
+
+def test_second_run_in_a_folder_is_refused(worker, tmp_path):
+    """On all its processes, until the first run is killed."""
+    options = {"save_strategy": "no", "disable_tqdm": True}
+    first = Processes(worker, train("ddp", tmp_path / "first", tmp_path / "output", max_steps=10_000, **options))
+    begun = [first.folder / f"resumed-{rank}.json" for rank in range(2)]
+    assert first.until(lambda: all(file.exists() for file in begun), 1), first.logs()
+    second = Processes(worker, train("ddp", tmp_path / "second", tmp_path / "output", **options))
+    assert second.wait() == [1, 1], second.logs()
+    for log in second.folder.glob("log-*.txt"):
+        assert f"'{tmp_path / 'output'}' is in use by process {first.ids[0]} on" in log.read_text()
+    first.kill()
+    third = Processes(worker, train("ddp", tmp_path / "third", tmp_path / "output", **options))
+    assert third.wait() == [0, 0], third.logs()
+    first.wait()
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

@@ -8,7 +8,7 @@ import torch
 import vllm_cpu
 from datasets import Dataset
 from helpers.chats import image, video
-from helpers.engine_runs import Recorded, make
+from helpers.engine_runs import Recorded, RecordedOmni, make
 from helpers.omni import OMNI
 from helpers.tools import Calling, look_up, with_tools
 from helpers.trainer_utils import (
@@ -60,6 +60,10 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     evaluate_trainer(trainer, near, length_and_sum, EvaluationConfig(max_completion_length=90, batch_size=1))
     assert "leaves less than 90" in caplog.text
+    trainer.train_dataset = Dataset.from_list(2 * long)
+    with pytest.raises(ValueError, match="the prompt has") as caught:
+        trainer.train()
+    assert "Sampling with vLLM failed after step 0 of training. No checkpoint was saved" in caught.value.__notes__[0]
 
     processor = trainer.processing_class.image_processor
     processor.size = {"shortest_edge": 84 * 84, "longest_edge": 112 * 112}
@@ -88,7 +92,7 @@ def test_structured_outputs(tmp_path):
 
 def test_an_encoder_that_the_data_do_not_need_is_left_out(omni, tmp_path):
     rows = Dataset.from_list([{"prompt": f"What do you hear? {i}", "audio": sound(0.4, seed=i)} for i in range(4)])
-    trainer = make(Recorded, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
+    trainer = make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
     model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
     assert not list(model.visual.parameters()) and list(model.audio_tower.parameters())
     trainer.train()
@@ -110,7 +114,7 @@ def test_all_kinds_in_one_prompt(omni, tmp_path):
     rows = Dataset.from_dict({"index": range(4)}).with_transform(
         lambda batch: {**batch, "prompt": [prompts[i] for i in batch["index"]]}
     )
-    trainer = make(Recorded, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
+    trainer = make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 2
 

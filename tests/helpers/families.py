@@ -444,6 +444,46 @@ def llava():
 
 
 @family(SPECIAL, image_prompts, "image")
+def perception_lm():
+    """An image is a thumbnail and as many tiles as fit it."""
+    words = tokenizer(image_token="<|image|>", video_token="<|video|>")
+    images = hf.PerceptionLMImageProcessor(tile_size=28, max_num_tiles=4, size={"height": 28, "width": 28})
+    processor = hf.PerceptionLMProcessor(
+        image_processor=images,
+        video_processor=hf.PerceptionLMVideoProcessor(size={"height": 28, "width": 28}),
+        tokenizer=words,
+        patch_size=7,
+        pooling_ratio=2,
+    )
+    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 4, "patch_size": 7, "img_size": [28, 28]}
+    return build(
+        hf.PerceptionLMForConditionalGeneration,
+        processor,
+        vision_config={
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {**sizes, "global_pool": "", "ref_feat_shape": [4, 4]},
+        },
+        text_config=decoder(words, model_type="llama"),
+        projector_pooling_ratio=2,
+        **ids(words, "image", "video"),
+    )
+
+
+@family(SPECIAL, image_prompts, "image")
+def llava_gpt_oss():
+    """With attention sinks."""
+    images, text = hf.CLIPImageProcessor(**CROP), {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model, processor = of_llava(
+        hf.LlavaForConditionalGeneration, hf.LlavaProcessor, images, {**text, **experts}, image_seq_length=16
+    )
+    for layer in model.get_decoder().layers:
+        layer.self_attn.sinks.data.copy_(torch.linspace(-2, 2, 4))
+    return model, processor
+
+
+@family(SPECIAL, image_prompts, "image")
 def llava_next_granite():
     tiles, text = {"image_grid_pinpoints": TILES}, {"model_type": "granite", "logits_scaling": 8.0}
     images = hf.LlavaNextImageProcessor(**CROP, **tiles)

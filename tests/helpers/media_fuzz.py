@@ -69,6 +69,8 @@ def sounds():
         ("CAF", "ALAC_16"),
         ("AU", None),
         ("W64", None),
+        ("RF64", None),
+        ("NIST", None),
     ):
         buffer = io.BytesIO()
         soundfile.write(buffer, np.stack([sound, sound / 2], 1), RATE, format=name, subtype=subtype)
@@ -93,9 +95,13 @@ def videos():
         ("avi", "mpeg4"),
         ("mpegts", "mpeg2video"),
         ("flv", "flv"),
+        ("asf", "wmv2"),
+        ("ivf", "libvpx-vp9"),
+        ("fragmented mp4", "libx264"),
     ):
         buffer = io.BytesIO()
-        with av.open(buffer, "w", format=name) as container:
+        parts = {"movflags": "frag_keyframe+empty_moov"} if name == "fragmented mp4" else {}
+        with av.open(buffer, "w", format=name.split()[-1], options=parts) as container:
             stream = container.add_stream(codec, rate=25)
             stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
             for frame in frames:

@@ -29,6 +29,12 @@ with socket.socket() as free:  # TRL would choose the same one in each process
     os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 
 import torch  # noqa: E402
+
+
+if not torch.cuda.is_available():
+    # What vLLM would compile on a CPU takes longer to compile than all that tiny models do with it
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 from safetensors.torch import save_file  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
 from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402

@@ -2,19 +2,28 @@
 """`trl-multimodal-rft chat`: a page on which to ask a trained model, and its base beside it."""
 
 import argparse
+import ipaddress
+import re
 import secrets
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
+from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..data.columns import without_credentials
 from ..data.loading import require_module
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES
 from ..models.pretrained import load_trained
+
+
+_MOST_UPLOADED = 2**28  # bytes of a request
+_KEPT = 3600  # seconds until an upload is deleted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,21 +111,28 @@ def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> An
             label="Sound", type="filepath", sources=["upload", "microphone"], buttons=buttons
         ),
         "image": lambda: gradio.Image(
-            label="Image", type="filepath", sources=["upload", "webcam", "clipboard"], buttons=buttons
+            label="Image",
+            type="filepath",
+            image_mode=None,  # as it was sent: what converts it opens documents, too
+            sources=["upload", "webcam", "clipboard"],
+            buttons=buttons,
         ),
         "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"], buttons=buttons),
     }
 
-    def ask(text: str, *media: str | None) -> list[str]:
+    def ask(text: str, *media: str | None) -> Any:
         given = {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
         if not (text or "").strip():
             raise gradio.Error("There is no question; write one.")
         try:
-            return [answer(text, **given) for answer in answerers.values()]
+            said = [answer(text, **given) for answer in answerers.values()]
+            return said if len(said) > 1 else said[0]  # of which a list would be the text
         except (ValueError, ImportError) as error:  # of media that can't be decoded, or can't be placed
-            raise gradio.Error(str(error)) from error
+            raise gradio.Error(shown_error(error)) from error
 
-    with gradio.Blocks(title="trl-multimodal-rft", analytics_enabled=False) as blocks:
+    with gradio.Blocks(
+        title="trl-multimodal-rft", analytics_enabled=False, delete_cache=(_KEPT // 6, _KEPT)
+    ) as blocks:
         with gradio.Row():
             inputs = [makers[kind]() for kind in kinds]
         question = gradio.Textbox(label="Question", placeholder="What do you want to know?", lines=2)
@@ -125,6 +141,111 @@ def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> An
             answers = [gradio.Textbox(label=name, lines=6, interactive=False) for name in answerers]
         gradio.on([button.click, question.submit], ask, inputs=[question, *inputs], outputs=answers, api_name="ask")
     return blocks
+
+
+def shown_error(error: Exception) -> str:
+    """
+    What the page says of an error, which others may read.
+
+    Args:
+        error (`Exception`):
+            The error.
+
+    Returns:
+        `str`: Its message without credentials, tokens and the folders of paths.
+    """
+    text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(str(error)))
+    text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted, and maybe with spaces
+    return re.sub(r"(?<![\w.:/*])/(?:[^\s'\"]*/)?", "", text)
+
+
+def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
+    """
+    Why a request isn't answered: because another site sent it, by its own scripts or under a name of its own that
+    leads here (DNS rebinding), or because it is too large.
+
+    Args:
+        headers (`Mapping[str, str]`):
+            Headers of the request, their names in lower case.
+        host (`str`):
+            Address or name that the page listens at.
+
+    Returns:
+        `tuple[int, str]`: Status and reason; `None` if it is answered.
+    """
+    named, origin = headers.get("host", ""), headers.get("origin")
+    try:
+        name = urlsplit(f"//{named}").hostname or ""
+        is_known = name in {"localhost", host.lower(), socket.gethostname().lower()} or _is_address(name)
+        is_ours = origin is None or urlsplit(origin).netloc == named
+    except ValueError:
+        is_known = is_ours = False
+    if not is_known:
+        return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
+    if not is_ours:
+        return 403, "Only the page itself may ask."
+    if "transfer-encoding" in headers:
+        return 411, "The request must say how long it is."
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > _MOST_UPLOADED:
+        return 413, f"More than {_MOST_UPLOADED // 2**20} MiB; shorten the file."
+    return None
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is no name, which somebody else's DNS could let lead here."""
+    try:
+        return ipaddress.ip_address(name) is not None
+    except ValueError:
+        return False
+
+
+class _Guard:
+    """ASGI middleware that answers with a [`refusal`] where there is a reason."""
+
+    def __init__(self, app: Any, host: str):
+        self.app, self.host = app, host
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        refused = refusal(headers, self.host) if scope["type"] in ("http", "websocket") else None
+        if refused is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            status, reason = refused
+            start = [(b"content-type", b"text/plain"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": status, "headers": start})
+            await send({"type": "http.response.body", "body": reason.encode()})
+
+
+def serve(blocks: Any, host: str, port: int | None = None, **options: Any) -> Any:
+    """
+    Serves the page to those who open it, and to no other site.
+
+    Args:
+        blocks (`gradio.Blocks`):
+            The page.
+        host (`str`):
+            Address or name to listen at.
+        port (`int`, *optional*):
+            Port; by default the first from 7860 on that is free.
+        options (`Any`):
+            Others of `launch`.
+
+    Returns:
+        `Any`: What `launch` returns: the app and its addresses.
+    """
+    middleware = require_module("starlette.middleware", "chat").Middleware
+    return blocks.launch(
+        server_name=host,
+        server_port=port,
+        share=False,
+        max_file_size=_MOST_UPLOADED,
+        app_kwargs={"middleware": [middleware(_Guard, host=host)]},
+        **options,
+    )
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple[str, ...]]:
@@ -160,5 +281,4 @@ def run(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`):
             Parsed options.
     """
-    blocks = page(*load(args))
-    blocks.launch(server_name=args.host, server_port=args.port, share=False)
+    serve(page(*load(args)), args.host, args.port)

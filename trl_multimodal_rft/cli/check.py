@@ -23,6 +23,7 @@ from ..data.fetch import FetchOnce, Row
 from ..data.named import load_rows
 from ..data.rules import RULE_NAMES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored
+from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import load_processor
 from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
 from ..models.pretrained import read_config
@@ -122,6 +123,7 @@ class RowChecker(torch.utils.data.Dataset):
         prompt = rows_to_messages([row], self.ignored, self.own_tokens, self.rules)[0]["prompt"]
         if isinstance(prompt, str) and any(column in row and column not in self.ignored for column in MEDIA_COLUMNS):
             prompt = [{"role": "user", "content": prompt}]  # as beside rows with media
+        prompt = checked_prompt(prompt, self.processor, None, row.number)
         for ref in iter_refs(prompt):
             checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
         arguments: Any = {"template_kwargs": self.template_kwargs, "row": row.number}

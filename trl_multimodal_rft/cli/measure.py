@@ -357,7 +357,6 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
     )
     for each in (plain, model):
         each.generation_config = copy.deepcopy(greedy)
-        each.config.get_text_config().output_router_logits = False  # with it `generate` fails on padding
     with torch.no_grad():
         try:
             expected = [

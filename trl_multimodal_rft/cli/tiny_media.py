@@ -442,10 +442,10 @@ def _flat_grids(model, sizes) -> Tensors:
     return {"pixel_values": torch.randn(int(grids.prod(1).sum()), 3 * patch * patch), "image_grid_hw": grids}
 
 
-def _clips(model, sizes) -> Tensors:
-    """Images as clips of one frame."""
+def _tiled(model, sizes) -> Tensors:
+    """The tiles of all images as those of one."""
     side = _first(_tower(model), "image_size", default=64)
-    return {"pixel_values": torch.randn(len(sizes), 1, 3, side, side)}
+    return {"pixel_values": torch.randn(1, sum(1 + size for size in sizes), 3, side, side)}
 
 
 def _folded(model, sizes) -> Tensors:
@@ -657,7 +657,7 @@ _OWN: dict[str, dict[str, Callable]] = {
     },
     "muse_spark": {"audio": lambda model, sizes: _waves(model, sizes, "input_values_mask", 640)},
     "nemotron_h_omni": {"image": _flat_grids},
-    "perception_lm": {"image": _clips},
+    "perception_lm": {"image": _tiled},
     "unlimited_ocr": {"image": _sam_pictures},
     "vibevoice_asr": {"audio": lambda model, sizes: _waves(model, sizes, "padding_mask", 16)},
     "paddleocr_vl": {"image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model)},

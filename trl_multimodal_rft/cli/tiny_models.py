@@ -123,6 +123,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
+    "minimax_m3_vl": {  # whose layers are of one kind by default, and of two in what is released
+        "text_config": {
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+        }
+    },
     "mllama": {
         "text_config": {"cross_attention_layers": [1]},
         "vision_config": {

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From dataset rows to chat messages whose media blocks hold opaque references, and back."""
 
+import math
 import mimetypes
 import os
 import re
@@ -27,6 +28,22 @@ MEDIA_COLUMNS = {
 
 # Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
+
+# Options of the blocks of each kind: positive numbers, which must be whole but those in seconds and per second
+_SIZE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_LIMIT_OPTIONS = ("total_pixels", "min_frames", "max_frames")
+_OPTIONS = {
+    "image": _SIZE_OPTIONS,
+    "audio": ("sampling_rate",),
+    "video": (*_SIZE_OPTIONS, *_LIMIT_OPTIONS, "nframes", "fps", "sample_fps", "video_start", "video_end"),
+}
+# Those that only qwen-vl-utils reads
+QWEN_OPTIONS = (*_SIZE_OPTIONS, *_LIMIT_OPTIONS)
+_FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "video_end"}
+_ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
+
+# Hints of other libraries about a medium, which change nothing here
+_HINTS = ("detail", "format", "media_type", "mime_type")
 
 # How the place of a medium begins that a tool returned
 FROM_TOOL = "tool "
@@ -58,6 +75,9 @@ _ENDING = re.compile(
     re.IGNORECASE,
 )
 
+# A URL in a text, in which a quote may be part of it
+_URL = re.compile(r"(?<![\w.+-])[A-Za-z][\w.+-]*://(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*")
+
 
 def without_credentials(text: str) -> str:
     """
@@ -70,8 +90,36 @@ def without_credentials(text: str) -> str:
     Returns:
         `str`: The text to show.
     """
-    text = re.sub(r"://[^/\s@'\"]+@", "://***@", text)
-    return re.sub(r"\?[^\s'\"<>)\]]*=[^\s'\"<>)\]]*", "?***", text)
+    text = _URL.sub(lambda found: shown_url(found[0]), text)
+    return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", text)
+
+
+def shown_url(url: str) -> str:
+    """
+    Takes user information, the query and the fragment out of a URL, however they are written.
+
+    Args:
+        url (`str`):
+            A URL, chained or not.
+
+    Returns:
+        `str`: The URL to show, without whatever follows a `?` or `#`, later links of a chain included.
+    """
+    place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    links = []
+    for link in re.split(r"::(?=[\w.+-]+://)", place):
+        scheme, separator, link = link.partition("://")
+        parts = re.split("@|%40", link)
+        authority = re.split(r"[/\\]", link)[0]
+        # A password may hold what ends the authority: a colon is in front of one, or of a port
+        if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
+            link = f"***@{parts[-1]}"
+        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
+            ":" in authority and "@" in rest
+        ):
+            link = "***"
+        links.append(f"{scheme}{separator}{link}" if separator else scheme)
+    return "::".join(links) + (f"{mark}***" if mark else "")
 
 
 class MediaError(ValueError):
@@ -117,7 +165,7 @@ class MediaRef:
         source (`Any`):
             Raw value from the row, see [`load_image`], [`load_audio`] and [`load_video`].
         options (`dict[str, Any]`):
-            Extra keys of the message block, such as `max_pixels`, `fps`, `video_start` or `sampling_rate`.
+            Options in the message block, such as `max_pixels`, `fps`, `video_start` or `sampling_rate`.
         column (`str`):
             Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
         row (`int`):
@@ -144,14 +192,31 @@ class MediaRef:
         Returns:
             [`MediaError`]: To be raised.
         """
-        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {without_credentials(message)}")
+        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {self.shown(message)}")
+
+    def shown(self, text: str) -> str:
+        """
+        Takes credentials out of a text, such as an error about this medium.
+
+        Args:
+            text (`str`):
+                The text.
+
+        Returns:
+            `str`: The text to show.
+        """
+        value = self.source.value if isinstance(self.source, Encoded) else self.source
+        for source in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(source, str) and "://" in source:  # whose end is known, whatever is in it
+                text = text.replace(source, shown_url(source))
+        return without_credentials(text)
 
     def _file(self) -> str:
         """What a file was called whose bytes are at hand, by which it may be found."""
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
-        return f" ({without_credentials(str(value['path']))})"
+        return f" ({self.shown(str(value['path']))})"
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
@@ -206,7 +271,8 @@ def rows_to_messages(
     Raises:
         MediaError: If a prompt is neither text nor messages with a role and a content, both columns of a kind are set,
             a column does not hold one medium or a list as its name says, the placeholders of a prompt do not match the
-            media of its row, no user message can receive them, or a message holds media where nothing reads them.
+            media of its row, no user message can receive them, a message holds media where nothing reads them, or a
+            block has an option that doesn't exist or makes no sense.
     """
     numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
     for number, row in zip(numbers, rows, strict=True):
@@ -249,7 +315,7 @@ def blocks_to_refs(
         `list[dict]`: New blocks, in which every medium is `{"type": kind, kind: MediaRef}`.
 
     Raises:
-        MediaError: If a block is of no known form, or has no medium.
+        MediaError: If a block is of no known form, or has no medium, or an option that doesn't exist.
     """
     message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
     for ref in iter_refs(message):
@@ -619,12 +685,35 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
             "such as {'type': 'audio', 'audio': ...}"
         )
     if kind is not None:
-        # OpenAI's hints, which no reader has as an option
-        options = {key: item for key, item in block.items() if key not in ("detail", "format")}
-        return {"type": kind, kind: MediaRef(kind, sources[0] if sources else None, options, where, row)}
+        options = {key: _plain(item) for key, item in block.items() if key not in _HINTS}
+        ref = MediaRef(kind, sources[0] if sources else None, options, where, row)
+        _check_options(ref)
+        return {"type": kind, kind: ref}
     if name in _TEXT_KEYS and name != "text":
         return {"type": "text", "text": block.pop(_TEXT_KEYS[name], ""), **block}
     return {"type": name, **block}
+
+
+def _plain(value: Any) -> Any:
+    """A number that a formatted dataset holds as an array or a tensor."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _check_options(ref: MediaRef) -> None:
+    known = _OPTIONS[ref.kind]
+    for name, value in ref.options.items():
+        if name not in known:
+            raise ref.error(f"'{name}' is no option of a block of {ref.kind}; remove it, or write one of {known}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name != "video_start"):
+            raise ref.error(f"the option '{name}' is {value!r}; give a positive number, or leave it out")
+        if name not in _FRACTIONAL_OPTIONS and value != int(value):
+            raise ref.error(f"the option '{name}' is {value!r}; give a whole number")
+    for low, high in _ORDERED_OPTIONS:
+        if low in ref.options and high in ref.options and not ref.options[low] <= ref.options[high]:
+            raise ref.error(f"'{low}' of {ref.options[low]} is above '{high}' of {ref.options[high]}; correct them")
+    if ("resized_height" in ref.options) != ("resized_width" in ref.options):
+        raise ref.error("one of 'resized_height' and 'resized_width' alone has no effect; give both")
 
 
 def _source_keys(kind: str | None) -> tuple[str, ...]:

@@ -1,8 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Files of sounds and videos before a decoder sees them: that they are such files, and that they are whole."""
 
+import math
 import re
-from collections.abc import Callable
+import struct
+import zlib
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from .columns import MediaRef
@@ -10,9 +13,9 @@ from .columns import MediaRef
 
 # Starts of the files that FFmpeg may be given: containers and streams of media, no lists of other files
 _MEDIA_STARTS = re.compile(
-    rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM|caff|OggS|fLaC|\x30\x26\xb2\x75"
-    rb"|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
-    rb"|wvpk|MAC |TTA1|G.{187}G",
+    rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM.{4}AIF[FC]|caff|OggS|fLaC"
+    rb"|\x30\x26\xb2\x75|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
+    rb"|wvpk|MAC |TTA1|riff\x2e\x91\xcf\x11|NIST_1A\n|G.{187}G",
     re.DOTALL,
 )
 
@@ -26,8 +29,10 @@ _PROBED = 2**20  # bytes by which FFmpeg knows a format
 # What is written while it is recorded says of its length 0 or the largest number
 _LARGEST = 2**32 - 2**16
 
-_MOST_PARTS = 100_000  # of a file, that are looked at
+_MOST_PARTS = 1_000_000  # of a file, that are looked at
 _ID3V1 = 128  # bytes of a tag behind an MP3, which some count as part of it
+_OGG_FIRST, _OGG_LAST = 2, 4  # flags of the first and the last page of a stream
+_ASF_PROPERTIES = re.escape(bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365"))
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
@@ -47,15 +52,19 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
     start = stream.read(_PROBED)
     stream.seek(0)
     if not _MEDIA_STARTS.match(start) or _LISTS.search(start.partition(b"\0")[0]):
-        raise ref.error(f"this is no file of {ref.kind}; it starts with {start[:16]!r}")
+        fix = "WAV or FLAC" if ref.kind == "audio" else "MP4"
+        raise ref.error(
+            f"this is no file of {ref.kind} that is read; it starts with {start[:16]!r}; convert it to {fix}"
+        )
 
 
 def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Refuses a file that was cut off, which decoders pass over: one whose header tells of more than there is.
+    Refuses a file that was cut off, which decoders read silently up to the cut.
 
-    Known of WAV, AVI, AIFF, MP4, MOV, M4A, Matroska, WebM, Ogg, and of MP3 with a header of LAME's. Others, such as
-    MPEG-TS, don't say how long they are: what there is of them is taken as all.
+    Known of WAV, RF64, W64, AIFF, AU, CAF, NIST, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, WMV,
+    IVF, GIF, and of MP3 with a header of LAME's. Others, such as MPEG-TS and AAC streams, don't say how long they are,
+    nor do recordings whose header was never completed: what there is of them is taken as all.
 
     Args:
         ref ([`~data.columns.MediaRef`]):
@@ -69,16 +78,64 @@ def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
     size = stream.seek(0, 2)
     _behind_tags(stream)
     start = stream.tell()
-    head = stream.read(12)
+    head = stream.read(16)
     stream.seek(start)
-    find = next((find for pattern, find in _LENGTHS if re.match(pattern, head, re.DOTALL)), None)
-    part = find(stream, size) if find else None
+    find = next((find for pattern, find in _CHECKS if re.match(pattern, head, re.DOTALL)), None)
+    missing = find(stream, size) if find else None
     stream.seek(0)
-    if part is not None and sum(part) > size:
-        begin, length = part
-        raise ref.error(
-            f"the file is cut off: {max(size - begin, 0)} of {length} bytes; fetch it again or remove the row"
-        )
+    if missing is not None:
+        raise ref.error(f"the file is cut off: {missing}; fetch it again or remove the row")
+
+
+def check_png(ref: MediaRef, stream: BinaryIO) -> None:
+    """
+    Refuses a PNG whose stream of pixels ends before the last of them, which decoders leave black.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            The image, for errors.
+        stream (`BinaryIO`):
+            Its file; it is where it was afterwards.
+
+    Raises:
+        [`~data.columns.MediaError`]: If there are fewer.
+    """
+    place = stream.tell()
+    stream.seek(8)
+    expected, count, pixels = 0, 0, zlib.decompressobj()
+    for _ in range(_MOST_PARTS):
+        head = stream.read(8)
+        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        behind = stream.tell() + length + 4
+        if kind == b"IHDR":
+            expected = _png_bytes(stream.read(13))
+        elif kind == b"IDAT":
+            rest = stream.read(length)
+            while rest and count < expected and not pixels.eof:
+                try:
+                    count += len(pixels.decompress(rest, 2**20))
+                except zlib.error:  # the decoder says so
+                    count = expected
+                rest = pixels.unconsumed_tail
+        if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
+            break
+        stream.seek(behind)
+    stream.seek(place)
+    if pixels.eof and count < expected:
+        raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
+
+
+def _png_bytes(header: bytes) -> int:
+    """How many bytes all rows have, each with one for its filter."""
+    width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
+    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
+    # Adam7: where each pass begins, and its steps
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    total = 0
+    for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
+        columns, rows = -((x - width) // across), -((y - height) // down)
+        total += rows * (1 + (columns * bits + 7) // 8) if columns > 0 else 0
+    return total
 
 
 def finds_frames(stream: BinaryIO) -> bool:
@@ -99,6 +156,30 @@ def finds_frames(stream: BinaryIO) -> bool:
     return found is not None
 
 
+def starts_anew(packet: bytes, extradata: bytes | None) -> bool:
+    """
+    Whether no frame from a keyframe of H.264 on needs those before it. What players call keyframes may also be where
+    a picture begins to be refreshed part by part.
+
+    Args:
+        packet (`bytes`):
+            The packet of the keyframe.
+        extradata (`bytes`, *optional*):
+            What the file says of the codec, by which one knows how long the parts of a packet are.
+
+    Returns:
+        `bool`: Whether it holds an IDR picture.
+    """
+    if not extradata or extradata[0] != 1:  # of files in which nobody seeks
+        return False
+    place, wide = 0, 1 + (extradata[4] & 3)
+    while place + wide < len(packet):
+        if packet[place + wide] & 31 == 5:
+            return True
+        place += wide + int.from_bytes(packet[place : place + wide], "big")
+    return False
+
+
 def _behind_tags(stream: BinaryIO) -> None:
     """Moves to what is behind ID3 tags, which may stand before any format."""
     place = 0
@@ -112,42 +193,168 @@ def _behind_tags(stream: BinaryIO) -> None:
     stream.seek(place)
 
 
-# Each finds the part of a file that may be cut off: where it begins, and how many bytes it says it has
+def is_chained(stream: BinaryIO) -> bool:
+    """
+    Whether an Ogg file holds several streams one after the other, of which libsndfile reads the first alone.
+
+    Args:
+        stream (`BinaryIO`):
+            A file of any format; it is at the start afterwards.
+
+    Returns:
+        `bool`: Whether a stream begins behind the data of another.
+    """
+    _behind_tags(stream)
+    begins, chained = True, False
+    if stream.read(4) == b"OggS":
+        stream.seek(-4, 1)
+        for flags, _, _ in _ogg_pages(stream):
+            chained = chained or (bool(flags & _OGG_FIRST) and not begins)
+            begins = begins and bool(flags & _OGG_FIRST)
+    stream.seek(0)
+    return chained
 
 
-def _riff(stream: BinaryIO, size: int) -> tuple[int, int] | None:
+# Each says what is missing of a file, if it was cut off
+
+
+def _short(begin: int, length: int, size: int) -> str | None:
+    """What is missing of a part of a file that says how many bytes it has."""
+    return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
+
+
+def _riff(stream: BinaryIO, size: int) -> str | None:
     kind, length = stream.read(4), stream.read(4)
-    order, samples = ("little", b"data") if kind == b"RIFF" else ("big", b"SSND" if kind == b"FORM" else b"data")
+    order, samples = ("little", b"data") if kind in (b"RIFF", b"RF64") else ("big", b"data")
+    if kind == b"FORM":
+        samples = b"SSND"
     if stream.read(4) == b"AVI ":
-        length = int.from_bytes(length, "little")
-        return (stream.tell() - 4, length) if length < _LARGEST else None
+        return _avi(stream, size)
+    large = 0  # what a header of RF64 says
     for _ in range(_MOST_PARTS):
         chunk = stream.read(8)
         if len(chunk) < 8:
             break
         length = int.from_bytes(chunk[4:], order)
+        if chunk[:4] == b"ds64":
+            large = int.from_bytes(stream.read(16)[8:], "little")
+            stream.seek(-16, 1)
         if chunk[:4] == samples:
-            return (stream.tell(), length) if length < _LARGEST else None
+            length = large if length >= _LARGEST and kind == b"RF64" else length
+            return _short(stream.tell(), length, size) if kind == b"RF64" or length < _LARGEST else None
         stream.seek(length + length % 2, 1)
     return None
 
 
-def _boxes(stream: BinaryIO, size: int) -> tuple[int, int] | None:
-    """Of MP4 and its like: the box that ends behind the end."""
-    place = 0
+def _avi(stream: BinaryIO, size: int) -> str | None:
+    """Several lists of chunks, one for each GB."""
+    place = stream.tell() - 12
+    for _ in range(_MOST_PARTS):
+        stream.seek(place)
+        head = stream.read(8)
+        length = int.from_bytes(head[4:], "little")
+        if head[:4] != b"RIFF" or length >= _LARGEST:
+            return None
+        if missing := _short(place + 8, length, size):
+            return missing
+        place += 8 + length + length % 2
+    return None
+
+
+def _w64(stream: BinaryIO, size: int) -> str | None:
+    """As RIFF, with names of 16 bytes, and lengths of 8 that count themselves and the name."""
+    place = stream.tell() + 40
+    for _ in range(_MOST_PARTS):
+        stream.seek(place)
+        chunk = stream.read(24)
+        length = int.from_bytes(chunk[16:], "little")
+        if len(chunk) < 24 or length < 24:
+            return None
+        if chunk[:4] == b"data":
+            return _short(place, length, size)
+        place += length + -length % 8
+    return None
+
+
+def _caf(stream: BinaryIO, size: int) -> str | None:
+    place = stream.tell() + 8
+    for _ in range(_MOST_PARTS):
+        stream.seek(place)
+        chunk = stream.read(12)
+        length = int.from_bytes(chunk[4:], "big", signed=True)
+        if len(chunk) < 12 or length < 0:  # no more of them, or one that goes to the end
+            return None
+        if missing := _short(place + 12, length, size):
+            return missing
+        place += 12 + length
+    return None
+
+
+def _au(stream: BinaryIO, size: int) -> str | None:
+    head = stream.read(12)
+    length = int.from_bytes(head[8:], "big")
+    begin = stream.tell() - 12 + int.from_bytes(head[4:8], "big")
+    return _short(begin, length, size) if length < _LARGEST else None
+
+
+def _nist(stream: BinaryIO, size: int) -> str | None:
+    begin = stream.tell()
+    head = stream.read(1024)
+    if b"embedded" in head:  # compressed
+        return None
+    found = [
+        re.search(rb"\n%s -\S+ (\d+)" % key, head) for key in (b"sample_count", b"sample_n_bytes", b"channel_count")
+    ]
+    counts = [int(each.group(1)) for each in found if each]
+    return _short(begin + int(head[8:16]), math.prod(counts), size) if len(counts) == 3 else None
+
+
+def _boxes(stream: BinaryIO, size: int) -> str | None:
+    """Of MP4 and its like: each box is whole, and fragments are as many as an index says."""
+    fragments, ends = False, False
+    for kind, begin, end in _box_places(stream, stream.tell(), size):
+        if end > size:
+            return _short(begin, end - begin, size)
+        if kind == b"moov":
+            fragments = any(inner == b"mvex" for inner, *_ in _box_places(stream, begin + 8, end))
+        if kind == b"sidx" and not ends:
+            stream.seek(begin + 8)
+            sizes = _index(stream.read(min(end - begin - 8, 2**20)))
+            # An index of one fragment may be followed by others, each with its own
+            ends = len(sizes) > 1
+            if ends and (missing := _short(end, sum(sizes), size)):
+                return missing
+        ends = ends or kind == b"mfra"
+    if fragments and not ends:
+        return (
+            "its fragments have no index behind them (`ffmpeg -i FILE -c copy NEW.mp4` repairs a file that is whole)"
+        )
+    return None
+
+
+def _box_places(stream: BinaryIO, place: int, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Kind, begin and end of each box from a place on, the last of which may end behind the end."""
     for _ in range(_MOST_PARTS):
         stream.seek(place)
         head = stream.read(16)
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
-        if length < 8:  # no more of them, or one that goes to the end
-            return None
-        if place + length > size:
-            return place, length
+        if place >= size or length < 8:  # no more of them, or one that goes to the end
+            return
+        yield head[4:8], place, place + length
         place += length
-    return None
 
 
-def _matroska(stream: BinaryIO, size: int) -> tuple[int, int] | None:
+def _index(box: bytes) -> list[int]:
+    """The lengths of the segments that a `sidx` box lists, what is before the first of them included."""
+    wide = box[:1] != b"\0"
+    first, count = (box[20:28], box[30:32]) if wide else (box[16:20], box[22:24])
+    begin = 32 if wide else 24
+    entries = (box[i : i + 4] for i in range(begin, begin + 12 * int.from_bytes(count, "big"), 12))
+    sizes = [int.from_bytes(entry, "big") & (2**31 - 1) for entry in entries]
+    return [int.from_bytes(first, "big") + sizes[0], *sizes[1:]] if sizes else []
+
+
+def _matroska(stream: BinaryIO, size: int) -> str | None:
     stream.seek(4, 1)
     header = _ebml_number(stream)
     if header is None:
@@ -156,7 +363,7 @@ def _matroska(stream: BinaryIO, size: int) -> tuple[int, int] | None:
     if stream.read(4) != b"\x18\x53\x80\x67":  # all but the header is one segment
         return None
     length = _ebml_number(stream)
-    return None if length is None else (stream.tell(), length)
+    return None if length is None else _short(stream.tell(), length, size)
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
@@ -170,18 +377,36 @@ def _ebml_number(stream: BinaryIO) -> int | None:
     return None if number == (1 << bits) - 1 else number
 
 
-def _ogg(stream: BinaryIO, size: int) -> tuple[int, int] | None:
-    """The last page."""
-    place = stream.seek(max(0, size - 2**17))
-    tail = stream.read()
-    page = tail.rfind(b"OggS\0")
-    if page < 0:
-        return None
-    lengths = tail[page + 27 : page + 27 + tail[page + 26]] if len(tail) > page + 26 else b""
-    return place + page, 27 + len(lengths) + sum(lengths)
+def _ogg(stream: BinaryIO, size: int) -> str | None:
+    """Each page is whole, and each stream has its last."""
+    open_streams = set()
+    for flags, serial, end in _ogg_pages(stream):
+        if end > size:
+            return "its last page isn't whole"
+        (open_streams.discard if flags & _OGG_LAST else open_streams.add)(serial)
+    return "the last page of a stream is missing" if open_streams else None
 
 
-def _mp3(stream: BinaryIO, size: int) -> tuple[int, int] | None:
+def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
+    """Flags, number of the stream and end of each page. What isn't one is passed over, as by decoders."""
+    place = stream.tell()
+    for _ in range(_MOST_PARTS):
+        stream.seek(place)
+        head = stream.read(27)
+        if head[:4] == b"OggS":
+            lengths = stream.read(head[26]) if len(head) == 27 else b""
+            whole = len(head) == 27 and len(lengths) == head[26]
+            place = place + 27 + len(lengths) + sum(lengths) if whole else _LARGEST
+            yield (head[5] if len(head) > 5 else 0), head[14:18], place
+        elif head:
+            head += stream.read(2**12)
+            found = head.find(b"OggS", 1)
+            place += max(len(head) - 3, 1) if found < 0 else found
+        else:
+            return
+
+
+def _mp3(stream: BinaryIO, size: int) -> str | None:
     """What the header says that LAME writes into the first frame."""
     begin = stream.tell()
     frame = stream.read(64)
@@ -192,13 +417,79 @@ def _mp3(stream: BinaryIO, size: int) -> tuple[int, int] | None:
     if not flags & 2:  # doesn't tell its bytes
         return None
     after = 4 * (flags & 1)  # behind the number of frames
-    return begin, int.from_bytes(fields[after : after + 4], "big") - _ID3V1
+    length = int.from_bytes(fields[after : after + 4], "big")
+    return None if begin + length - _ID3V1 == size else _short(begin, length, size)
 
 
-_LENGTHS: tuple[tuple[bytes, Callable[[BinaryIO, int], tuple[int, int] | None]], ...] = (
-    (rb"(?:RIFF|RIFX).{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
+def _flv(stream: BinaryIO, size: int) -> str | None:
+    """What its metadata say, which are the first tag."""
+    begin = stream.tell()
+    found = re.search(rb"\0\x08filesize\0(.{8})", stream.read(2**13), re.DOTALL)
+    length = int(struct.unpack(">d", found.group(1))[0]) if found else 0
+    return _short(begin, length, size)
+
+
+def _asf(stream: BinaryIO, size: int) -> str | None:
+    """What the object of its properties says, unless that is of a broadcast."""
+    begin = stream.tell()
+    found = re.search(_ASF_PROPERTIES + rb".{24}(.{8}).{40}(.)", stream.read(2**16), re.DOTALL)
+    if not found or found.group(2)[0] & 1:
+        return None
+    return _short(begin, int.from_bytes(found.group(1), "little"), size)
+
+
+def _ivf(stream: BinaryIO, size: int) -> str | None:
+    place = stream.tell() + 32
+    for _ in range(_MOST_PARTS):
+        if place >= size:
+            break
+        stream.seek(place)
+        length = 12 + int.from_bytes(stream.read(4), "little")
+        if missing := _short(place, length, size):
+            return missing
+        place += length
+    return None
+
+
+def _gif(stream: BinaryIO, size: int) -> str | None:
+    """Blocks, each a list of parts that ends with an empty one, until the last."""
+    stream.seek(10, 1)
+    _pass_colors(stream, stream.read(3)[:1])
+    within = False
+    for _ in range(_MOST_PARTS):
+        part = stream.read(1)
+        if not part:
+            return "its last block is missing"
+        if within:
+            stream.seek(part[0], 1)
+            within = part != b"\0"
+            continue
+        if part == b";":
+            return None
+        if part == b",":
+            _pass_colors(stream, stream.read(9)[8:])
+        stream.seek(1, 1)
+        within = True
+    return None
+
+
+def _pass_colors(stream: BinaryIO, flags: bytes) -> None:
+    if flags and flags[0] & 128:
+        stream.seek(3 * 2 ** (1 + (flags[0] & 7)), 1)
+
+
+_CHECKS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
+    (rb"(?:RIFF|RIFX|RF64).{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
+    (rb"riff\x2e\x91\xcf\x11", _w64),
+    (rb"caff", _caf),
+    (rb"\.snd", _au),
+    (rb"NIST_1A\n", _nist),
     (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _boxes),
     (rb"\x1aE\xdf\xa3", _matroska),
     (rb"OggS", _ogg),
     (rb"\xff[\xe2-\xff]", _mp3),
+    (rb"FLV", _flv),
+    (rb"\x30\x26\xb2\x75", _asf),
+    (rb"DKIF", _ivf),
+    (rb"GIF8", _gif),
 )

@@ -8,7 +8,6 @@ import re
 import wave
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 from .columns import Encoded, MediaRef
 from .loading import decoding, encoded_source, load_image, load_video, read_audio, require_module
 from .rules import DEFAULT_RULES, MediaRules
-from .sources import fetch_file
+from .sources import fetch_file, open_file
 
 
 # Files that browsers show, which are logged as they are: their extension, and how they start
@@ -95,8 +94,8 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
             raise ref.error(f"{size / 1e6:.1f} MB to log are too many; raise `max_logged_megabytes`")
-        data = Path(file).read_bytes() if isinstance(file, str) else file
-        return EncodedMedium(ref.kind, data, suffix, ref.rules)
+        with open_file(file) as stream:
+            return EncodedMedium(ref.kind, stream.read(), suffix, ref.rules)
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
@@ -115,11 +114,8 @@ def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
     """Extension of a file that browsers show and that is what the message asks for."""
     if file is None or {"video_start", "video_end"} & ref.options.keys():
         return None
-    if isinstance(file, str):
-        with open(file, "rb") as stream:
-            head = stream.read(_HEAD)
-    else:
-        head = file[:_HEAD]
+    with open_file(file) as stream:
+        head = stream.read(_HEAD)
     return next((suffix for suffix, start in _VIEWABLE[ref.kind].items() if re.match(start, head, re.DOTALL)), None)
 
 

@@ -284,7 +284,7 @@ def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
         if isinstance(row.get(column), list):
             media[column] = [
                 {**message, "content": [_as_array(block) for block in message["content"]]}
-                if isinstance(message.get("content"), list)
+                if isinstance(message, dict) and isinstance(message.get("content"), list)
                 else message
                 for message in row[column]
             ]

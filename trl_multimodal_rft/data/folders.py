@@ -14,7 +14,7 @@ from datasets import Audio, Dataset, DatasetDict, Image, LargeList, List, Video
 
 from .columns import MediaRef
 from .rules import DEFAULT_RULES, MediaRules
-from .sources import fetch_file
+from .sources import fetch_file, open_file
 
 
 # Bytes and rows that are written at once, and bytes after which another file begins
@@ -130,8 +130,8 @@ def _embedded(value: Any, feature: Any, column: str, row: int, rules: MediaRules
     data = value["bytes"]
     if data is None:
         ref = MediaRef(type(feature).__name__.lower(), value["path"], {}, column, row, rules)
-        file = fetch_file(ref, value["path"])
-        data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        with open_file(fetch_file(ref, value["path"])) as stream:
+            data = stream.read()
     return {"bytes": data, "path": None if value["path"] is None else os.path.basename(value["path"])}
 
 

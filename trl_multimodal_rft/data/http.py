@@ -127,6 +127,27 @@ def ask(
         time.sleep(wait)
 
 
+def host_of(url: str) -> str | None:
+    """
+    The host that a request connects to, which another parser may take for a part of the path.
+
+    Args:
+        url (`str`):
+            What would be asked.
+
+    Returns:
+        `str`: The host in lower case and as DNS has it, `None` if there is none.
+
+    Raises:
+        `ValueError`: If it is no URL.
+    """
+    try:
+        host = urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
+        return None if host is None else host.lower()
+    except (requests.RequestException, urllib3.exceptions.LocationParseError) as error:
+        raise ValueError(str(error)) from None
+
+
 def within(until: float, function: Callable[[], Any]) -> Any:
     """
     Calls a function, and leaves it to itself, in a thread, if it takes too long, such as a read of what drips so

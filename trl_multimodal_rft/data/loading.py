@@ -2,6 +2,7 @@
 """From media references to decoded images, waveforms and frames."""
 
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,15 +21,16 @@ from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_container, check_whole, finds_frames
+from .containers import check_container, check_png, check_whole, finds_frames, is_chained, starts_anew
+from .images import check_exif, check_object, open_image
 from .sources import fetch_file, open_file
 
 
-# What is opened as an image: no documents, which other programs would have to draw
-_IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
-
 # Floats beyond this were never scaled to -1 to 1
 _LOUDEST = 16.0
+
+# 32-bit integers up to this hold samples of 16 or 24 bits, which would be near silence
+_LOUDEST_24_BITS = 2**23
 
 # Sampling rates of sounds, in Hz
 _RATES = 1000, 1_000_000
@@ -45,6 +47,12 @@ _PIXELS_AT_ONCE = 2**22
 
 # What libsndfile says where a header doesn't tell how many samples there are
 _UNKNOWN_LENGTH = 2**63 - 1
+
+# Formats whose header tells how many samples there are, by FFmpeg's names
+_COUNTED = ("ape", "tta", "wv")
+
+# Options by which frames of a file are chosen
+_FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
 
 # Frames per second that a header may tell
 _FASTEST = 1000.0
@@ -73,16 +81,21 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image = encoded_source(ref)
+        image, stream = encoded_source(ref), None
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            image = _open_image(open_file(fetch_file(ref, image)))
+            stream = open_file(fetch_file(ref, image))
+            image = open_image(ref, stream)
+        check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         _check_pixels(ref, image.size)
+        if stream is not None and image.format == "PNG":
+            check_png(ref, stream)
         image.load()
         _check_pixels(ref, image.size)  # an icon's header may not say what is in it
+        check_exif(ref, image)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -122,7 +135,8 @@ def load_audio(
         `np.ndarray`: Waveform of shape (N,), float32.
 
     Raises:
-        MediaError: If the sound is missing, unreadable, empty, overlong or not finite, or its rate unknown or invalid.
+        MediaError: If the sound is missing, unreadable, cut off, empty, overlong or not finite, or its rate unknown or
+            invalid.
         ImportError: If soundfile, PyAV or soxr is needed and not installed.
     """
     cuts = overlong == "truncate" and max_seconds is not None
@@ -131,8 +145,8 @@ def load_audio(
         if max_seconds is not None and count > max_seconds * rate:
             if not cuts:
                 raise ref.error(
-                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed; cut the clip, raise the "
-                    "limit, or let overlong audio be truncated"
+                    f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
+                    "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
                 )
             count = max_seconds * rate
         _check_seconds(ref, count / rate, "max_audio_seconds")
@@ -166,10 +180,12 @@ def load_audio(
 def load_video(
     ref: MediaRef,
     sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    resize_fn: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes the frames of a video: with torchcodec if that is usable and the file tells where frames are (MP4, MOV,
-    Matroska, WebM), else with PyAV, from the first to the last that is wanted.
+    Decodes frames of a video, which are those that `ffmpeg` shows: with torchcodec if that is usable and the file says
+    where frames are (MP4, MOV, Matroska, WebM, unless trimmed without encoding them anew), else with PyAV, from the
+    first to the last that is wanted.
 
     Args:
         ref ([`MediaRef`]):
@@ -181,6 +197,8 @@ def load_video(
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
+        resize_fn (`Callable`, *optional*):
+            Resizes frames of shape (N, H, W, 3) as they are decoded, a few at a time, from them and the number of all.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and metadata to be passed to the processor as
@@ -189,14 +207,17 @@ def load_video(
         (`do_sample_frames=True`) only if all frames were decoded.
 
     Raises:
-        MediaError: If the video is missing, unreadable, has no frames, or frames of different sizes.
-        ImportError: If neither torchcodec nor PyAV is usable.
+        MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
+        ImportError: If PyAV isn't installed.
     """
-    return _load_frames(ref, sample_indices_fn)
+    return _load_frames(ref, sample_indices_fn, resize_fn)
 
 
 def load_with_qwen_vl_utils(
-    ref: MediaRef, image_patch_size: int
+    ref: MediaRef,
+    image_patch_size: int,
+    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
+    frame_size_fn: Callable[[int, int, int], Sequence[int]] | None = None,
 ) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
     """
     Decodes an image or a video, sampled and resized as qwen-vl-utils does.
@@ -222,6 +243,11 @@ def load_with_qwen_vl_utils(
             An image or a video, with a source as in [`load_image`] or [`load_video`].
         image_patch_size (`int`):
             `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
+        sample_indices_fn (`Callable`, *optional*):
+            Replaces the options for the frames of a video, as in [`load_video`].
+        frame_size_fn (`Callable`, *optional*):
+            Replaces the options for their size: a function of the number of frames, their height and their width that
+            returns the height and width to resize them to.
 
     Returns:
         `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
@@ -232,28 +258,14 @@ def load_with_qwen_vl_utils(
         ImportError: If qwen-vl-utils is not installed.
     """
     vision = require_module("qwen_vl_utils.vision_process", ref.kind)
-    options = ref.options
-
-    def sample_indices(metadata: VideoMetadata) -> list[int]:
-        first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
-        metadata.total_num_frames = total
-        return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
-
     with decoding(ref):
         if ref.kind == "image":
-            return vision.fetch_image({**options, "image": load_image(ref)}, image_patch_size)
-        factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
+            return vision.fetch_image({**ref.options, "image": load_image(ref)}, image_patch_size)
+        sample_indices = sample_indices_fn or partial(qwen_frame_indices, ref.options)
+        frame_size = frame_size_fn or partial(qwen_frame_size, ref.options, image_patch_size)
 
         def resized(frames: np.ndarray, count: int) -> np.ndarray:
-            min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
-            total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
-            share = total_pixels / count * vision.FRAME_FACTOR
-            ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
-            if "resized_height" in options and "resized_width" in options:
-                size = vision.smart_resize(options["resized_height"], options["resized_width"], factor)
-            else:
-                max_pixels = min(options.get("max_pixels", ceiling), ceiling)
-                size = vision.smart_resize(*frames.shape[1:3], factor, min_pixels, max_pixels)
+            size = frame_size(count, *frames.shape[1:3])
             tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
             resize = vision.transforms.functional.resize
             tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
@@ -264,9 +276,56 @@ def load_with_qwen_vl_utils(
         return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
-def _open_image(stream: BinaryIO) -> PIL.Image.Image:
-    PIL.Image.init()  # formats can be named only once they are known
-    return PIL.Image.open(stream, formats=_IMAGE_FORMATS)
+def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
+    """
+    The frames of a video that qwen-vl-utils samples.
+
+    Args:
+        options (`dict[str, Any]`):
+            Its options.
+        metadata (`VideoMetadata`):
+            Of the video. Its number of frames becomes that of the span.
+
+    Returns:
+        `list[int]`: Indices of the frames.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
+    metadata.total_num_frames = total
+    return torch.linspace(first, last, vision.smart_nframes(options, total, metadata.fps)).round().long().tolist()
+
+
+def qwen_frame_size(
+    options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
+) -> tuple[int, int]:
+    """
+    The size to which qwen-vl-utils resizes the frames of a video.
+
+    Args:
+        options (`dict[str, Any]`):
+            Its options.
+        image_patch_size (`int`):
+            `patch_size` of the model's image processor.
+        count (`int`):
+            Number of frames.
+        height (`int`):
+            Their height.
+        width (`int`):
+            Their width.
+
+    Returns:
+        `tuple[int, int]`: Height and width.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
+    if "resized_height" in options and "resized_width" in options:
+        return vision.smart_resize(options["resized_height"], options["resized_width"], factor)
+    min_pixels = options.get("min_pixels", vision.VIDEO_MIN_TOKEN_NUM * factor**2)
+    total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
+    share = total_pixels / count * vision.FRAME_FACTOR
+    ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
+    max_pixels = min(options.get("max_pixels", ceiling), ceiling)
+    return vision.smart_resize(height, width, factor, min_pixels, max_pixels)
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
@@ -284,7 +343,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
         MediaError: If it isn't.
     """
     if ref.kind == "image":
-        _check_pixels(ref, _open_image(stream).size)
+        _check_pixels(ref, open_image(ref, stream).size)
     else:
         check_container(ref, stream)
 
@@ -309,10 +368,11 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
-        name = f" '{str(source)[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        # Shortened last, as half a secret isn't known for one
+        name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
+        reason = ref.shown(str(error))[:500]
         raise ref.error(
-            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {str(error)[:500]}); repair it or remove "
-            "the row"
+            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {reason}); repair it or remove the row"
         ) from error
 
 
@@ -475,30 +535,60 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         def seekable(self) -> bool:
             return False  # else it seeks to where it is after each piece, which isn't exact in an MP3
 
+    check_container(ref, stream)
     check_whole(ref, stream)
+    if is_chained(stream):
+        yield from _decode_with_pyav(ref, stream)
+        return
     try:
         sound = Streamed(stream)
     except soundfile.LibsndfileError:
         stream.seek(0)
-        check_container(ref, stream)
-        yield from _decode_with_pyav(stream)
+        yield from _decode_with_pyav(ref, stream)
         return
     with sound:
         # That of an MP3 may be a guess
-        if sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH:
+        known = sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH
+        if known:
             check(sound.frames, sound.samplerate)
         at_once = max(1, _SAMPLES_AT_ONCE // sound.channels)
+        count = 0
         while len(piece := sound.read(at_once, dtype="float32", always_2d=True)):
+            count += len(piece)
             yield piece, sound.samplerate
+        if known:
+            _check_count(ref, count, sound.frames)
+            if sound.format == "FLAC":  # is read no further than its header says
+                _check_count(ref, count, _samples_of_packets(stream))
 
 
-def _decode_with_pyav(stream: BinaryIO) -> _Pieces:
+def _check_count(ref: MediaRef, count: int, told: int) -> None:
+    if count != told:
+        raise ref.error(f"the file is damaged or cut off: {count} of {told} samples; fetch it again or remove the row")
+
+
+def _samples_of_packets(stream: BinaryIO) -> int:
+    """How many samples all packets of a sound have together, without decoding them."""
+    stream.seek(0)
+    with require_module("av", "audio").open(stream) as container:
+        sound = container.streams.best("audio")
+        samples = sum(packet.duration or 0 for packet in container.demux(sound)) * sound.time_base * sound.sample_rate
+        return round(samples)
+
+
+def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
     av = require_module("av", "audio")
     with av.open(stream) as container:
-        floats = av.AudioResampler(format="fltp")
-        for frame in container.decode(audio=0):
+        sound = container.streams.best("audio")
+        if sound is None:
+            raise ref.error("the file has no sound; remove the row")
+        floats, count = av.AudioResampler(format="fltp"), 0
+        for frame in container.decode(sound):
             for piece in floats.resample(frame):
+                count += piece.samples
                 yield piece.to_ndarray().T, piece.sample_rate
+        if container.format.name in _COUNTED:
+            _check_count(ref, count, sound.duration or 0)
 
 
 def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
@@ -530,6 +620,12 @@ def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndar
             return samples.astype(np.float32)
         if samples.dtype.kind in "iu" and samples.itemsize <= 4:
             full = 2.0 ** (8 * samples.itemsize - 1)
+            loudest = np.abs(samples.astype(np.int64)).max(initial=0)
+            if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
+                raise ref.error(
+                    f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
+                    "others as floats in -1 to 1"
+                )
             return (samples / full - (samples.dtype.kind == "u")).astype(np.float32)
     raise ref.error(
         f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 bits, "
@@ -608,29 +704,28 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         yield _listed_frames(ref, source)
     elif hasattr(source, "get_frames_at"):
-        yield _torchcodec_frames(source)
+        yield _torchcodec_frames(ref, source)
     else:
         with open_file(fetch_file(ref, source)) as stream:
             check_container(ref, stream)
             check_whole(ref, stream)
-            if finds_frames(stream) and is_torchcodec_usable(decode="video"):
+            if "sample_fps" in ref.options:
+                raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
+            metadata, may_seek = _scan_video(ref, stream)
+            if may_seek and finds_frames(stream) and is_torchcodec_usable(decode="video"):
                 decoders = importlib.import_module("torchcodec.decoders")
-                yield _torchcodec_frames(decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
+                yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
             else:
-                av = require_module("av", "video")
-                with av.open(stream) as container:
-                    count = container.streams.video[0].frames or sum(
-                        packet.size > 0 for packet in container.demux(video=0)
-                    )
-                stream.seek(0)  # in the container, it might not lead to the first frame
-                with av.open(stream) as container:
-                    yield _pyav_frames(container, count)
+                yield metadata, partial(_decode_frames, stream)
 
 
 def _listed_frames(ref: MediaRef, source: Any):
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
+    unused = sorted(_FRAME_CHOICES & ref.options.keys())
+    if unused:
+        raise ref.error(f"{', '.join(unused)} of a list of frames has no effect, as all are taken; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
     metadata.frames_indices = list(range(count))
@@ -643,7 +738,7 @@ def _listed_frames(ref: MediaRef, source: Any):
     return metadata, read
 
 
-def _torchcodec_frames(decoder: Any):
+def _torchcodec_frames(ref: MediaRef, decoder: Any):
     header = decoder.metadata
     metadata = VideoMetadata(
         header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
@@ -652,22 +747,63 @@ def _torchcodec_frames(decoder: Any):
     def read(indices):
         at_once = max(1, _PIXELS_AT_ONCE // (header.width * header.height))
         for i in range(0, len(indices), at_once):
-            frames = decoder.get_frames_at(indices[i : i + at_once]).data.cpu().numpy()
+            batch = decoder.get_frames_at(indices[i : i + at_once])
+            if (batch.pts_seconds.diff() <= 0).any():
+                raise ref.error("its decoder gives other frames than it counts; give the file in its place")
+            frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
 
     return metadata, read
 
 
-def _pyav_frames(container: Any, count: int):
-    stream = container.streams.video[0]
-    told = stream.average_rate if container.duration else None  # else it is FFmpeg's default
-    fps = float(told or stream.codec_context.framerate or stream.guessed_rate or 0)
-    metadata = VideoMetadata(count, fps, stream.width, stream.height, count / fps if fps else None)
+def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
+    """
+    What is known of a video, and whether each packet is a frame and decoding may begin at any keyframe. Where packets
+    aren't frames, as in clips that were cut without encoding them anew, these are counted by decoding them.
+    """
+    av = require_module("av", "video")
+    with av.open(stream) as container:
+        video = container.streams.best("video")
+        if video is None:
+            raise ref.error("the file has no video; remove the row")
+        told = video.average_rate if container.duration else None  # else it is FFmpeg's default
+        fps = float(told or video.codec_context.framerate or video.guessed_rate or 0)
+        count, first, exact, anew = 0, None, True, True
+        for packet in container.demux(video):
+            if packet.size:
+                count += 1
+                first = packet.pts if count == 1 else first
+                # Pictures shown before the first keyframe may need those that were cut away
+                exact = exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
+                exact = exact and (packet.is_keyframe or count > 1)
+                if anew and packet.is_keyframe and video.codec_context.name == "h264":
+                    anew = starts_anew(bytes(packet), video.codec_context.extradata)
+        if container.format.name == "ivf" and count < video.frames:
+            raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
+        size = video.width, video.height
+    _check_video(ref, VideoMetadata(count, fps, *size))
+    if not exact:
+        most = int(ref.rules.max_video_seconds * fps) + 1
+        with closing(_decoded(stream)) as frames:
+            times = [frame.time for frame in itertools.islice(frames, most)]
+        count = len(times)
+        if count > 1 and None not in times and times[-1] > times[0]:
+            fps = (count - 1) / (times[-1] - times[0])
+    return VideoMetadata(count, fps, *size, duration=count / fps), exact and anew
 
-    def read(indices):
-        chosen, last = set(indices), max(indices, default=-1)
-        for i, frame in zip(range(last + 1), container.decode(stream), strict=False):
+
+def _decoded(stream: BinaryIO) -> Generator[Any]:
+    """All frames of a video from the first, as FFmpeg shows them."""
+    stream.seek(0)
+    with require_module("av", "video").open(stream) as container:
+        yield from container.decode(container.streams.best("video"))
+
+
+def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
+    chosen, last = set(indices), max(indices, default=-1)
+    with closing(_decoded(stream)) as frames:
+        for i, frame in zip(range(last + 1), frames, strict=False):
             if i in chosen:
-                yield frame.to_ndarray(format="rgb24")[None]
-
-    return metadata, read
+                # Players turn what a phone has filmed on its side
+                upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                yield np.ascontiguousarray(upright)[None]

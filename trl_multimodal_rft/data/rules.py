@@ -34,7 +34,8 @@ class MediaRules:
         allowed_media_folders (`Sequence[str]`, *optional*):
             Folders in which local files must be, links followed; `None` allows all.
         allowed_media_domains (`Sequence[str]`, *optional*):
-            Hosts of `http`, `https`, `hdfs` and `webhdfs` URLs, and of those they redirect to; `None` allows all.
+            Hosts of `http`, `https`, `hdfs` and `webhdfs` URLs, and of those that web servers redirect to; `None`
+            allows all.
         max_media_bytes (`int`, *optional*, defaults to `2**31`):
             Size of a medium's file.
         max_image_pixels (`int`, *optional*, defaults to `100_000_000`):
@@ -46,7 +47,8 @@ class MediaRules:
         max_video_pixels (`int`, *optional*, defaults to `2**29`):
             Pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds in which a download must be complete, all attempts together.
+            Seconds in which a download must be complete, all attempts together, and as many for unpacking it from an
+            archive, and for decoding an image.
 
     Raises:
         `ValueError`: If a list is a text, or a limit isn't positive.

@@ -3,8 +3,15 @@
 
 import base64
 import binascii
+import gzip
+import math
 import os
+import re
+import stat
+import tarfile
 import time
+import zipfile
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,12 +21,18 @@ from urllib.request import url2pathname
 import fsspec
 import requests
 
-from .columns import MediaRef
-from .http import NoAnswer, TooLarge, TooManyRedirects, ask, within
+from .columns import MediaError, MediaRef, shown_url
+from .http import NoAnswer, TooLarge, TooManyRedirects, ask, host_of, within
 
 
 # Protocols that connect to any host a URL names, rather than to a store of the user's
 _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
+
+# What parsers of URLs disagree on: by one of them, another host or path follows
+_AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
+
+_CHUNK = 2**20
+_MOST_AT_ONCE = 2**26  # bytes that are read of an archive in one go, such as its list of files
 
 # How often a server is asked that is busy, or that breaks off
 _ATTEMPTS = 4
@@ -49,36 +62,94 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         return _limited(ref, _from_data_uri(ref, path))
     if "://" not in path and "::" not in path:
         return _local(ref, path)
-    links = path.split("::")
-    for position, link in enumerate(links):
-        protocol, separator, _ = link.partition("://")
-        if position > 0 and not separator and os.sep in link:  # the file that an archive is
-            _local(ref, link)
-            continue
-        _check_protocol(ref, protocol)
-        if protocol == "file":
-            _local(ref, url2pathname(urlsplit(link).path))
-        if protocol in _WITH_HOSTS:
-            _check_domain(ref, link)
-    if links == [path] and path.startswith("file://"):
-        return url2pathname(urlsplit(path).path)
-    if links == [path] and path.startswith(("http://", "https://")):
-        return _download(ref, path)
+    *archives, link = _links(path)
+    for each in archives:
+        _check_protocol(ref, each.partition("://")[0])
+    protocol = link.partition("::")[0].partition("://")[0]
+    if archives and "://" not in link:
+        protocol, file = "file", _local(ref, link)
+    elif protocol == "file":
+        file = _local(ref, url2pathname(urlsplit(link).path))
+    elif protocol in ("http", "https"):
+        file = _download(ref, link)
+    else:
+        _check_store(ref, protocol, link)
+        file = None
+    if file is not None and not archives:
+        return file
+    until = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        with fsspec.open(path, "rb") as file:
-            stream: Any = file
-            return stream.read(ref.rules.max_media_bytes + 1)
+        opened: Any = fsspec.open(link, "rb").open() if file is None else open_file(file)
+        with closing(opened):
+            stream: Any = opened
+            for archive in reversed(archives):
+                kind, _, name = archive.partition("://")
+                stream = _ARCHIVES[kind](ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), name.strip("/"))
+            return _read(ref, Bounded(ref, stream, until))
 
     try:
-        return _limited(ref, within(time.monotonic() + ref.rules.media_timeout, read))
+        return within(until, read)
     except NoAnswer as error:
-        raise ref.error(f"cannot read '{path}' ({error}); remove the row, or raise `media_timeout`") from None
+        raise ref.error(
+            f"cannot read '{shown_url(path)}' ({error}); remove the row, or raise `media_timeout`"
+        ) from None
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
-        protocols = " and ".join(dict.fromkeys(link.split("://")[0] for link in links if "://" in link))
-        raise ImportError(str(ref.error(f"no package is installed that reads {protocols}: {error}"))) from error
+        raise ImportError(str(ref.error(f"no package is installed that reads {protocol}: {error}"))) from error
+
+
+class Bounded:
+    """
+    A stream that ends its reader: by an error, whatever is read next, once its time or its bytes are used up.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            The medium, for errors.
+        stream (`BinaryIO`):
+            What is read.
+        until (`float`):
+            When it must have been read, as `time.monotonic` tells the time.
+        most (`float`, *optional*):
+            How many bytes may be read, those twice that are read twice.
+        at_once (`float`, *optional*):
+            How many bytes may be read in one go.
+    """
+
+    def __init__(self, ref: MediaRef, stream: Any, until: float, most: float = math.inf, at_once: float = math.inf):
+        self.most, self.until = most, until
+        self._ref, self._stream, self._at_once, self._read = ref, stream, at_once, 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        """
+        Reads bytes.
+
+        Args:
+            size (`int`, *optional*, defaults to `-1`):
+                How many at most; all of them by default.
+
+        Returns:
+            `bytes`: The bytes.
+
+        Raises:
+            [`~data.columns.MediaError`]: If that takes too long, or is too much.
+        """
+        if time.monotonic() > self.until:
+            seconds = self._ref.rules.media_timeout
+            raise self._ref.error(f"not read within {seconds:g} s; remove the row, or raise `media_timeout`")
+        if size is not None and size > self._at_once:
+            raise self._ref.error(f"an archive with {size:,} bytes of headers; split it, or remove the row")
+        data = self._stream.read(size)
+        self._read += len(data)
+        if self._read > self.most:
+            raise self._ref.error(
+                f"its metadata takes more than {self.most:,} bytes; save it without metadata, or remove the row"
+            )
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def open_file(file: str | bytes) -> BinaryIO:
@@ -91,11 +162,68 @@ def open_file(file: str | bytes) -> BinaryIO:
 
     Returns:
         `BinaryIO`: A stream.
+
+    Raises:
+        `OSError`: If there is no such file any more, or a pipe or a device in its place, which isn't waited for.
     """
     if isinstance(file, bytes):
         return BytesIO(file)
     # By its number, as decoders read patterns and formats out of a stream's name, too
-    return open(os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
+    number = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    stream = open(number, "rb")
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        stream.close()
+        raise OSError("it is no regular file")
+    return stream
+
+
+def _links(path: str) -> list[str]:
+    """The archives of a chained URL, from the inside out, and the file that the outermost one is."""
+    link, chained, rest = path.partition("::")
+    return [link, *_links(rest)] if chained and link.partition("://")[0] in _ARCHIVES else [path]
+
+
+def _in_zip(ref: MediaRef, stream: Any, name: str) -> Any:
+    archive = zipfile.ZipFile(stream)
+    member = archive.getinfo(name)
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others aren't unpacked in pieces
+        raise ref.error(f"'{name}' is packed by method {member.compress_type}; pack it anew by 'deflate'")
+    if member.file_size > ref.rules.max_media_bytes:
+        raise _too_large(ref)
+    return archive.open(member)
+
+
+def _in_tar(ref: MediaRef, stream: Any, name: str) -> Any:
+    packed = stream.read(2) == b"\x1f\x8b"
+    stream.seek(0)
+    archive: Any = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else stream, mode="r:")
+    found = None
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # by which one could look back
+        found = member if member.name.strip("/") == name else found
+    if found is None or not found.isreg():
+        raise ref.error(f"no file '{name}' in the archive; correct the name or remove the row")
+    if found.size > ref.rules.max_media_bytes:
+        raise _too_large(ref)
+    return archive.extractfile(found)
+
+
+def _in_gzip(ref: MediaRef, stream: Any, name: str) -> Any:
+    unpacked = gzip.GzipFile(fileobj=stream)
+    return Bounded(ref, unpacked, stream.until, at_once=_MOST_AT_ONCE)
+
+
+_ARCHIVES = {"zip": _in_zip, "tar": _in_tar, "gzip": _in_gzip}
+
+
+def _read(ref: MediaRef, stream: Any) -> bytes:
+    """All of a stream, of which no second copy is made."""
+    data = BytesIO()
+    while chunk := stream.read(_CHUNK):
+        data.write(chunk)
+        if data.tell() > ref.rules.max_media_bytes:
+            raise _too_large(ref)
+    return data.getvalue()
 
 
 def _limited(ref: MediaRef, data: bytes) -> bytes:
@@ -117,7 +245,7 @@ def _from_data_uri(ref: MediaRef, uri: str) -> bytes:
     if not header.endswith(";base64"):
         return unquote_to_bytes(data)
     try:
-        return base64.b64decode(unquote_to_bytes(data))
+        return base64.b64decode(b"".join(unquote_to_bytes(data).split()), validate=True)
     except binascii.Error as error:
         raise ref.error(f"its data URI isn't base64 ({error}); repair it or remove the row") from error
 
@@ -142,15 +270,36 @@ def _local(ref: MediaRef, path: str) -> str:
     return path
 
 
+def _check_store(ref: MediaRef, protocol: str, url: str) -> None:
+    _check_protocol(ref, protocol)
+    if "::" in url:
+        raise ref.error(f"'{protocol}' can't be chained; only archives can be: {', '.join(_ARCHIVES)}")
+    if protocol in _WITH_HOSTS:
+        _check_domain(ref, url)
+
+
 def _check_domain(ref: MediaRef, url: str) -> None:
-    host = urlsplit(url).hostname
-    if ref.rules.allowed_media_domains is not None and host not in ref.rules.allowed_media_domains:
+    """Checks the host that is connected to, and that no other could be meant."""
+    if _AMBIGUOUS.search(url):
+        raise ref.error("its URL has a backslash or a control character; encode it, such as '%5C'")
+    try:
+        if "@" in urlsplit(url).netloc:
+            raise ref.error("its URL has a user or a password; take them out, or copy the media to a local folder")
+        host = host_of(url)
+        allowed = [host_of(f"http://{each}") for each in ref.rules.allowed_media_domains or ()]
+    except MediaError:
+        raise
+    except ValueError:  # whose message may hold half a password
+        raise ref.error(f"'{shown_url(url)}' is no URL; correct it or remove the row") from None
+    if ref.rules.allowed_media_domains is not None and host not in allowed:
         raise ref.error(f"'{host}' is none of `allowed_media_domains`; add it if you trust the data")
 
 
 def _download(ref: MediaRef, url: str) -> bytes:
+    _check_protocol(ref, url.partition("://")[0])
+
     def may_visit(url: str) -> None:
-        protocol = urlsplit(url).scheme
+        protocol = url.partition(":")[0].lower()
         if protocol not in ("http", "https") or protocol not in ref.rules.allowed_media_protocols:
             raise ref.error(f"it redirects to the protocol '{protocol}', which isn't allowed; remove the row")
         _check_domain(ref, url)
@@ -171,7 +320,8 @@ def _download(ref: MediaRef, url: str) -> bytes:
             f"cannot download '{url}' ({error}); repair the URL, remove the row, or raise `media_timeout`"
         ) from None
     except (TooManyRedirects, requests.RequestException) as error:
-        raise ref.error(f"cannot download '{url}' ({error}); repair the URL or remove the row") from None
+        reason = str(error) if isinstance(error, TooManyRedirects) else type(error).__name__
+        raise ref.error(f"cannot download '{url}' ({reason}); repair the URL or remove the row") from None
     if answer.status >= 300:
         raise ref.error(f"'{url}' gives status {answer.status}; correct the URL or remove the row")
     return answer.body

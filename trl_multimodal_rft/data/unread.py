@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset, LargeList, List, Value
 
 from ..families import MODALITIES
-from .columns import MEDIA_COLUMNS, MediaError, _absent, _holds_several, block_kind, find_media
+from .columns import MEDIA_COLUMNS, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
 
 
 # Rows that are looked at, from all over a dataset
@@ -132,6 +132,27 @@ def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
         raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row)}")
 
 
+def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> None:
+    """
+    Checks that reward functions can get the columns of a row by their names.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            The row.
+        place (`int`, *optional*):
+            Its place among others, for the error, if it isn't a [`~data.fetch.Row`].
+
+    Raises:
+        `ValueError`: If a column is called like what they get of the model.
+    """
+    for column in ("prompts", "completions"):
+        if column in row:
+            raise ValueError(
+                f"row {getattr(row, 'number', place)} has a column {column!r}, the name under which reward functions "
+                f"get the {column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
+            )
+
+
 def _no_prompt(columns: Collection[str]) -> str:
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
@@ -199,8 +220,9 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
     found = [(isinstance(value, (list, tuple)), *each) for value in values for each in find_media(value, column)]
     for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, str):
+            shown = shown_url(medium) if "://" in medium else medium
             return _Unread(
-                column, place, kind, several, f"what looks like files, such as {medium[:60]!r}", certain=False
+                column, place, kind, several, f"what looks like files, such as {shown[:60]!r}", certain=False
             )
         is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
         how = "blocks" if is_block else f"of type {type(medium).__name__}"

@@ -6,23 +6,36 @@ import copy
 import inspect
 import io
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import logging
+from transformers.image_utils import SizeDict
+from transformers.utils import is_torchcodec_usable, logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
-from ..data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from ..data.columns import KNOWN_TYPES, QWEN_OPTIONS, THOUGHT_TYPES, MediaError, MediaRef, block_kind, iter_refs
+from ..data.loading import (
+    encoded_source,
+    load_audio,
+    load_image,
+    load_video,
+    load_with_qwen_vl_utils,
+    qwen_frame_indices,
+    qwen_frame_size,
+)
 from ..families import (
     AUDIO_EXTRACTORS,
     AUDIO_NAMES,
@@ -38,6 +51,17 @@ from .ablation import Ablation, blank, fitted
 
 
 logger = logging.get_logger(__name__)
+
+# Options by which a block chooses the frames of its video, and their size, and those that are qwen-vl-utils' alone
+_FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
+_QWEN_ONLY = {"min_frames", "max_frames"}
+_SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
+
+# Settings of a video processor that it doesn't hand to its rule of sampling
+_NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+
+# Frames per second that Qwen's models are given where nothing says more
+_QWEN_FPS = 2.0
 
 
 @dataclass(eq=False)
@@ -351,7 +375,7 @@ def encode_messages(
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}
         kept = DecodedPrompt(
-            replace_refs(prepare_multimodal_messages(messages), decoded),
+            replace_refs(_prepared(messages, processor, row), decoded),
             {kind: found for kind, found in by_kind.items() if found},
             copy.deepcopy(processor_kwargs),  # processors write into it
             template_kwargs or {},
@@ -419,16 +443,15 @@ def processor_outputs(
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
     else:
-        if isinstance(processor, ProcessorMixin):
-            messages = prepare_multimodal_messages(messages)
-        elif refs:
+        if refs and not isinstance(processor, ProcessorMixin):
             raise refs[0].error(
                 f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
+        messages = _prepared(messages, processor, row)
         options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
         if processor_kwargs:
-            options["processor_kwargs"] = processor_kwargs
+            options["processor_kwargs"] = _flat(processor_kwargs)
         try:
             encoded = processor.apply_chat_template(
                 [replace_refs(messages, decoded)],
@@ -440,11 +463,8 @@ def processor_outputs(
         except ImportError:
             raise
         except Exception as error:  # of any type, as templates and processors check little
-            if not refs:
-                raise MediaError(
-                    f"{_of_row(row)}column 'prompt': the chat template of {type(processor).__name__} rejected the "
-                    f"messages ({error}); change them to what it takes"
-                ) from error
+            if not refs or isinstance(error, TemplateError) or _lacks_template(processor, options):
+                raise _template_error(error, processor, options, f"{_of_row(row)}column 'prompt'") from error
             _check_each(refs, decoded, processor, processor_kwargs)
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
@@ -455,6 +475,105 @@ def processor_outputs(
         for name, value in encoded.items()
         if name not in ("attention_mask", "labels")
     }
+
+
+def write_chat(messages: list[dict[str, Any]], processor, place: str, **template_kwargs) -> str:
+    """
+    What a chat template writes.
+
+    Args:
+        messages (`list[dict]`):
+            Messages.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            Processing class with the template.
+        place (`str`):
+            Where the messages come from, for errors.
+        template_kwargs:
+            Arguments for `apply_chat_template`.
+
+    Returns:
+        `str`: The text.
+
+    Raises:
+        [`MediaError`]: If the template refuses the messages, or if there is none.
+    """
+    try:
+        return processor.apply_chat_template(messages, tokenize=False, **template_kwargs)
+    except Exception as error:  # of any type, as templates check little
+        raise _template_error(error, processor, template_kwargs, place) from error
+
+
+def _prepared(messages: list[dict[str, Any]], processor, row: int | None) -> list[dict[str, Any]]:
+    """Messages as processors take them, which know fewer roles than tokenizers."""
+    if not isinstance(processor, ProcessorMixin):
+        return messages
+    try:
+        return prepare_multimodal_messages(messages)
+    except ValueError as error:
+        raise MediaError(f"{_of_row(row)}column 'prompt': {error} Rename the role, or remove the row.") from error
+
+
+def _lacks_template(processor, template_kwargs: dict[str, Any]) -> bool:
+    own = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
+    # Mistral's tokenizers have their rules elsewhere
+    return not own and not family_of_processor(processor).takes_base64_audio
+
+
+def _template_error(error: Exception, processor, template_kwargs: dict[str, Any], place: str) -> MediaError:
+    name = type(processor).__name__
+    if _lacks_template(processor, template_kwargs):
+        return MediaError(
+            f"{place}: {name} has no chat template that could write messages; set `processing_class.chat_template`"
+        )
+    return MediaError(
+        f"{place}: the chat template of {name} rejected the messages ({error}); change them to what it takes"
+    )
+
+
+def _flat(processor_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with those that some `apply_chat_template` looks for where it does."""
+    videos_kwargs = dict(processor_kwargs.get("videos_kwargs", {}))
+    if "do_sample_frames" not in videos_kwargs:
+        return processor_kwargs
+    sampling = {"do_sample_frames": videos_kwargs.pop("do_sample_frames")}
+    return {**processor_kwargs, **sampling, "videos_kwargs": videos_kwargs}
+
+
+def outputs_of_files(
+    messages: list[dict[str, Any]],
+    processor: ProcessorMixin,
+    audio_overlong: Literal["raise", "truncate"],
+    template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor] | None:
+    """
+    What a processor makes of a prompt whose videos it reads itself, as transformers documents it.
+
+    Args:
+        messages (`list[dict]`):
+            Messages whose media blocks hold [`MediaRef`]s.
+        processor ([`~transformers.ProcessorMixin`]):
+            Processing class.
+        audio_overlong (`str`):
+            See [`encode_prompt`].
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`.
+
+    Returns:
+        `dict[str, torch.Tensor]` or `None`: See [`processor_outputs`]; `None` if not all videos of the prompt are
+        local files without options, or transformers can't read files.
+    """
+    refs = list(iter_refs(messages))
+    videos = [ref for ref in refs if ref.kind == "video"]
+    if not videos or not is_torchcodec_usable(decode="video") or any(ref.options for ref in videos):
+        return None
+    sources = [encoded_source(ref) for ref in videos]
+    if not all(isinstance(source, (str, os.PathLike)) and os.path.isfile(source) for source in sources):
+        return None
+    decoded, kwargs = decode_media([ref for ref in refs if ref.kind != "video"], processor, audio_overlong)
+    decoded |= {id(ref): Path(source) for ref, source in zip(videos, sources, strict=True)}
+    sampling = _sampling(processor)
+    kwargs["videos_kwargs"] = {"do_sample_frames": sampling is not None, **(sampling or {})}
+    return processor_outputs(messages, processor, decoded, kwargs, template_kwargs)
 
 
 def _check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, processor_kwargs: dict[str, Any]) -> None:
@@ -682,6 +801,12 @@ def decode_media(
     others = [_decode(ref, processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())]
     turns = itertools.cycle(others)
     for ref in refs:
+        unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS)
+        if unused:
+            logger.warning_once(
+                f"{type(processor).__name__} doesn't read {', '.join(unused)} of blocks, which have no effect; set "
+                "them in the configuration of its processor."
+            )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
         if ablation is not None and ref.kind == ablation.kind:
             medium = fitted(next(turns), medium) if others else blank(medium)
@@ -708,21 +833,70 @@ def _decode(
             raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
         if "image" not in resized:
             return load_image(ref), None
-        ref_with_limits = replace(ref, options={**_pixel_limits(processor.image_processor), **ref.options})
+        ref_with_limits = replace(
+            ref, options={**_pixel_limits(processor.image_processor.size, ref.options), **ref.options}
+        )
         return load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size), None
     if "video" in resized:
-        frames: Any = load_with_qwen_vl_utils(ref, processor.video_processor.patch_size)
-        return frames
+        return _qwen_video(ref, processor)
     return load_video(ref, _frame_sampler(ref, processor))
+
+
+def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A video sampled and resized by the options of its block, within the processor's limits, or by the processor."""
+    video_processor, options = processor.video_processor, ref.options
+    size = getattr(processor, "videos_kwargs", {}).get("size", video_processor.size)  # what its call goes by
+    sampler = _frame_sampler(ref, processor)
+    if sampler is None:
+        names = _QWEN_ONLY if "nframes" in options else {"fps", *_QWEN_ONLY}
+        limits = {name: getattr(video_processor, name, None) for name in names}
+        known = {name: value for name, value in limits.items() if value is not None}
+        sampler = partial(qwen_frame_indices, {**known, **options})
+    if options.keys() & _SIZE_OPTIONS:
+        whole = family_of_processor(processor).bounds_whole_videos
+
+        def frame_size(count: int, height: int, width: int) -> tuple[int, int]:
+            limits = _pixel_limits(size, options, count if whole else 1)
+            return qwen_frame_size({**limits, **options}, video_processor.patch_size, count, height, width)
+
+        loaded: Any = load_with_qwen_vl_utils(ref, video_processor.patch_size, sampler, frame_size)
+        frames, metadata = loaded
+    else:
+        array, metadata = load_video(ref, sampler, partial(_resized_frames, video_processor, size))
+        frames = torch.from_numpy(array).permute(0, 3, 1, 2)
+    return frames, {**metadata, "fps": metadata["fps"] or _QWEN_FPS}
+
+
+def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> np.ndarray:
+    """Some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all of them together."""
+    if not video_processor.do_resize:
+        return frames
+    whole = video_processor.resize(
+        videos=torch.empty(1, count, 3, *frames.shape[1:3], dtype=torch.uint8, device="meta"),
+        size=SizeDict(**limits) if isinstance(limits, dict) else limits,
+        resample=video_processor.resample,
+        factor=video_processor.patch_size * video_processor.merge_size,
+        temporal_factor=video_processor.temporal_patch_size,
+        cap_pixels_per_frame=getattr(video_processor, "cap_pixels_per_frame", None),
+    )
+    from transformers.video_processing_utils import BaseVideoProcessor  # which takes torchvision
+
+    size = SizeDict(height=whole.size(-2), width=whole.size(-1))
+    tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    resized = BaseVideoProcessor.resize(video_processor, tensor, size, video_processor.resample)
+    return resized.permute(0, 2, 3, 1).numpy()
 
 
 def _chooses_its_size(ref: MediaRef) -> bool:
     return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
 
 
-def _pixel_limits(image_processor) -> dict[str, int]:
-    size = image_processor.size
-    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+def _pixel_limits(size, options: dict[str, Any], count: int = 1) -> dict[str, float]:
+    """Limits of an image or a frame, where `size` bounds `count` of them. An option for one moves the other."""
+    return {
+        "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
+        "max_pixels": max(size["longest_edge"] / count, options.get("min_pixels", 0)),
+    }
 
 
 def _base64_wav(waveform: np.ndarray, rate: int) -> str:
@@ -746,9 +920,24 @@ def _frame_sampler(ref: MediaRef, processor):
     """The processor's own choice of frames, where the block doesn't choose."""
     if not hasattr(processor, "video_processor"):
         raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
+    known = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
+    sampling = None if known & ref.options.keys() else _sampling(processor)
+    if sampling is None:
+        return None
     video_processor = processor.video_processor
-    chosen = {"fps", "nframes", "video_start", "video_end"} & ref.options.keys()
-    return video_processor.sample_frames if video_processor.do_sample_frames and not chosen else None
+    names = video_processor.valid_kwargs.__annotations__.keys() - _NOT_FOR_SAMPLING
+    # Those of its settings that the processor hands to its rule, which needn't look at the others
+    settings = {name: getattr(video_processor, name, None) for name in names}
+    return partial(video_processor.sample_frames, **{**settings, **sampling})
+
+
+def _sampling(processor) -> dict[str, Any] | None:
+    """Arguments by which a processor samples frames of a file; `None` where it takes all of them."""
+    video_processor, family = processor.video_processor, family_of_processor(processor)
+    has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
+    if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
+        return {}
+    return {"fps": _QWEN_FPS} if family.has_qwen_vl_utils else None
 
 
 def _check_text(
@@ -862,6 +1051,8 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
         if not isinstance(value, MediaRef):
             return part
         medium = decoded[id(value)]
+        if isinstance(medium, Path):
+            return {"type": kind, "path": str(medium)}
         return {"type": kind, "base64" if isinstance(medium, str) else kind: medium}
 
     return [

@@ -13,7 +13,15 @@ from ..data.columns import MediaError, iter_refs, rows_to_messages
 from ..data.fetch import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import family_of
-from .prompts import EncodedPrompt, all_placeholder_ids, continued_field, encode_messages, encode_prompt
+from .control_tokens import checked_prompt
+from .prompts import (
+    EncodedPrompt,
+    all_placeholder_ids,
+    continued_field,
+    encode_messages,
+    encode_prompt,
+    write_chat,
+)
 
 
 @dataclass(eq=False)
@@ -66,6 +74,7 @@ def encode_sequence(
     ignored_media_columns: Collection[str] = (),
     own_tokens: Collection[str] = (),
     media_rules: MediaRules = DEFAULT_RULES,
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None,
 ) -> SupervisedSequence:
     """
     Encodes a row with its media, and which of its tokens are learned.
@@ -93,6 +102,8 @@ def encode_sequence(
             The model's own placeholders.
         media_rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
+        special_tokens_in_text (`str`, *optional*):
+            See [`~encoding.control_tokens.checked_prompt`].
 
     Returns:
         [`SupervisedSequence`]: The sequence.
@@ -118,7 +129,7 @@ def encode_sequence(
         (placed_row,) = rows_to_messages(
             [Row(number, placed.__getitem__)], ignored_media_columns, own_tokens, rules=media_rules
         )
-        messages = placed_row["prompt"]
+        messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, number)
         said = [message for message in messages if message["role"] == "assistant"]
         if (medium := next(iter_refs(said), None)) is not None:
             raise medium.error("what the assistant says is text; put media into the messages before it")
@@ -159,6 +170,46 @@ def encode_sequence(
     return sequence
 
 
+def given_sequence(
+    row: Mapping[str, Any], processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
+) -> SupervisedSequence:
+    """
+    A row of text that is tokenized already.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            Row with `input_ids` and `labels`, -100 on tokens that aren't learned. Without labels all are.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The model's processor.
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        [`SupervisedSequence`]: The sequence.
+
+    Raises:
+        `ValueError`: If ids stand for media, if labels aren't the ids, or if there is nothing to learn.
+    """
+    name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
+    labels = ids if row.get("labels") is None else torch.tensor(row["labels"])
+    if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
+        raise ValueError(f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100.")
+    placeholders = all_placeholder_ids(model, processing_class)
+    if not placeholders.isdisjoint(row["input_ids"]):
+        raise ValueError(f"{name}, column 'input_ids': placeholders of media have no media; give `messages`.")
+    # Fields and positions of text are the same for all texts
+    text = encode_prompt("-", processing_class, model)
+    first = {field: value[:1] for field, value in text.token_fields.items()}
+    start = replace(
+        text, input_ids=ids[:1], token_fields=first, position_ids=text.position_ids[..., :1], mask_cache={}
+    )
+    sequence = _followed(start, row["input_ids"][1:], model)
+    sequence.learned = labels != -100
+    if not sequence.learned[1:].any():
+        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
+    return sequence
+
+
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
     """A prompt with text behind it, of which nothing is learned yet."""
     n = len(ids)
@@ -184,7 +235,7 @@ def _said_by_assistant(messages: list, sequence, processing_class, model, templa
     tokenizer, ids = _tokenizer(processing_class), sequence.input_ids.tolist()
 
     def written(n: int, **own) -> list[int]:
-        text = processing_class.apply_chat_template(messages[:n], tokenize=False, **{**template_kwargs, **own})
+        text = write_chat(messages[:n], processing_class, f"row {row}", **{**template_kwargs, **own})
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     added = {n_media: len(ids) - len(written(len(messages)))}
@@ -218,6 +269,7 @@ def encode_supervised(
     audio_overlong: Literal["raise", "truncate"] = "raise",
     ignored_media_columns: Collection[str] = (),
     media_rules: MediaRules = DEFAULT_RULES,
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None,
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
     Encodes prompts with their media, and the completions that are to be learned.
@@ -241,6 +293,8 @@ def encode_supervised(
             Media columns that are not for the prompt.
         media_rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
+        special_tokens_in_text (`str`, *optional*):
+            See [`~encoding.control_tokens.checked_prompt`].
 
     Returns:
         `tuple`: The prompts, length `B`, the completions' ids padded on the right, `(B, C)`, and their mask.
@@ -258,7 +312,7 @@ def encode_supervised(
     )
     encoded, completions = [], []
     for index, (row, (chat, completion)) in enumerate(zip(rows, chats, strict=True)):
-        messages = placed[index]["prompt"]
+        messages = _checked(row, placed[index]["prompt"], len(chat), processing_class, special_tokens_in_text, index)
         prompt, completion = messages[: len(chat)], messages[len(chat) :]
         medium = next(iter_refs(completion), None)
         if medium is not None:
@@ -305,6 +359,19 @@ def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, r
         raise ValueError(f"{row}: the completion holds {found!r}, which stands for media.")
 
 
+def _checked(row: Mapping[str, Any], messages: list, n: int, processing_class, mode: Any, number: int) -> list:
+    """The messages of a row, of which the first `n` are its prompt; or its texts, where no template wraps them."""
+    if _is_text(row) and next(iter_refs(messages), None) is None:
+        for column in ("prompt", "completion"):
+            checked_prompt(row[column], processing_class, mode, number, column)
+        return messages
+    prompt, completion = messages[:n], messages[n:]
+    return [
+        *checked_prompt(prompt, processing_class, mode, number),
+        *checked_prompt(completion, processing_class, mode, number, "completion"),
+    ]
+
+
 def _is_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
 
@@ -322,10 +389,10 @@ def _chat(row: Mapping[str, Any], name: str, short: str) -> tuple[list, list]:
         )
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    if completion[0]["role"] != "assistant":
+    if isinstance(completion[0], dict) and completion[0].get("role") != "assistant":
         raise ValueError(
             f"{short}, column '{column}': the answer to learn must be the assistant's, got one of "
-            f"{completion[0]['role']!r}."
+            f"{completion[0].get('role')!r}."
         )
     return prompt, completion
 
@@ -335,12 +402,10 @@ def _written(prompt: list, completion: list, processing_class, template_kwargs: 
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
             f"{row}: {type(processing_class).__name__} has no chat template that could write "
-            "an answer; pass one as `chat_template`."
+            "an answer; set `processing_class.chat_template`."
         )
-    before = processing_class.apply_chat_template(
-        prompt, tokenize=False, add_generation_prompt=True, **template_kwargs
-    )
-    whole = processing_class.apply_chat_template([*prompt, *completion], tokenize=False, **template_kwargs)
+    before = write_chat(prompt, processing_class, row, add_generation_prompt=True, **template_kwargs)
+    whole = write_chat([*prompt, *completion], processing_class, row, **template_kwargs)
     if not whole.startswith(before):
         raise ValueError(
             f"{row}: the chat template writes the prompt otherwise when an answer follows, so "

@@ -46,6 +46,7 @@ from ..data.fetch import FetchOnce, Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.ablation import Ablation
+from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
@@ -300,6 +301,7 @@ class _Policy:
     template_kwargs: dict[str, Any]
     audio_overlong: Literal["raise", "truncate"]
     media_rules: MediaRules
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
     ignored_media_columns: Sequence[str] = ()
     on_media_error: str = "raise"
     in_step: bool = False
@@ -332,6 +334,7 @@ def evaluate(
     media_rules: MediaRules = DEFAULT_RULES,
     tools: list[Callable] | None = None,
     environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None,
 ) -> EvaluationResult:
     """
     Lets a model complete the prompts of a dataset and counts what is right.
@@ -368,6 +371,8 @@ def evaluate(
             Tools that the model may call, as for [`MultimodalGRPOTrainer`].
         environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
             Environments, as for [`MultimodalGRPOTrainer`].
+        special_tokens_in_text (`str`, *optional*):
+            What happens to control tokens in texts of messages and of tools' results, see [`MultimodalGRPOConfig`].
 
     Returns:
         [`EvaluationResult`]: Metrics and rows, the same on each process.
@@ -410,6 +415,7 @@ def evaluate(
         return trim_after_eos(output, config.eos_token_id)
 
     policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong, media_rules)
+    policy.special_tokens_in_text = special_tokens_in_text
     if tools or environment_factory is not None:
         check_takes_tools(processing_class)
         policy.template_kwargs = {"chat_template": template_for_tools(processing_class), **policy.template_kwargs}
@@ -423,6 +429,7 @@ def evaluate(
             template_kwargs=policy.template_kwargs,
             audio_overlong=audio_overlong,
             media_rules=media_rules,
+            special_tokens_in_text=special_tokens_in_text or "raise",
             apart=forward.remedies.apart,
         )
     reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
@@ -483,6 +490,7 @@ def evaluate_trainer(
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
         media_rules=trainer.args.media_rules,
+        special_tokens_in_text=trainer.args.special_tokens_in_text,
         ignored_media_columns=trainer.args.ignored_media_columns or (),
         on_media_error=trainer.args.on_media_error,
         in_step=trainer._completes_in_step,
@@ -680,7 +688,7 @@ def _read(
                 raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
             template_kwargs = {**template_kwargs, "tools": [*policy.tools_in(environment).values()] or None}
         return encode_prompt(
-            prompt,
+            checked_prompt(prompt, policy.processor, policy.special_tokens_in_text, row.number),
             policy.processor,
             policy.base,
             template_kwargs=template_kwargs,

@@ -46,8 +46,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
 
     def attention(module, query, key, value, attention_mask, prefix_layout=None, token_places=None, **kwargs):
-        # Eager attention is a function of each modelling file
-        base_attention = original or sys.modules[type(module).__module__].eager_attention_forward
+        base_attention = original or _eager_attention(module)
         if token_places is not None:
             query = _scaled_anew(module, query, token_places)
         if prefix_layout is None:
@@ -62,6 +61,28 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     decoder.set_attn_implementation(name)
+
+
+def attention_obstacle(model: PreTrainedModel) -> str | None:
+    """
+    Why the attention implementation of a model's text decoder doesn't compute the model's own attention.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Returns:
+        `str` or `None`: The reason, or `None` when it does.
+    """
+    decoder = model.get_decoder()
+    implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
+    has_sinks = any(getattr(module, "sinks", None) is not None for module in decoder.modules())
+    if has_sinks and implementation in ("sdpa", "flash_attention_2"):
+        return (
+            f"{type(decoder).__name__} has attention sinks, which {implementation} ignores; load the model with "
+            "`attn_implementation='eager'`"
+        )
+    return None
 
 
 @contextmanager
@@ -82,10 +103,17 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = name
 
 
+def _eager_attention(module) -> Callable:
+    """A function of each modelling file."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
 def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):
     """Query, key and value are `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)` as every backend does."""
     layers = layout.blocks[0].linear[0]
     kind = None if None in layers else module.config.layer_types[module.layer_idx]
+    if kwargs.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
+        base, base_attention = "eager", _eager_attention(module)
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings leave float32 beside half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))

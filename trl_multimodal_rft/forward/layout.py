@@ -485,6 +485,7 @@ def pack(
     completion_mask: torch.Tensor,
     masks: Sequence[dict],
     field_fill: Mapping[str, int] | None = None,
+    with_last: bool = False,
 ) -> PackedRow:
     """
     Lays out prompts and completions as one row in which each prompt stands once.
@@ -502,6 +503,8 @@ def pack(
             [`~forward.masks.linear_masks`].
         field_fill (`Mapping[str, int]`, *optional*):
             What a token field holds on completion tokens, where it is not 0.
+        with_last (`bool`, *optional*, defaults to `False`):
+            Whether the row holds the last token of each completion, which predicts nothing.
 
     Returns:
         [`PackedRow`]: The row, on the device of `completion_ids`.
@@ -534,18 +537,19 @@ def pack(
             if length == 0:
                 continue
             completion = completions[member, :length]
-            ids.append(torch.cat([prompt.input_ids[-1:], completion[:-1]]))
-            labels.append(completion)
+            taken = length if with_last else length - 1
+            ids.append(torch.cat([prompt.input_ids[-1:], completion[:taken]]))
+            labels.append(F.pad(completion, (0, taken + 1 - length), value=-100))
             own = prompts[member]
-            positions.append(torch.cat([own.position_ids[..., -1:], own.positions_after(length - 1)], dim=-1))
+            positions.append(torch.cat([own.position_ids[..., -1:], own.positions_after(taken)], dim=-1))
             parts += own.parts[1:]
             for name in fields:
                 fill = (field_fill or {}).get(name, 0)
-                columns[name].append(F.pad(own.field_after(name, length - 1, fill), (1, 0), value=fill))
-            segments.append((offset, length, start, size - 1))
-            branches.append((offset, length))
+                columns[name].append(F.pad(own.field_after(name, taken, fill), (1, 0), value=fill))
+            segments.append((offset, taken + 1, start, size - 1))
+            branches.append((offset, taken + 1))
             score_start[member] = offset
-            offset += length
+            offset += taken + 1
         units.append((start, size, branches))
 
     steps = torch.arange(completion_ids.size(1))

@@ -33,6 +33,8 @@ class Scores:
             1 where a token is the most likely one, `(B, C)`, where the head computes that.
         aux_loss (`torch.Tensor`, *optional*):
             Load-balancing loss of a mixture of experts, a scalar of all completions.
+        router (`torch.Tensor`, *optional*):
+            What that loss is computed from, see [`load_balancing_loss`], `(2, E)`. Parts of a batch add up.
         supervised (`torch.Tensor`, *optional*):
             Log-probabilities of supervised completions, which are others than those scored.
         deferred ([`~forward.token_budget.DeferredParts`], *optional*):
@@ -48,6 +50,7 @@ class Scores:
     values: Any = _aligned()
     top1: Any = _aligned()
     aux_loss: Any = None
+    router: Any = None
     supervised: Any = None
     deferred: "DeferredParts | None" = None
 
@@ -109,7 +112,7 @@ class Scores:
                 Places in the batch of each part's rows.
 
         Returns:
-            [`Scores`]: Scores of the batch in its order, with the mean of the parts' auxiliary losses and the
+            [`Scores`]: Scores of the batch in its order, with the sum of the parts' router statistics and the
             supervised rows of the part that has them.
 
         Raises:
@@ -126,10 +129,52 @@ class Scores:
         joined = cls(**tensors)
         if order != sorted(order):
             joined = joined.rows(torch.tensor(order).argsort())
-        losses = [part.aux_loss for part in parts if part.aux_loss is not None]
+        routers = [part.router for part in parts if part.router is not None]
         supervised = [part.supervised for part in parts if part.supervised is not None]
         if len(supervised) > 1:
             raise ValueError(f"{len(supervised)} of {len(parts)} parts have supervised rows; one can")
-        joined.aux_loss = torch.stack(losses).mean() if losses else None
+        joined.router = torch.stack(routers).sum(0) if routers else None
         joined.supervised = supervised[0] if supervised else None
         return joined
+
+
+def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
+    """
+    What the load-balancing loss of a mixture of experts is computed from.
+
+    Args:
+        router_logits (`Sequence[torch.Tensor]`):
+            Logits of each layer's router, each of `N` tokens, shape `(N, E)`.
+        top_k (`int`):
+            Number of experts of a token.
+        weights (`torch.Tensor`):
+            How often each token counts, `N` numbers.
+
+    Returns:
+        `torch.Tensor`: For each expert how often it was chosen and the sum of its probabilities, over all layers,
+        shape `(2, E)`. Statistics of parts of a batch add up.
+    """
+    weights = weights.reshape(-1, 1).float()
+    statistics = []
+    for logits in router_logits:
+        probabilities = logits.reshape(len(weights), -1).to(weights.device).softmax(-1)
+        chosen = torch.zeros_like(probabilities, dtype=torch.float32)
+        chosen.scatter_(1, probabilities.topk(top_k).indices, 1.0)
+        statistics.append(torch.stack([(chosen * weights).sum(0), (probabilities.float() * weights).sum(0)]))
+    return torch.stack(statistics).sum(0)
+
+
+def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
+    """
+    Load-balancing loss of the [Switch Transformer](https://huggingface.co/papers/2101.03961), as transformers has it.
+
+    Args:
+        router (`torch.Tensor`):
+            [`router_statistics`] of a batch, shape `(2, E)`.
+
+    Returns:
+        `torch.Tensor`: The loss, a scalar.
+    """
+    chosen, probabilities = router
+    n_tokens = probabilities.detach().sum()  # those of a token sum to 1
+    return len(chosen) * (chosen * probabilities).sum() / n_tokens**2

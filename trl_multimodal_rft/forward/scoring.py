@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Per-token log-probabilities and entropies of completions: packed with a shared prefix, or padded."""
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,11 +22,7 @@ from ..models.wrapped import hidden_states
 from .head import scores_of_logits
 from .layout import group_by_prompt, pack, same_rank, split_samples
 from .masks import linear_masks
-from .scores import Scores
-
-
-# What configs call the number of experts, where it isn't `num_experts`
-_EXPERTS = ("num_local_experts", "n_routed_experts")
+from .scores import Scores, router_statistics
 
 
 @contextmanager
@@ -53,18 +50,14 @@ def inject(decoder: nn.Module, **kwargs):
 
 
 @contextmanager
-def _counted_experts(decoder: PreTrainedModel):
-    """Has the number of experts in the config by the one name that TRL's fused head knows, within the context."""
-    config: Any = decoder.config
-    number = next((getattr(config, name) for name in _EXPERTS if hasattr(config, name)), None)
-    if number is None or hasattr(config, "num_experts"):
-        yield
-        return
-    config.num_experts = number
+def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
+    """Collects what a module returns, of each forward within the context."""
+    collected: list[Any] = []
+    handle = module.register_forward_hook(lambda module, args, output: collected.append(output))
     try:
-        yield
+        yield collected
     finally:
-        del config.num_experts
+        handle.remove()
 
 
 def completion_scores(
@@ -107,8 +100,8 @@ def completion_scores(
             With `apart`, how many forwards to run at least, so that processes of a sharded model run equally many.
             Surplus ones repeat the last and weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
-            Whether to compute the load-balancing loss of a mixture of experts. Packed, prompt tokens count once in it,
-            not once per completion.
+            Whether to return the router statistics of a mixture of experts. Packed, prompt tokens count once per
+            completion in them, as in padded rows.
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~models.ValueHead`].
         logits_temperature (`float`, *optional*):
@@ -123,36 +116,50 @@ def completion_scores(
 
     Returns:
         [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the
-        mask is 0, the auxiliary loss or `None`, and with a `value_head` the values.
+        mask is 0, the router statistics or `None`, and with a `value_head` the values.
+
+    Raises:
+        `ValueError`: If router statistics are asked of a model that returns no router logits.
     """
+    decoder = unwrapped_model.get_decoder()
+    # The decoder alone is asked for router logits: what the model or TRL's head would compute of them is one loss of
+    # the rows as they are
+    outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
+    inside = {"output_router_logits": True} if output_router_logits else {}
 
     def part(prompts, ids, mask):
-        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole)
-        router = {}
-        if output_router_logits:
-            router["output_router_logits"] = True
-            batch.leave_out_companions()
+        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
+        inputs = {**batch.inputs, **outside}
         is_fused = logits_temperature is None
         with (
-            inject(unwrapped_model.get_decoder(), **batch.injected),
+            inject(decoder, **batch.injected, **inside),
+            _outputs_of(decoder) as decoded,
             hidden_states(unwrapped_model, instead_of_logits=is_fused) as hidden,
         ):
             if is_fused:
-                outputs = model(**batch.inputs, **router, shift_labels=batch.labels, fused_lm_head=True)
+                outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True)
             else:
                 outputs = _own_scores(
-                    model, unwrapped_model, batch, router, logits_temperature, logit_bias or {}, with_top1=whole
+                    model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
+        router = None
+        if output_router_logits:
+            router_logits = decoded[0].get("router_logits")
+            if not router_logits:
+                raise ValueError(
+                    f"{type(unwrapped_model).__name__} returns no router logits, so that it has no load-balancing "
+                    "loss; set `router_aux_loss_coef=0`"
+                )
+            router = router_statistics(router_logits, decoder.config.num_experts_per_tok, batch.n_rows())
         return Scores(
             logps=batch.of_completions(outputs.log_probs),
             entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
             values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(hidden[0]))),
             top1=None if outputs.is_top1 is None else batch.of_completions(outputs.is_top1.float()),
-            aux_loss=outputs.aux_loss,
+            router=router,
         )
 
-    with _counted_experts(unwrapped_model.get_decoder()):
-        return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
+    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
 
 
 def completion_values(
@@ -209,12 +216,7 @@ def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwar
     results = []
     for part in parts + parts[-1:] * surplus:
         results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part]))
-    # Companions count in no loss
-    own = [
-        replace(result, aux_loss=None) if _all_companions(prompts, part) else result
-        for result, part in zip(results, parts, strict=False)
-    ]
-    joined = Scores.join(own, parts)
+    joined = Scores.join(results[: len(parts)], parts)
     # Surplus forwards weigh nothing, but have a backward like the others
     name, first = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
@@ -222,16 +224,12 @@ def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwar
     return joined
 
 
-def _all_companions(prompts, part) -> bool:
-    return all(isinstance(prompts[i], CompanionPrompt) for i in part)
-
-
 def _own_scores(
-    model, unwrapped_model, batch: "_Batch", router, temperature: float, bias: dict[int, float], with_top1: bool
+    model, unwrapped_model, inputs, batch: "_Batch", temperature: float, bias: dict[int, float], with_top1: bool
 ) -> FusedCausalLMOutput:
     """What TRL's fused head returns with `shift_labels`, from the model's own logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
-    outputs = model(**batch.inputs, **router, use_cache=False, **({"logits_to_keep": kept} if part else {}))
+    outputs = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))
     logits = outputs.logits if part else outputs.logits[:, kept]
     kept_labels = labels[:, kept]
     logits = logits.float()
@@ -245,8 +243,7 @@ def _own_scores(
         batch.everywhere(torch.where(kept_labels != -100, values, 0.0)) for values in (logps, entropies)
     )
     top1 = batch.everywhere((logits.argmax(-1) == kept_labels).to(logps.dtype)) if with_top1 else None
-    aux_loss = getattr(outputs, "aux_loss", None)
-    return FusedCausalLMOutput(log_probs=logps, entropy=entropies, is_top1=top1, aux_loss=aux_loss)
+    return FusedCausalLMOutput(log_probs=logps, entropy=entropies, is_top1=top1)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -271,7 +268,7 @@ class _Batch:
     injected: dict[str, Any]  # what the text decoder is given instead
     labels: torch.Tensor  # the next token where it is scored, else -100
     kept: Callable[[], torch.Tensor]  # positions that are scored
-    of_companions: Callable[[], torch.Tensor]  # which tokens are theirs
+    n_rows: Callable[[], torch.Tensor]  # of each token, in how many padded rows it would stand; 0 of companions
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
@@ -280,16 +277,11 @@ class _Batch:
             return values
         return values.new_zeros(self.labels.shape).index_copy(1, self.kept(), values)
 
-    def leave_out_companions(self) -> None:
-        """Takes their tokens out of the load-balancing loss, which goes by the mask of the inputs."""
-        tokens, mask = self.of_companions(), self.inputs["attention_mask"]
-        if tokens.any() and not tokens.all():
-            self.inputs["attention_mask"] = mask.masked_fill(tokens, 0)
-            self.injected["attention_mask"] = mask
 
-
-def _batch(model, prompts, completion_ids, completion_mask, packed: bool, whole: bool = False) -> _Batch:
-    make = _packed_batch if packed else _padded_batch
+def _batch(
+    model, prompts, completion_ids, completion_mask, packed: bool, whole: bool = False, with_last: bool = False
+) -> _Batch:
+    make = functools.partial(_packed_batch, with_last=with_last) if packed else _padded_batch
     if not whole:
         return make(model, prompts, completion_ids, completion_mask)
     batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0])
@@ -316,14 +308,15 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
     )
 
 
-def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
+def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bool = False) -> _Batch:
     """
     One row that holds each prompt, and its media, once. It is exact: every token sees what it would see in a row of
     its own. The idea of sharing a prefix in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
     """
     longest = int(completion_mask.sum(1).max())
     masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
-    row = pack(prompts, completion_ids, completion_mask, masks, family_of(model).token_field_fill)
+    fill = family_of(model).token_field_fill
+    row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
@@ -332,19 +325,23 @@ def _packed_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
         **row.token_fields,
     }
 
-    def of_companions():
-        tokens = torch.zeros_like(row.input_ids, dtype=torch.bool)
-        segments = [segment for segment in row.layout.segments if segment[0] == segment[2]]
-        for prompt, (start, length, _, _) in zip(row.prompts, segments, strict=True):
-            tokens[0, start : start + length] = isinstance(prompt, CompanionPrompt)
-        return tokens
+    def n_rows():
+        groups = iter(group_by_prompt(prompts).items())
+        counts = torch.ones_like(row.input_ids)
+        for start, length, prompt_start, _ in row.layout.segments:
+            if start == prompt_start:
+                prompt, members = next(groups)
+                counts[0, start : start + length] = 0 if isinstance(prompt, CompanionPrompt) else len(members)
+            else:
+                counts[0, start] = 0  # a copy of the prompt's last token
+        return counts
 
     return _Batch(
         inputs,
         {"prefix_layout": row.layout, "position_ids": row.position_ids, **_places(model, row.layout.places)},
         row.shift_labels,
         lambda: (row.shift_labels[0] != -100).nonzero()[:, 0],
-        of_companions,
+        n_rows,
         lambda values: torch.where(completion_mask.bool(), values[0][row.score_index], 0.0),
     )
 
@@ -376,7 +373,10 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
         _places(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
         labels,
         lambda: torch.arange(labels.size(1), device=device)[predicts],
-        lambda: torch.tensor([[isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=device),
+        lambda: (
+            inputs["attention_mask"]
+            * torch.tensor([[not isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=device)
+        ),
         lambda values: torch.where(completion_mask.bool(), values[:, predicts], 0.0),
     )
 

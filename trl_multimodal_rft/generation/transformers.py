@@ -305,15 +305,39 @@ def generate_in_parts(
     outputs = []
     for part in [*parts, *[parts[-1]] * surplus]:
         own = [prompts[i] for i in part]
-        outputs.append(
-            generate_completions(model, unwrapped_model, own, generation_config, pad_token_id, device, **options)
-        )
+        with without_router_logits(unwrapped_model):
+            output = generate_completions(
+                model, unwrapped_model, own, generation_config, pad_token_id, device, **options
+            )
+        outputs.append(output)
     if len(parts) == 1:
         return outputs[0]
     outputs = outputs[: len(parts)]
     longest = max(output.size(1) for output in outputs)
     order = torch.tensor([i for part in parts for i in part], device=outputs[0].device).argsort()
     return torch.cat([F.pad(each, (0, longest - each.size(1)), value=pad_token_id) for each in outputs])[order]
+
+
+@contextmanager
+def without_router_logits(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Turns `output_router_logits` of a config off within the context.
+
+    `generate` would compute the load-balancing loss of each decoding step, which fails on padded prompts.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model without wrappers.
+    """
+    config = model.config.get_text_config(decoder=True)
+    before = getattr(config, "output_router_logits", None)
+    if before:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if before:
+            config.output_router_logits = before
 
 
 @contextmanager

@@ -6,12 +6,15 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..data.rules import MediaRules
+
+
+_LARGEST = torch.finfo(torch.float32).max  # in which rewards are summed up
 
 
 def checked_reward(
@@ -95,7 +98,7 @@ def check_rewards(
         `list[float | None]`: The rewards.
 
     Raises:
-        `ValueError`: If that isn't one finite number or `None` for each completion.
+        `ValueError`: If that isn't one number that is finite in float32, or `None`, for each completion.
     """
     source = f"The reward function '{name}' returned"
     try:
@@ -114,13 +117,28 @@ def check_rewards(
             value = reward.item()  # arrays and tensors of one element count as numbers
         except (AttributeError, RuntimeError, ValueError):
             value = reward
-        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+        if value is not None and not is_finite(value):
             where = f"completion {place}" if rows is None else f"row {rows[place]}"
             raise ValueError(
-                f"{source} {value!r} for {where}; return a finite number, or None where the reward doesn't apply."
+                f"{source} {value!r:.40} for {where}; return a finite number, or None where the reward doesn't apply. "
+                "Rewards are float32, up to 3.4e38."
             )
         values[place] = value
     return values
+
+
+def is_finite(value: Any) -> bool:
+    """
+    Whether a value is a number that float32 holds, as rewards are.
+
+    Args:
+        value (`Any`):
+            Any value.
+
+    Returns:
+        `bool`: `False` for 1e39, too.
+    """
+    return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
 
 
 def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
@@ -139,14 +157,14 @@ def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
         `torch.Tensor`: Rewards on the CPU, float32, shape `(n_completions,)`.
 
     Raises:
-        `ValueError`: If that isn't one reward for each completion.
+        `ValueError`: If that isn't one finite reward for each completion.
     """
     if isinstance(rewards, torch.Tensor):
         if rewards.shape != (n_completions,):
             raise ValueError(
                 f"'{name}' returned rewards of shape {tuple(rewards.shape)} for {n_completions} completions."
             )
-        return rewards.float().cpu()
+        rewards = [None if math.isnan(value) else value for value in rewards.tolist()]
     values = check_rewards(rewards, n_completions, name)
     return torch.tensor([math.nan if value is None else float(value) for value in values])
 

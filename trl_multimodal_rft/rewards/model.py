@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards from a model that sees and hears what the policy does."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages
+from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
 from ..data.features import as_encoded
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
@@ -237,3 +238,28 @@ class RewardModel:
                 "rows; it must return one for each (`num_labels=1`)."
             )
         return scores.view(-1).float().cpu()
+
+
+def read_as_text(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
+) -> Callable[..., list[float]]:
+    """
+    A reward function that asks a model of text, which gets the names of media in their place, such as `"<image>"`.
+
+    Args:
+        model (`torch.nn.Module`):
+            Sequence classifier with one label, see [`RewardModel`].
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+        template_kwargs (`dict[str, Any]`, *optional*):
+            Arguments for `apply_chat_template`.
+
+    Returns:
+        `Callable`: The reward function. All completions are scored in one forward, as TRL's trainers do.
+    """
+
+    def reward(prompts: list, completions: list, **columns) -> list[float]:
+        reader = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)
+        return reader(strip_media(prompts), strip_media(completions))
+
+    return reward

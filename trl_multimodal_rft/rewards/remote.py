@@ -3,7 +3,6 @@
 
 import base64
 import json
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..data.http import Answer, NoAnswer, TooLarge, ask
 from ..data.loading import load_audio, load_image, load_video
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import MODALITIES
+from .checks import is_finite
 
 
 # Bytes of an answer: some for each reward, as a number may be written at length, and some around them
@@ -175,7 +175,7 @@ class RemoteReward:
                 "one reward for each."
             )
         for reward in rewards:
-            if not (reward is None or _is_finite(reward)):
+            if not (reward is None or is_finite(reward)):
                 raise RuntimeError(
                     f"The reward server {self._shown} returned {repr(reward)[:200]}; rewards are finite numbers or "
                     "null."
@@ -210,13 +210,6 @@ class RemoteReward:
         if ref.kind == "video":
             return [_base64(png(frame)) for frame in load_video(ref)[0]]
         return _base64(wav(load_audio(ref, self.sampling_rate), self.sampling_rate))
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
 
 
 def _base64(file: bytes) -> str:

@@ -37,6 +37,9 @@ class EvaluationArguments:
             Number of rows, from the first on. By default all.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+        special_tokens_in_text (`str`, *optional*):
+            What happens to control tokens in texts of messages: `"allow"`, `"raise"` or `"strip"`; by default a
+            warning.
         output_dir (`str`, *optional*, defaults to `"outputs/evaluate"`):
             Folder for `metrics.json` and `rows.parquet`.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
@@ -50,6 +53,9 @@ class EvaluationArguments:
     max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
     audio_overlong: Literal["raise", "truncate"] = field(
         default="raise", metadata={"help": "What happens to audio longer than the model's window."}
+    )
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = field(
+        default=None, metadata={"help": "What happens to control tokens in texts of messages; by default a warning."}
     )
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
@@ -147,6 +153,7 @@ def evaluate_by_name(
         config,
         accelerator=accelerator,
         audio_overlong=evaluation_args.audio_overlong,
+        special_tokens_in_text=evaluation_args.special_tokens_in_text,
     )
     result.settings |= {
         "model": name,

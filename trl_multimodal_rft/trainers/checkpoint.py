@@ -13,10 +13,41 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from .groups import SAVED_CLASSES
+
+
+def step_of(checkpoint: Path) -> int:
+    """
+    The step after which a checkpoint was saved.
+
+    Args:
+        checkpoint (`Path`):
+            Folder.
+
+    Returns:
+        `int`: The step; 0 if the folder isn't named as a checkpoint.
+    """
+    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(step) if step.isdecimal() else 0
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """
+    The checkpoints of a run.
+
+    Args:
+        folder (`str` or `Path`):
+            Its output folder.
+
+    Returns:
+        `list[Path]`: Their folders in the order of their steps.
+    """
+    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
+    return sorted(found, key=step_of)
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:

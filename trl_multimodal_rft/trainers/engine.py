@@ -2,6 +2,7 @@
 """vLLM in the place of transformers' sampling."""
 
 import os
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import computing_dtype, unwrapped
+from .checkpoint import checkpoints, step_of
 from .self_check import EngineCheck
 from .setup import media_limits, sampling_changes
 
@@ -94,15 +96,31 @@ class EngineMixin(TrainerMixin):
         self, prompts, sampling: dict[str, Any] | None = None, room: list[int] | None = None
     ) -> tuple[list[list[int]], list[list[float | None]]]:
         """Completions by vLLM with the weights of this step, and the log-probabilities it sampled them with."""
-        if self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        engine: Any = self.vllm_generation
-        _, completion_ids, logps, _ = engine.generate(
-            prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling, room=room
-        )
+        with self._engine_errors():
+            if self.state.global_step != self._last_loaded_step:
+                with profiling_context(self, "sync_weights"):
+                    self.vllm_generation.sync_weights()
+                self._last_loaded_step = self.state.global_step
+            engine: Any = self.vllm_generation
+            _, completion_ids, logps, _ = engine.generate(
+                prompts, profiler=profiling_context(self, "vLLM.generate"), sampling=sampling, room=room
+            )
         return completion_ids, [[logp for [logp] in each] for each in logps]
+
+    @contextmanager
+    def _engine_errors(self):
+        """Errors within the context, in training, get a note on how to resume."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_in_train:
+                step = self.state.global_step
+                saved = [path for path in checkpoints(self.args.output_dir) if step_of(path) <= step]
+                remedy = "No checkpoint was saved to resume from; lower `save_steps`."
+                if saved:
+                    remedy = f"Resume with `train(resume_from_checkpoint={str(saved[-1])!r})`."
+                error.add_note(f"Sampling with vLLM failed after step {step} of training. {remedy}")
+            raise
 
     def _check_engine(self, output: dict[str, Any], prompts: list[EncodedPrompt], mask: torch.Tensor) -> None:
         """Compares what an engine sampled with, on its first batch and after an update."""

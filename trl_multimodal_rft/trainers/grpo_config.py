@@ -22,7 +22,7 @@ _DUAL_CLIP_DELTA = 3.0
 
 
 @dataclass
-class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):
+class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[inconsistent-inheritance]
     r"""
     Configuration class for the [`MultimodalGRPOTrainer`].
 

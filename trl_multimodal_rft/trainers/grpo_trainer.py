@@ -229,6 +229,13 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         self._set_advantages(output, batch.rewards_per_func)
         return output
 
+    def _calculate_rewards(self, *args):
+        rewards = super()._calculate_rewards(*args)
+        if self.args.soft_overlong_cache is not None:
+            # The last column is the length penalty, which alone doesn't make a completion scorable
+            rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
+        return rewards
+
     @torch.no_grad()
     def _score_rollout(self, model, inputs: dict[str, Any], extra: bool = False) -> Scores:
         """Scores of a generation batch, or of a part of it; those that TRL doesn't compute are `extra`."""
@@ -507,7 +514,9 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             if self._kl_window:
                 window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
                 total, n_tokens, n_completions = window.tolist()
-                self._kl_controller.update(total / max(n_tokens, 1.0), int(n_completions))
+                estimate = total / max(n_tokens, 1.0)
+                self._kl_controller.update(estimate, int(n_completions))
+                self._metrics["train"]["kl/estimate"].append(estimate)
                 self._set_kl_coef()
                 self._kl_window.clear()
             self._metrics["train"]["kl_coef"].append(self.kl_coef)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -17,7 +17,7 @@ _BLOCK = 1 << 24  # bytes read at once
 _READERS = 8  # files read at once; sums are made without the GIL
 
 
-def write_manifest(checkpoint: str | Path, model_only: bool) -> None:
+def write_manifest(checkpoint: str | Path, model_only: bool, fingerprints: dict[str, Any] | None = None) -> None:
     """
     Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint.
 
@@ -26,10 +26,13 @@ def write_manifest(checkpoint: str | Path, model_only: bool) -> None:
             Folder of the checkpoint, to which nothing is added afterwards.
         model_only (`bool`):
             Whether what resuming needs was left out on purpose.
+        fingerprints (`dict`, *optional*):
+            Those of datasets, by the names of their arguments.
     """
     files = _files(Path(checkpoint))
     entries = dict(zip(files, _for_each(_measure, files.values()), strict=True))
-    Path(checkpoint, _MANIFEST).write_text(json.dumps({"model_only": model_only, "files": entries}, indent=1))
+    content = {"model_only": model_only, "datasets": fingerprints or {}, "files": entries}
+    Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
 
 
 def damage(checkpoint: str | Path) -> list[str]:
@@ -42,20 +45,24 @@ def damage(checkpoint: str | Path) -> list[str]:
 
     Returns:
         `list[str]`: A clause for each file that is missing or has changed since the manifest was written. Without a
-        manifest, for each that can't be right whatever it was.
+        manifest, for each that can't be right whatever it was. Never an error: other processes wait for the answer.
     """
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        return ["there is no such folder"]
-    found = _files(folder)
+    try:
+        if not folder.is_dir():
+            return ["there is no such folder"]
+        found = _files(folder)
+        empty = [name for name, file in found.items() if _empty(file)]
+    except (OSError, RecursionError) as error:
+        return [f"it can't be read ({_reason(error)})"]
     try:
         manifest = _read(folder)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [f"{_MANIFEST} can't be read"]
+    except Exception as error:  # its content may be anything
+        return [f"{_MANIFEST} can't be read ({_reason(error)})"]
     expected = {} if manifest is None else manifest.files
     wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
     if manifest is None:
-        return wrong + [f"{name} is empty" for name, file in found.items() if _empty(file)]
+        return wrong + [f"{name} is empty" for name in empty]
     kept = [name for name in expected if name in found]
     changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
@@ -80,8 +87,24 @@ def lacks(checkpoint: str | Path) -> str | None:
     return None
 
 
+def saved_fingerprints(checkpoint: str | Path) -> dict[str, Any]:
+    """
+    Fingerprints of the datasets that a checkpoint without damage was trained on.
+
+    Args:
+        checkpoint (`str` or `Path`):
+            Folder of the checkpoint.
+
+    Returns:
+        `dict[str, Any]`: Fingerprints by the names of the arguments; empty if the checkpoint has none.
+    """
+    manifest = _read(Path(checkpoint))
+    return {} if manifest is None else manifest.datasets
+
+
 class _Manifest(NamedTuple):
     model_only: bool
+    datasets: dict[str, Any]
     files: dict[str, tuple[int, int]]  # size and checksum by name below the folder
 
 
@@ -91,7 +114,7 @@ def _read(folder: Path) -> _Manifest | None:
         return None
     content = json.loads(path.read_text())
     files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
-    return _Manifest(content["model_only"], files)
+    return _Manifest(content["model_only"], dict(content.get("datasets", {})), files)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -99,6 +122,10 @@ def _files(folder: Path) -> dict[str, Path]:
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     found.pop(_MANIFEST, None)
     return found
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else type(error).__name__
 
 
 def _for_each(function: Callable, values: Iterable) -> list:

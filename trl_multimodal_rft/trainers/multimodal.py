@@ -24,7 +24,7 @@ from ..algorithms.advantages import ESTIMATORS
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
-from ..data.unread import check_has_prompt
+from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
@@ -46,7 +46,7 @@ from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names
-from ..rewards.model import RewardModel
+from ..rewards.model import RewardModel, read_as_text
 from .batch import Batch
 from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
@@ -349,6 +349,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         encoded: list[EncodedPrompt | None] = [None] * len(inputs)
         if isinstance(inputs[0], Row) and self._encodes_rows:
             inputs, encoded = self._encode_rows(inputs)
+        if not all(isinstance(each, nn.Module) for each in self.reward_funcs):
+            check_reward_columns(inputs[0], 0)
         if self.environment_factories is None:
             for index, row in enumerate(inputs):
                 check_has_prompt(row, index)
@@ -381,6 +383,9 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             return super()._tokenize_prompts(prompts)
         mode_generations = self.num_generations if self.model.training else self.num_generations_eval
         offset = self.accelerator.process_index * len(prompts)  # a group may straddle processes
+        if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
+            numbers = self._batch.numbers
+            prompts = [self._checked_prompt(prompt, numbers[i]) for i, prompt in enumerate(prompts)]
         encoded: list[EncodedPrompt] = []
         for i, prompt in enumerate(prompts):
             first_of_group = (offset + i) % mode_generations == 0
@@ -389,7 +394,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             elif i > 0 and not first_of_group and same_prompt(prompt, prompts[i - 1]):
                 encoded.append(encoded[-1])
             else:
-                encoded.append(self._encode(prompt, i, **self._environment_tools(i)))
+                encoded.append(self._encode(prompt, self._batch.numbers[i], **self._environment_tools(i)))
         self._batch.prompts, self._batch.messages = encoded, prompts
         self._kinds_seen.update(*(each.modalities for each in encoded))
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):
@@ -476,22 +481,40 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             yield model
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        ref = next(iter_refs([prompts, completions]), None)
-        for name, reward_func in zip(self.reward_func_names, self.reward_funcs, strict=True):
-            if ref is not None and isinstance(reward_func, nn.Module):
-                raise ref.error(
-                    f"the reward model '{name}' would be given the text alone; pass its processor in "
-                    f"`reward_processing_classes` if it takes {ref.kind}, or use a reward function"
-                )
+        ref = next(iter_refs(prompts), None)
+        shown = next(iter_refs(completions), None)  # by tools
+        readers = {
+            name: each
+            for name, each in zip(self.reward_func_names, self.reward_funcs, strict=True)
+            if isinstance(each, nn.Module)
+        }
+        for name in readers if ref is not None else ():
+            raise ref.error(
+                f"the reward model '{name}' would be given the text alone; pass its processor in "
+                f"`reward_processing_classes` if it takes {ref.kind}, or use a reward function"
+            )
+        for name in readers if shown is not None else ():
+            logger.warning_once(
+                f"The reward model '{name}' reads text alone and doesn't get the media that tools returned; pass its "
+                "processor in `reward_processing_classes` if it takes them."
+            )
         if self._batch is not None:
             # Reward functions get the dataset's rows as they are, and what `rollout_func` added
             inputs = [{**original, **row} for row, original in zip(inputs, self._batch.rows, strict=True)]
             inputs = [{key: value for key, value in row.items() if key != WHOLE_ROW} for row in inputs]
             prompts, completions = restore_media(prompts), restore_media(completions)
         passed, numbers = self.reward_funcs, self._batch and self._batch.numbers
+        classes = zip(self.reward_func_names, passed, self.reward_processing_classes, strict=True)
         self.reward_funcs = [
-            each if isinstance(each, nn.Module) else checked_reward(each, name, self.args.media_rules, numbers)
-            for name, each in zip(self.reward_func_names, passed, strict=True)
+            each
+            if isinstance(each, nn.Module) and shown is None
+            else checked_reward(
+                read_as_text(each, processor, self.chat_template_kwargs) if isinstance(each, nn.Module) else each,
+                name,
+                self.args.media_rules,
+                numbers,
+            )
+            for name, each, processor in classes
         ]
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

@@ -36,6 +36,11 @@ class MediaArguments:
             Columns with media that only reward functions read, `audio`, `image` and `video` included: they aren't put
             into prompts. Other columns with media that nothing reads are an error where no row has media that are
             read, and a warning otherwise.
+        special_tokens_in_text (`str`, *optional*):
+            What happens to control tokens of the tokenizer, such as `<|im_end|>`, in texts of messages and in what
+            tools return: `"allow"` keeps them, `"raise"` refuses the row, or tells the model that the call failed, and
+            `"strip"` removes them before the text is encoded. By default rows get a warning, once per token, and
+            results of tools `"raise"`. Plain-text prompts, which no chat template wraps, keep theirs.
         media_prefetch (`int`, *optional*, defaults to `1`):
             How many generation batches ahead, in supervised training optimizer steps, the media of training rows are
             fetched, decoded and run through the processor, by `dataloader_num_workers` processes, at least one, while
@@ -67,7 +72,8 @@ class MediaArguments:
         max_video_pixels (`int`, *optional*, defaults to `2**29`):
             Most pixels of all frames of a video together, as the processor gets them.
         media_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds in which a download must be complete, all attempts together.
+            Seconds in which a download must be complete, all attempts together, and as many for unpacking it from an
+            archive, and for decoding an image.
 
         > Parameters that control the checks
 
@@ -103,6 +109,14 @@ class MediaArguments:
         metadata={
             "help": "Columns with media that only reward functions read, `audio`, `image` and `video` included: they "
             "aren't put into prompts."
+        },
+    )
+    special_tokens_in_text: str | None = field(
+        default=None,
+        metadata={
+            "help": "What happens to control tokens such as <|im_end|> in texts of messages and in what tools return: "
+            "'allow', 'raise' or 'strip'. By default a warning for rows, and 'raise' for tools.",
+            "choices": ["allow", "raise", "strip"],
         },
     )
     media_prefetch: int = field(
@@ -159,7 +173,10 @@ class MediaArguments:
     )
     media_timeout: float = field(
         default=DEFAULT_RULES.media_timeout,
-        metadata={"help": "Seconds in which a download must be complete, all attempts together."},
+        metadata={
+            "help": "Seconds in which a download must be complete, all attempts together, and as many for unpacking "
+            "it from an archive, and for decoding an image."
+        },
     )
     max_skipped_updates: int = field(
         default=5,
@@ -181,6 +198,8 @@ class MediaArguments:
         super().__post_init__()
         for name in ("audio_overlong", "on_media_error"):
             check_choice(self, name)
+        if self.special_tokens_in_text is not None:
+            check_choice(self, "special_tokens_in_text")
         check_ignored(self.ignored_media_columns)
         _ = self.media_rules  # which checks them
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
@@ -245,7 +264,7 @@ class MultimodalArguments(MediaArguments):
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
             Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON. A
-            server has its own.
+            server has its own. `max_model_len` and `vllm_max_model_length` exclude each other.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
             into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
@@ -349,6 +368,11 @@ class MultimodalArguments(MediaArguments):
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
                 "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+            )
+        if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
+            raise ValueError(
+                f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
+                f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
         if self.max_logged_media is not None and self.max_logged_media < 1:
             raise ValueError(

@@ -25,6 +25,7 @@ from ..algorithms.advantages import gae
 from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
 from ..algorithms.returns import token_rewards, whiten
 from ..data.fetch import EndlessRows
+from ..data.fingerprint import fingerprint
 from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
@@ -202,6 +203,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             if is_deepspeed_zero3_enabled():
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
             self.ema = MovingAverage(policy, args.ema_decay)
+        self._ptx_dataset = ptx_dataset
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
         for callback in [each for each in self.callback_handler.callbacks if type(each) is SyncRefModelCallback]:
             self.remove_callback(callback)
@@ -375,7 +377,11 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         log_ratio = log_ratios(logps.detach(), old_logps(inputs, logps), mask)
         ratio = log_ratio.exp()
         self._pending.add_token_mean(metrics["ratio/mean"].append, ratio, mask)
-        self._pending.add(metrics["ratio/max"].append, torch.where(mask.bool(), ratio, 0).max(), torch.max)
+        largest = torch.where(mask.bool(), ratio, 0).max()
+        # TRL logs the mean of a list, so the maximum of all micro-batches is its one entry
+        self._pending.add(
+            lambda value: metrics.update({"ratio/max": [max([value, *metrics["ratio/max"]])]}), largest, torch.max
+        )
         self._pending.add_token_mean(metrics["approx_kl"].append, ratio - 1 - log_ratio, mask)
         if self.accelerator.sync_gradients:
             if self.kl_coef != 0 and self.args.kl_target is None:
@@ -401,8 +407,13 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
             media_rules=self.args.media_rules,
+            special_tokens_in_text=self.args.special_tokens_in_text,
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
+
+    def _fingerprints(self):
+        own = {} if self._ptx_dataset is None else {"ptx_dataset": fingerprint(self._ptx_dataset)}
+        return {**super()._fingerprints(), **own}
 
     def _batches(self) -> dict[str, Any]:
         args = self.args

@@ -2,7 +2,7 @@
 """Checkpoints from which a run goes on as if it hadn't stopped, and none of which is ever half there."""
 
 import shutil
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..data.fingerprint import differences, fingerprint
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import Remedies
-from .checkpoint import load_rollout_state, load_whole, save_rollout_state, save_whole
+from .checkpoint import checkpoints, load_rollout_state, load_whole, save_rollout_state, save_whole, step_of
 from .groups import SAVED_CLASSES
-from .manifest import damage, lacks, write_manifest
+from .manifest import damage, lacks, saved_fingerprints, write_manifest
+from .run_lock import holding
 from .self_check import SelfCheck
 from .signals import EndOnSignal, end_with_launcher, spare_workers
 
@@ -58,7 +60,8 @@ class ResumingMixin(TrainerMixin):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Trains. With `enable_jit_checkpoint`, SIGTERM or SIGINT end it with a checkpoint after the current step.
+        Trains. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end it with a checkpoint after the
+        current step. No other run can train in the same `output_dir` meanwhile.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -73,19 +76,28 @@ class ResumingMixin(TrainerMixin):
 
         Raises:
             `ValueError`: If files of the checkpoint are missing or damaged, or none is whole.
+            `RuntimeError`: If another run trains in `output_dir`.
         """
         end_with_launcher()
-        checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
-        with nullcontext() if self._end_on_signal is None else self._end_on_signal.listening():
+        with ExitStack() as stack:
+            holder = stack.enter_context(holding(self.args.output_dir)) if self.is_world_process_zero() else None
+            (holder,) = broadcast_object_list([holder])
+            if holder is not None:
+                raise RuntimeError(
+                    f"`output_dir` {self.args.output_dir!r} is in use by {holder}: two runs would delete each other's "
+                    "checkpoints. Wait until it ends, or set another `output_dir`."
+                )
+            checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+            if self._end_on_signal is not None:
+                stack.enter_context(self._end_on_signal.listening())
             return super().train(checkpoint, *args, **kwargs)
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
         """The checkpoint to go on from, the same on all processes."""
         folders = [str(resume_from)]
         if resume_from is True:
-            numbered = [path for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path)]
-            folders = [str(path) for path in sorted(numbered, key=_step, reverse=True)]
-            folders = broadcast_object_list([folders])[0]
+            folders = [str(path) for path in reversed(checkpoints(self.args.output_dir))]
+            (folders,) = broadcast_object_list([folders])
         passed_over = []
         for folder in folders:
             found = self._damage(folder)
@@ -108,9 +120,23 @@ class ResumingMixin(TrainerMixin):
         return list(dict.fromkeys(gather_object(damage(folder) if looks else [])))
 
     def _warn_of_lacks(self, folder: str) -> None:
-        lack = lacks(folder) if self.args.checkpoint_manifest and self.args.should_save else None
+        if not (self.args.checkpoint_manifest and self.args.should_save):
+            return
+        lack = lacks(folder)
         if lack is not None:
             logger.warning(f"{folder} {lack}.")
+        saved, now = saved_fingerprints(folder), self._fingerprints()
+        for name in saved.keys() & now.keys():
+            found = differences(saved[name], now[name])
+            if found:
+                logger.warning(
+                    f"`{name}` has changed since {folder} was saved: {'; '.join(found)}. The run continues on other "
+                    "data than an uninterrupted one would; pass the dataset as it was to resume exactly."
+                )
+
+    def _fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Fingerprints of the datasets that are trained on, by the names of their arguments."""
+        return {"train_dataset": fingerprint(self.train_dataset)}
 
     def _rollout_state(self) -> dict[str, Any]:
         """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""
@@ -198,6 +224,11 @@ class ResumingMixin(TrainerMixin):
         """
         run_folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         partial = run_folder / _PARTIAL
+        if self.args.should_save and not Path(self.args.output_dir).exists():
+            logger.warning(
+                f"`output_dir` {self.args.output_dir!r} was removed during the run, with the checkpoints in it; "
+                f"{name} is saved to a new folder."
+            )
         if self.args.should_save and partial.exists():  # from a run that was killed while it saved
             shutil.rmtree(partial)
         self.accelerator.wait_for_everyone()
@@ -215,12 +246,12 @@ class ResumingMixin(TrainerMixin):
             if self.args.should_save:
                 self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
                 if self.args.checkpoint_manifest:
-                    write_manifest(partial / name, self.args.save_only_model)
+                    write_manifest(partial / name, self.args.save_only_model, self._fingerprints())
         if self.args.should_save:
             if (run_folder / name).exists():
                 (run_folder / name).rename(partial / _REPLACED)
             (partial / name).rename(run_folder / name)
-            for checkpoint in self._surplus_checkpoints(run_folder):
+            for checkpoint in self._surplus_checkpoints(run_folder / name):
                 checkpoint.rename(partial / checkpoint.name)
             shutil.rmtree(partial, ignore_errors=True)  # what stays goes before the next is written
         self.accelerator.wait_for_everyone()
@@ -233,8 +264,15 @@ class ResumingMixin(TrainerMixin):
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # that of `torch.save`
+            # Those of `torch.save`
+            of_file = ("inline_container", "Parent directory")
+            if isinstance(error, RuntimeError) and not any(words in str(error) for words in of_file):
                 raise
+            if not checkpoint.parent.exists():
+                raise FileNotFoundError(
+                    f"{str(checkpoint.parent)!r} was removed while {checkpoint.name} was written to it, with the "
+                    "checkpoints in it. Restore it and resume with `resume_from_checkpoint=True`, or start again."
+                ) from error
             free = shutil.disk_usage(checkpoint.parent).free / 2**20
             if self.args.should_save:
                 shutil.rmtree(checkpoint.parent / _PARTIAL, ignore_errors=True)
@@ -244,17 +282,18 @@ class ResumingMixin(TrainerMixin):
                 "`resume_from_checkpoint=True`; the checkpoints before are as they were."
             ) from error
 
-    def _surplus_checkpoints(self, run_folder: Path) -> list[Path]:
-        """The checkpoints that `Trainer` would delete, oldest first."""
+    def _surplus_checkpoints(self, newest: Path) -> list[Path]:
+        """The checkpoints beyond `save_total_limit` after the newest was saved, in the order of their steps."""
         limit = self.args.save_total_limit
         if limit is None or limit <= 0:
             return []
-        checkpoints = [Path(checkpoint) for checkpoint in sort_checkpoints(str(run_folder), use_mtime=True)]
-        kept = {checkpoints[-1]}
+        # Times of folders mean nothing after a copy. Later steps than the newest are of a run before
+        found = sorted(checkpoints(newest.parent), key=lambda each: step_of(each) <= step_of(newest))
+        kept = {newest}
         if self.state.best_model_checkpoint is not None:
             kept.add(Path(self.state.best_model_checkpoint))
-        surplus = max(0, len(checkpoints) - max(limit, len(kept)))
-        deleted = [checkpoint for checkpoint in checkpoints if checkpoint not in kept][:surplus]
+        surplus = max(0, len(found) - max(limit, len(kept)))
+        deleted = [checkpoint for checkpoint in found if checkpoint not in kept][:surplus]
         if self._pushes and self._uploaded in deleted:
             deleted.remove(self._uploaded)  # the next time, as it is being read
         return deleted
@@ -310,12 +349,6 @@ class ResumingMixin(TrainerMixin):
         # restores nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
         if is_whole(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
             load_whole(self.accelerator, self.model, folder)
-
-
-def _step(checkpoint: Path) -> int:
-    """Of its name; 0 if that is no checkpoint's."""
-    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(step) if step.isdecimal() and checkpoint.is_dir() else 0
 
 
 def _to_device(value, device):

@@ -9,7 +9,7 @@ from .multimodal_config import MultimodalArguments, check_choice
 
 
 @dataclass
-class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):
+class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[inconsistent-inheritance]
     r"""
     Configuration class for the [`MultimodalRLOOTrainer`].
 

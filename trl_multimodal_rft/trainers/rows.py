@@ -17,11 +17,13 @@ from torch.utils.data import Subset
 
 from ..data.ahead import ReadAhead
 from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, rows_to_messages
+from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.fetch import NUMBER, FetchLater, FetchOnce, LookAhead, Row, as_rows, numbered
 from ..data.skipping import other_row, skip_limit
 from ..data.unread import check_has_prompt
 from ..encoding.ablation import Ablation
+from ..encoding.control_tokens import checked_prompt
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt, encode_prompt
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import unwrapped
@@ -60,9 +62,16 @@ class RowsMixin(TrainerMixin):
 
     def _inner_training_loop(self, *args, **kwargs):
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            output = super()._inner_training_loop(*args, **kwargs)
         finally:
             self._stop_reading()
+        if output.global_step == self._initial_global_step < self.state.max_steps:
+            raise ValueError(
+                f"`train_dataset` has fewer rows than a batch of {self._rows_per_block // self.num_generations}, so "
+                "nothing was trained. Add rows, repeat a stream (`train_dataset.repeat(None)`), or lower "
+                "`per_device_train_batch_size`" + ("." if self.num_generations == 1 else " or `steps_per_generation`.")
+            )
+        return output
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -88,10 +97,12 @@ class RowsMixin(TrainerMixin):
                 self._check_groups_are_whole()
             dataset = numbered(dataset, batch, n, repeats)
             self.data_collator = as_rows
+            # Each process reads the stream: Accelerate can't send rows from one to the others
+            self.accelerator.dataloader_config.dispatch_batches = False
         leaves_out = not is_training and self.args.on_media_error == "skip" and self._encodes_rows
         if is_training:
             self._train_rows = rows = dataset
-            if isinstance(rows, FetchOnce) and self._reads_ahead:
+            if isinstance(rows, FetchOnce) and self._reads_ahead and not self._is_text(given):
                 self._ahead = ReadAhead(lambda number: self._read_row(rows[number]), max(1, num_workers))
                 dataset, self.args.dataloader_num_workers = FetchLater(rows), 0
         elif leaves_out and isinstance(dataset, (FetchOnce, IterableDataset)):
@@ -106,6 +117,11 @@ class RowsMixin(TrainerMixin):
 
     def get_eval_dataloader(self, eval_dataset=None):
         return super().get_eval_dataloader(_undecoded_streams(eval_dataset))
+
+    def _is_text(self, dataset: Any) -> bool:
+        """Whether no prompt has media, so that TRL's loader and its workers do all that there is to do ahead."""
+        counts = most_media(dataset, self.args.ignored_media_columns or ())
+        return counts is not None and not any(counts.values())
 
     @property
     def _reads_ahead(self) -> bool:
@@ -215,13 +231,14 @@ class RowsMixin(TrainerMixin):
         ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
         (placed,) = rows_to_messages([row], ignored, self._own_tokens, rules)
         if next(iter_refs(placed["prompt"]), None) is None:
+            self._checked_prompt(placed["prompt"], row.number)
             return row, None, ()
         prompt = self._encode(placed["prompt"], row.number)
         return row, prompt, prompt.decoded
 
     def _encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs) -> EncodedPrompt:
         return encode_prompt(
-            prompt,
+            self._checked_prompt(prompt, row),
             self.processing_class,
             unwrapped(self.accelerator, self.model),
             template_kwargs={**self._template_kwargs(), **template_kwargs},
@@ -231,6 +248,9 @@ class RowsMixin(TrainerMixin):
             ablation=ablation,
             row=row,
         )
+
+    def _checked_prompt(self, prompt: Any, row: int) -> Any:
+        return checked_prompt(prompt, self.processing_class, self.args.special_tokens_in_text, row)
 
     def _template_kwargs(self) -> dict[str, Any]:
         return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}

@@ -27,6 +27,7 @@ from ..encoding.prompts import (
     continued_field,
     decode_media,
     join_media,
+    outputs_of_files,
     processor_outputs,
     prompt_position_ids,
 )
@@ -90,7 +91,8 @@ class SelfCheck:
         rows (`float`):
             Prompts in one forward, as far as they share one, against each alone.
         sampled (`float` or `None`):
-            Log-probabilities of sampling against the truth; `None` if sampling gives none.
+            Log-probabilities of sampling against the truth; `None` if sampling gives none, NaN if it fails for the
+            self-check, as a `generate` of the user's may.
         changes (`tuple[str, ...]`):
             What changes the distribution that is sampled from on purpose: suppressed placeholders, options such as
             `top_p`.
@@ -151,7 +153,9 @@ class SelfCheck:
             parts.append("no media yet")
         rows = f"rows independent {self.rows:.0e}"
         parts.append(rows if remedies.apart is None else f"{rows} (each {remedies.apart} apart)")
-        if self.sampled is not None:
+        if self.sampled is not None and math.isnan(self.sampled):
+            parts.append("sampling not measured")
+        elif self.sampled is not None:
             parts.append(
                 f"sampled = model's own {self.sampled:.0e}{'' if remedies.share_prefill else ' (prefilled apart)'}"
             )
@@ -483,8 +487,10 @@ class _Check:
             self.changes.insert(0, "suppressed placeholders")
         self.changed: float | None = None
         self.scored: tuple[EncodedPrompt, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.cannot_sample = False
 
     def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
+        self.n_rows = len(prompts)
         targets, donors, partners = self._choose(messages, prompts)
         ids = mask = None
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
@@ -504,6 +510,7 @@ class _Check:
         rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
         features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
         assert padded is not None  # there is a target
+        sampled = math.nan if self.cannot_sample else sampled
         return SelfCheck(
             features,
             padded,
@@ -588,10 +595,21 @@ class _Check:
         try:
             refs = list(iter_refs(messages))
             media = decode_media(refs, self.processor, self.trainer.args.audio_overlong)
-            return _Case(prompt, processor_outputs(messages, self.processor, *media, self.trainer._template_kwargs()))
+            template = self.trainer._template_kwargs()
+            outputs = processor_outputs(messages, self.processor, *media, template)
         except Exception as error:
             _raise_out_of_memory(error)
             return _Case(prompt, None, f"{type(error).__name__}: {error}")
+        try:
+            read = outputs_of_files(messages, self.processor, self.trainer.args.audio_overlong, template)
+        except Exception as error:  # it may read fewer formats
+            logger.warning(
+                f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos itself, so "
+                f"that its own frames weren't compared ({error})"
+            )
+            read = None
+        # Its frames may be less exact, but not of other sizes or times
+        return _Case(prompt, outputs if read is None or _same_layout(read, outputs) else read)
 
     # The truth
 
@@ -653,6 +671,15 @@ class _Check:
         if output is None and self.remedies.share_prefill:
             self.remedies.share_prefill = False
             return self._sample(prompt)
+        if output is None and not prompt.media:
+            # A `generate` of the user's may know batches of the run's size alone
+            output = self._attempt(
+                f"sampling {self.n_rows} rows",
+                lambda: trainer._sample_completions([prompt] * self.n_rows, config, self.remedies.share_prefill),
+            )
+            if output is None:
+                self.cannot_sample = True
+                return self._scripted(prompt)
         if output is None:
             raise self._cannot(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
@@ -956,6 +983,12 @@ class _Force(LogitsProcessor):
 
 def _generate(model, plain: dict[str, torch.Tensor], config: GenerationConfig, ids: torch.Tensor) -> Any:
     return model.generate(**plain, generation_config=config, logits_processor=LogitsProcessorList([_Force(ids)]))
+
+
+def _same_layout(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether a processor returned the same token ids, and tensors of the same shapes."""
+    shapes = [{name: value.shape for name, value in each.items()} for each in (a, b)]
+    return shapes[0] == shapes[1] and torch.equal(a["input_ids"], b["input_ids"])
 
 
 def _traits(process: int, index: int, prompt: EncodedPrompt) -> _Traits:

@@ -5,6 +5,7 @@ import logging
 import os
 import reprlib
 import sys
+from collections.abc import Collection
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin, Trai
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.trainer.utils import get_config_model_id
 
-from ..data.columns import iter_refs, rows_to_messages
+from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.unread import check_columns, columns_known
@@ -193,6 +194,36 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
             raise ref.error(
                 f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.kind}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
+            )
+
+
+def refuse_media_without_processor(processing_class, dataset, columns: Collection[str], name: str) -> None:
+    """
+    Refuses media that a tokenizer is to encode.
+
+    Args:
+        processing_class ([`~transformers.PreTrainedTokenizerBase`]):
+            A tokenizer.
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            A dataset, whose first rows are looked at.
+        columns (`Collection[str]`):
+            Its columns of media.
+        name (`str`):
+            What errors call it.
+
+    Raises:
+        `ValueError`: If a row has media.
+    """
+    if not columns or not isinstance(dataset, Dataset):
+        return  # streams are read once, and say so then
+    rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
+    for column in columns:
+        if any(row[column] is not None and not (isinstance(row[column], list) and not row[column]) for row in rows):
+            kind = "audio" if MEDIA_COLUMNS[column] == "audio" else "vision"
+            raise ValueError(
+                f"The {name} dataset appears to be {kind}-related (column {column!r}), but "
+                f"{type(processing_class).__name__} is no processor of a {kind}-language model; pass the processor of "
+                "a model that takes such media, or name the column in `ignored_media_columns`."
             )
 
 
@@ -579,8 +610,8 @@ def check_head_cast(model: PreTrainedModel, args) -> None:
         found = found and hasattr(getattr(model, "model", None), "embed_tokens")
     if getattr(args, "cast_lm_head_to_fp32", False) and not found:
         raise ValueError(
-            f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose "
-            "head or embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
+            f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose head "
+            "or embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
             "`model_init_kwargs={'dtype': 'float32'}`."
         )
 

@@ -10,9 +10,11 @@ from .multimodal_config import MediaArguments
 
 # Options of TRL that this trainer can't follow: the values that ask for nothing, and why there is nothing else
 _NOT_HERE = {
-    "dataset_kwargs": ((None,), "rows are encoded when they are read"),
+    "dataset_kwargs": (
+        (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
+        "of these options, only `skip_prepare_dataset` is known",
+    ),
     "dataset_num_proc": ((None,), "rows are encoded when they are read; raise `dataloader_num_workers`"),
-    "dataset_text_field": (("text",), "rows have `prompt` and `completion`, or `messages`"),
     "shuffle_dataset": ((False,), "each epoch has another random order; `dataset.shuffle()` does it beforehand"),
     "packing_strategy": (("bfd",), "rows are packed whole, and never cut"),
     "padding_free": ((False,), "`packing=True` lays rows out without padding"),
@@ -33,8 +35,8 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     r"""
     Configuration class for the [`MultimodalSFTTrainer`].
 
-    Holds every argument of [`~trl.SFTConfig`] and of [`MediaArguments`]. Of TRL's, those about the preparation of
-    datasets and about padding have no use here, and raise.
+    Holds every argument of [`~trl.SFTConfig`] and of [`MediaArguments`]. Of TRL's, most about the preparation of
+    datasets and those about padding have no use here, and raise.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):

@@ -3,7 +3,7 @@
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -11,20 +11,30 @@ from unittest.mock import patch
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import RandomSampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from trl import SFTTrainer
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
+from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
-from ..data.columns import MediaError
+from ..data.columns import MEDIA_COLUMNS, MediaError
 from ..data.fetch import Row
+from ..data.unread import columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import DecodedPrompt, placeholder_tokens
-from ..encoding.supervised import SupervisedSequence, encode_sequence
+from ..encoding.supervised import SupervisedSequence, encode_sequence, given_sequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.head import head_rule
@@ -46,6 +56,7 @@ from .setup import (
     measured_head,
     no_warning_about_init_kwargs,
     own_config,
+    refuse_media_without_processor,
     refuse_several_runs,
     refuse_unchecked_steps,
     warn_of_unread,
@@ -88,7 +99,8 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt` and `completion`, each text or messages, or with `messages`; and with the media
             columns that [`MultimodalGRPOTrainer`] takes. Of a completion all is learned; of `messages` all, or with
-            `assistant_only_loss` what the assistant says in each turn.
+            `assistant_only_loss` what the assistant says in each turn. Without media also with `text`, or tokenized,
+            with `input_ids` and optionally `labels`, which [`~trl.SFTTrainer`] prepares.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -103,11 +115,20 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
+        formatting_func (`Callable`, *optional*):
+            Gives the text of a row without media, as for [`~trl.SFTTrainer`].
+        compute_loss_func (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
+        preprocess_logits_for_metrics (`Callable`, *optional*):
+            See [`~trl.SFTTrainer`], for rows without media.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the model can't be trained, if rows are to be sharded along their length, or if a processor is
-            to be loaded by the name of a model that has none.
+        `ValueError`: If the model can't be trained, if rows are to be sharded along their length, if a processor is
+            to be loaded by the name of a model that has none, or if a dataset has no columns to learn from, or media
+            that a tokenizer can't encode.
     """
 
     _tag_names = ["trl", "sft", "trl-multimodal-rft"]
@@ -148,7 +169,13 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: "PeftConfig | None" = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
+        if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):  # as TRL takes them
+            args = MultimodalSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
         args = own_config(MultimodalSFTConfig, args, model)
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
@@ -191,8 +218,19 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 quantization_config=quantization_config,
                 peft_config=peft_config,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        self.train_dataset = train_dataset
+        self._formatting_func = formatting_func
+        dataset_kwargs: Any = args.dataset_kwargs or {}
+        self._skip_prepare_dataset = bool(dataset_kwargs.get("skip_prepare_dataset"))
+        if isinstance(train_dataset, Dataset):
+            self.train_dataset = train_dataset
+        own_collator = DataCollatorForLanguageModeling(pad_token_id=0)  # TRL's check is for rows without another one
+        self._reject_skip_prepare_without_labels({"train": train_dataset}, own_collator)
+        self.train_dataset = self._prepare_all(self.train_dataset, "train")
+        self.eval_dataset = self._prepare_all(self.eval_dataset, "eval")
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
@@ -222,11 +260,59 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         )
         keep_differentiable(self.model)
         self._set_signals()
+        if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
+            raise ValueError(
+                "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
+                "`max_tokens_per_microbatch`."
+            )
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
     # Rows
+
+    def _prepare_all(self, datasets: Any, name: str) -> Any:
+        """A dataset, a dictionary of them or `None`, as TRL's `evaluate` prepares what it is given."""
+        if isinstance(datasets, dict):
+            return {key: self._prepare_all(each, key) for key, each in datasets.items()}
+        if datasets is None or self._skip_prepare_dataset:
+            return datasets
+        return self._prepare_dataset(datasets, self.processing_class, self.args, False, self._formatting_func, name)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """Has TRL tokenize rows of plain text; all others are encoded when they are read, with their media."""
+        columns = set(get_dataset_column_names(dataset))
+        media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))
+        if not isinstance(processing_class, ProcessorMixin):
+            refuse_media_without_processor(processing_class, dataset, media, dataset_name)
+        if formatting_func is None and "input_ids" not in columns:
+            if columns & {"prompt", "messages"}:
+                return dataset
+            if "conversations" in columns:
+                return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+            if args.dataset_text_field not in columns:
+                if isinstance(dataset, Dataset) and not columns_known(dataset):
+                    return dataset  # a transform gives others
+                raise ValueError(
+                    f"The {dataset_name} dataset has the columns {sorted(columns)}; it needs `prompt` and "
+                    f"`completion`, `messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`)."
+                )
+        elif formatting_func is not None and args.completion_only_loss:
+            raise ValueError(
+                "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."
+            )
+        if media:
+            raise ValueError(
+                f"The {dataset_name} dataset has plain text and media ({media}), and nothing says where in the text "
+                "they are; give `prompt` and `completion`, or `messages`, or name the columns in "
+                "`ignored_media_columns`."
+            )
+        if args.assistant_only_loss and "input_ids" not in columns:
+            raise ValueError(
+                f"`assistant_only_loss=True` needs `messages`, and the {dataset_name} dataset has text; set it to "
+                "False."
+            )
+        return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
@@ -261,6 +347,8 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         return (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
 
     def _read_row(self, row: Row) -> tuple[Row, SupervisedSequence, DecodedPrompt | None]:
+        if row.get("input_ids"):
+            return row, given_sequence(row, self.processing_class, self._unwrapped(self.model)), None
         args, tools = self.args, row.get("tools")
         own = row.get("chat_template_kwargs") or {}
         template = {"chat_template": self.chat_template, "tools": _parsed(tools) or None, **own}
@@ -275,6 +363,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             ignored_media_columns=args.ignored_media_columns or (),
             own_tokens=self._own_tokens,
             media_rules=args.media_rules,
+            special_tokens_in_text=args.special_tokens_in_text,
         )
         if args.max_length is not None and len(sequence) > args.max_length:
             if sequence.modalities:
@@ -295,7 +384,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             warn_of_unread(self.args, {name: [dict(row) for row in read]}, supervised=True, whole=False)
         self._kinds_seen.update(*(each.modalities for each in sequences))
         self._columns_seen.update(*read)
-        if len(self._asked) < 2:
+        if len(self._asked) < 2 and "input_ids" not in read[0]:
             self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
         return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
@@ -313,11 +402,8 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
     # Update
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if return_outputs:
-            raise ValueError(
-                "Logits aren't kept, so there are no predictions; `evaluate()` gives the loss and the metrics, and "
-                "`trl_multimodal_rft.evaluation.evaluate` answers."
-            )
+        if return_outputs or self._needs_plain_rows:
+            return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         found = []
         lengths = torch.tensor(list(map(len, inputs["sequences"])), device=inputs["labels"].device)
         loss = super().compute_loss(
@@ -338,6 +424,32 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             scores.deferred,
             1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps,
         )
+
+    @property
+    def _needs_plain_rows(self) -> bool:
+        """Whether the model's own forward makes the loss: with virtual tokens of PEFT, or a loss of the user's."""
+        configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
+        return self.compute_loss_func is not None or any(each.is_prompt_learning for each in configs)
+
+    def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """A micro-batch of text as TRL's collator makes it."""
+        sequences: list[SupervisedSequence] = inputs["sequences"]
+        labels = inputs["labels"]
+        for each in sequences:
+            if each.modalities:
+                raise ValueError(
+                    f"row {each.row} has media, of which no logits are kept; without `compute_metrics`, "
+                    "`compute_loss_func` and prompt learning, `evaluate()` gives the loss and the metrics, and "
+                    "`trl_multimodal_rft.evaluation.evaluate` answers."
+                )
+        ids = [each.input_ids for each in sequences]
+        fields = {
+            "input_ids": ids,
+            "attention_mask": [torch.ones_like(each) for each in ids],
+            **{name: [each.token_fields[name] for each in sequences] for name in sequences[0].token_fields},
+        }
+        padded = {name: pad_sequence(rows, batch_first=True).to(labels.device) for name, rows in fields.items()}
+        return {**padded, "labels": labels}
 
     def _score(self, model, sequences, found: list, labels, **kwargs) -> FusedCausalLMOutput:
         """What TRL's fused head gives for padded rows."""

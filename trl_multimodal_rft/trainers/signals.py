@@ -18,15 +18,18 @@ from transformers import TrainerCallback
 
 logger = get_logger(__name__)
 
+# Those that ask a run to end, as far as the system has them: Slurm sends SIGUSR1, a terminal that closes SIGHUP
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+
 # Programs, or modules of Python, that start processes and wait for them
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 
 
 class EndOnSignal(TrainerCallback):
     """
-    Ends a run on SIGTERM or SIGINT with a checkpoint, at the end of the optimizer step in which any of its processes
-    got the signal: only then weights, optimizer and rollouts are of the same moment. A second SIGINT ends at once; a
-    second SIGTERM doesn't, since launchers pass on what their processes got already.
+    Ends a run on SIGTERM, SIGUSR1, SIGHUP or SIGINT with a checkpoint, at the end of the optimizer step in which any
+    of its processes got the signal: only then weights, optimizer and rollouts are of the same moment. A second SIGINT
+    ends at once; others don't, since launchers pass on what their processes got already.
 
     Args:
         any_process (`Callable`):
@@ -43,17 +46,22 @@ class EndOnSignal(TrainerCallback):
         """Takes the signals within the context, but SIGINT not from who types at a prompt of Python."""
         self._asked = self._ends = self._saved = False
         typed_at = hasattr(sys, "ps1") or sys.flags.interactive
-        wanted = (signal.SIGTERM,) if typed_at else (signal.SIGTERM, signal.SIGINT)
+        wanted = [each for each in _SIGNALS if each != signal.SIGINT or not typed_at]
         if threading.current_thread() is not threading.main_thread():
             logger.warning("`enable_jit_checkpoint` has no effect: signals only reach Python's main thread.")
-            wanted = ()
+            wanted = []
         before = {each: signal.getsignal(each) or signal.SIG_DFL for each in wanted}  # `None` is none of Python's
         before = {each: handler for each, handler in before.items() if handler != signal.SIG_IGN}  # as after `nohup`
+
+        terminals = [output for output in (1, 2) if os.isatty(output)]
 
         def ask(number, frame):
             self._asked = True
             if number == signal.SIGINT:
                 signal.signal(number, before[number])
+            for output in terminals:
+                if not os.isatty(output):  # closed, so that whatever is printed would be an error
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
             os.write(2, b"\nThis run saves a checkpoint after its current step, and ends.\n")  # `print` may be busy
 
         for each in before:
@@ -95,7 +103,7 @@ def spare_workers(loader: DataLoader) -> None:
 
 
 def _start_worker(init: Callable[[int], None] | None, index: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if init is not None:
         init(index)

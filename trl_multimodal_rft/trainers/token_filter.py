@@ -70,9 +70,10 @@ class TokenFilterMixin(TrainerMixin):
             `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't
             trained on. Shape `(B, C)`.
         """
-        if self._batch is None or self._batch.token_weights is None:  # not asked for the loss of a micro-batch
+        batch = vars(self).get("_batch")  # an instance without a constructor or a mock has none
+        if batch is None or batch.token_weights is None:  # not asked for the loss of a micro-batch
             return super().get_high_entropy_mask(entropies, mask, threshold)
-        return self._batch.token_weights
+        return batch.token_weights
 
     def _token_weights(
         self, inputs: dict[str, Any], entropies: torch.Tensor, mask: torch.Tensor

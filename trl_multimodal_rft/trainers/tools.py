@@ -16,6 +16,7 @@ from trl.chat_template_utils import parse_response
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
 from ..data.features import restore_media
 from ..data.rules import MediaRules
+from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import called, conversation, encode_turn, so_far
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens
 from ..families import family_of
@@ -127,6 +128,8 @@ class Conversations:
             What happens to audio longer than the model's window.
         media_rules ([`~data.rules.MediaRules`]):
             From where media may come, and how large they may be.
+        special_tokens_in_text (`str`, *optional*, defaults to `"raise"`):
+            What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`.
         apart (`str`, *optional*):
             Which prompts get forwards of their own, see [`~policy.Remedies`].
         engine_length (`int`, *optional*):
@@ -152,6 +155,7 @@ class Conversations:
     template_kwargs: dict[str, Any]
     audio_overlong: Literal["raise", "truncate"]
     media_rules: MediaRules
+    special_tokens_in_text: Literal["allow", "raise", "strip"] = "raise"
     apart: str | None = None
     engine_length: int | None = None
     anyone: Callable[[bool], bool] = bool
@@ -227,12 +231,26 @@ class Conversations:
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
-        talk.counts["failures"] += sum(isinstance(result, Exception) for _, result in results)
         row = index if talk.prompt.row is None else talk.prompt.row
-        return [
-            {"role": "tool", "name": name, "content": _content(name, result, row, self.media_rules)}
-            for name, result in results
-        ]
+        messages = []
+        for name, result in results:
+            failed, content = isinstance(result, Exception), _content(name, result, row, self.media_rules)
+            try:
+                place = f"row {row}, column '{FROM_TOOL}{name!r}'"
+                content = checked_texts(content, self.processor, self.special_tokens_in_text, place)
+            except MediaError as error:
+                failed, content = True, self._failure(error)
+            talk.counts["failures"] += failed
+            messages.append({"role": "tool", "name": name, "content": content})
+        return messages
+
+    def _failure(self, error: MediaError) -> str:
+        """What the model is told of a result that it can't be shown, without the tokens that the result held."""
+        logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
+        reason = str(error).encode(errors="replace").decode()
+        for token in placeholder_tokens(self.model, self.processor):
+            reason = reason.replace(token, "")
+        return str({"error": checked_texts(reason, self.processor, "strip", "")})
 
     def _encode_results(self, talk: Talk, results: list[dict[str, Any]]) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
         """Results as tokens, and as messages; an error stands for what can't be encoded."""
@@ -251,13 +269,8 @@ class Conversations:
             with_media = [message for message in results if next(iter_refs(message), None) is not None]
             failed = with_media or results  # texts that hold placeholders
             talk.counts["failures"] += len(failed)
-            logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
-            reason = str(error)
-            for token in placeholder_tokens(self.model, self.processor):
-                reason = reason.replace(token, "")
-            results = [
-                {**message, "content": str({"error": reason})} if message in failed else message for message in results
-            ]
+            content = self._failure(error)
+            results = [{**message, "content": content} if message in failed else message for message in results]
             turn = encode_turn(talk.history, results, self.processor, self.model, **options)
         return turn, results
 
@@ -396,6 +409,7 @@ class ToolsMixin(TrainerMixin):
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             media_rules=self.args.media_rules,
+            special_tokens_in_text=self.args.special_tokens_in_text or "raise",
             apart=self._policy.remedies.apart,
             engine_length=None if engine is None else engine.max_length,
             anyone=self._any_process if self._completes_in_step else bool,

@@ -1,0 +1,76 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Clips as editors cut them, without encoding them anew, and what FFmpeg shows of them."""
+
+import io
+
+import av
+import numpy as np
+
+
+WIDTH, HEIGHT, RATE, FRAMES, GROUP = 96, 64, 10, 60, 12
+PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+
+# Groups of 12 frames in which 3 frames that refer to a keyframe are shown before it, where groups are open
+_GROUPS = "keyint=12:min-keyint=12:scenecut=0:bframes=3:b-adapt=0"
+CODECS = {
+    "H.264": ("libx264", {"x264-params": _GROUPS}),
+    "H.264, open groups": ("libx264", {"x264-params": f"{_GROUPS}:open-gop=1"}),
+    "HEVC": ("libx265", {"x265-params": f"{_GROUPS}:log-level=none"}),
+    "H.264, intra refresh": ("libx264", {"x264-params": "keyint=12:intra-refresh=1:bframes=2"}),
+}
+
+
+def encoded(name, container="mp4"):
+    """A clip of 60 frames, all different."""
+    codec, options = CODECS[name]
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=RATE, options=options)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for i in range(FRAMES):
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(np.roll(PIXELS, 2 * i, 1))))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def trimmed(data, start, hidden, container="mp4"):
+    """
+    A clip from the second group on, its packets copied.
+
+    Args:
+        data (`bytes`):
+            An MP4 of `encoded`.
+        start (`int`):
+            How many packets of the group are left out.
+        hidden (`int`):
+            How many frames from the keyframe on are before time 0; an MP4 hides them by an edit list.
+        container (`str`, *optional*, defaults to `"mp4"`):
+            FFmpeg's name of the format.
+    """
+    out = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(out, "w", format=container) as target:
+        video = source.streams.video[0]
+        copy = target.add_stream_from_template(video)
+        packets = [packet for packet in source.demux(video) if packet.size]
+        times = sorted(packet.pts for packet in packets)
+        first = [i for i, packet in enumerate(packets) if packet.is_keyframe][1]
+        zero = times[times.index(packets[first].pts) + hidden]
+        for packet in packets[first + start :]:
+            packet.pts, packet.dts, packet.stream = packet.pts - zero, packet.dts - zero, copy
+            target.mux(packet)
+    return out.getvalue()
+
+
+def turned(data, quarters):
+    """An MP4 whose header says that it was filmed with the camera turned."""
+    matrices = [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)]
+    a, b, c, d = (n % 2**16 * 2**16 for n in matrices[quarters])
+    matrix = [a, b, 0, c, d, 0, 0, 0, 2**30]
+    place = data.index(b"tkhd") + 4 + 40
+    return data[:place] + b"".join(n.to_bytes(4, "big") for n in matrix) + data[place + 36 :]
+
+
+def shown(data):
+    """All frames, decoded from the first, which is what the program `ffmpeg` shows."""
+    with av.open(io.BytesIO(data)) as file:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])

@@ -1,0 +1,107 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Whether a dataset is the one that a run was begun with, told from a few of its rows."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+
+
+# Rows that are read, evenly spaced
+_ROWS = 64
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def fingerprint(dataset: Any) -> dict[str, Any]:
+    """
+    What identifies a dataset in another process, and wherever its files are: that of Datasets changes with paths and
+    with how rows were made.
+
+    Args:
+        dataset (`Any`):
+            Dataset. Of streams no row is read.
+
+    Returns:
+        `dict[str, Any]`: Values for JSON: the number of rows, the names of the columns, and checksums (CRC-32) of 64
+        rows as they are stored, by their numbers as text. A path of a file counts as the file's name and size.
+    """
+    if isinstance(dataset, IterableDataset):
+        return {"columns": dataset.column_names and sorted(dataset.column_names)}
+    if not isinstance(dataset, Dataset):
+        return {}
+    columns = sorted(dataset.column_names)
+    numbers = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
+    table: Any = dataset.with_format("arrow")[numbers] if numbers else None
+    sums = {str(number): _checksum(table.slice(i, 1), columns) for i, number in enumerate(numbers)}
+    return {"rows": len(dataset), "columns": columns, "checksums": sums}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """
+    How two fingerprints differ.
+
+    Args:
+        before (`dict[str, Any]`):
+            The first one, also as read from JSON.
+        now (`dict[str, Any]`):
+            The second one.
+
+    Returns:
+        `list[str]`: A clause for each difference in what both of them have.
+    """
+    both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
+    found = []
+    if "rows" in both and before["rows"] != now["rows"]:
+        found.append(f"it has {now['rows']} rows, not {before['rows']}")
+    if "columns" in both and before["columns"] != now["columns"]:
+        found.append(f"its columns are {', '.join(now['columns'])}, not {', '.join(before['columns'])}")
+    elif "checksums" in both:
+        sums = before["checksums"], now["checksums"]
+        changed = [number for number in sums[0] if number in sums[1] and sums[0][number] != sums[1][number]]
+        if changed:
+            names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
+            found.append(f"of the {len(sums[1])} rows compared, {len(changed)} or their files differ (rows {names})")
+    return found
+
+
+def _checksum(row: pa.Table, columns: list[str]) -> int:
+    checksum = 0
+    for column in columns:
+        for part in _parts(row[column]):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _parts(values: Any) -> Iterator[bytes]:
+    """What Arrow's values hold, however they are split into chunks."""
+    if isinstance(values, pa.ChunkedArray):
+        for chunk in values.chunks:
+            yield from _parts(chunk)
+    elif isinstance(values, pa.ExtensionArray):
+        yield from _parts(values.storage)
+    elif pa.types.is_struct(values.type):
+        yield repr(values.is_valid().to_pylist()).encode()
+        for part in values.flatten():
+            yield from _parts(part)
+    elif any(is_list(values.type) for is_list in _LISTS):
+        yield repr(values.value_lengths().to_pylist()).encode()
+        yield from _parts(values.flatten())
+    elif pa.types.is_primitive(values.type) and not pa.types.is_boolean(values.type) and not values.null_count:
+        yield values.to_numpy(zero_copy_only=False).tobytes()
+    else:
+        for value in values.to_pylist():
+            if isinstance(value, bytes):
+                yield from (repr(len(value)).encode(), value)
+            else:
+                yield repr(_of_file(value)).encode()
+
+
+def _of_file(value: Any) -> Any:
+    """Name and size of a file in the place of its path."""
+    if isinstance(value, str) and os.path.isfile(value):
+        return os.path.basename(value), os.path.getsize(value)
+    return value

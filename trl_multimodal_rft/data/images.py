@@ -1,0 +1,109 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Images as Pillow opens them: of formats that it decodes itself, within a time and without headers that explode."""
+
+import math
+import time
+from io import BytesIO
+from typing import Any, BinaryIO
+
+import PIL.Image
+from PIL import ImageFile
+
+from .columns import MediaRef
+from .sources import Bounded
+
+
+# What is opened as an image: no documents, which other programs would have to draw
+_IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
+
+_MOST_GIF_HEADER = 2**21  # bytes, as Pillow joins comments in quadratic time
+_MOST_EXIF = 2**16  # bytes in a JPEG: what one segment holds
+_SPARE = 2**20  # bytes of headers, which may be read twice
+_JPEG_WORK = 2**36  # pixels times bytes of a JPEG that are decoded at once: 30 bytes may be a scan of all pixels
+
+
+class _Opened(Bounded):
+    """The file of an image. While its headers are read, the EXIF data in it is counted."""
+
+    exif = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.most < math.inf and data.startswith(b"Exif\0\0"):
+            self.exif += len(data)
+            if self.exif > _MOST_EXIF:  # Pillow joins the segments, and parses them at once
+                raise self._ref.error(
+                    "its EXIF data takes more than 65,536 bytes; save it without them, or remove the row"
+                )
+        return data
+
+
+def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
+    """
+    Opens an image, whose pixels aren't decoded yet.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            The image, for its rules and for errors.
+        stream (`BinaryIO`):
+            Its file.
+
+    Returns:
+        `PIL.Image.Image`: The image. Decoding it raises a [`~data.columns.MediaError`] after `media_timeout`.
+
+    Raises:
+        [`~data.columns.MediaError`]: If its headers explode.
+        `PIL.UnidentifiedImageError`: If it is none of the formats.
+    """
+    size = stream.seek(0, 2)
+    stream.seek(0)
+    most = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
+    stream.seek(0)
+    opened: Any = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, most)
+    PIL.Image.init()  # formats can be named only once they are known
+    image = PIL.Image.open(opened, formats=_IMAGE_FORMATS)
+    opened.most = math.inf
+    if image.format in ("JPEG", "MPO"):
+        piece = max(2**10, _JPEG_WORK // max(1, image.width * image.height))
+        image.decodermaxblock = min(image.decodermaxblock, piece)
+    return image
+
+
+def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:
+    """
+    Refuses a PIL image that another program would have to draw.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            The image, for errors.
+        image (`PIL.Image.Image`):
+            The image, decoded or not.
+
+    Raises:
+        [`~data.columns.MediaError`]: If it is a document.
+    """
+    if getattr(image, "tile", None) and (image.format == "EPS" or isinstance(image, ImageFile.StubImageFile)):
+        raise ref.error(f"a document of format {image.format}; draw it before, and give the pixels")
+
+
+def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
+    """
+    Refuses EXIF data whose entries share their bytes, so that copies of them would fill the memory.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            The image, for errors.
+        image (`PIL.Image.Image`):
+            The image, decoded.
+
+    Raises:
+        [`~data.columns.MediaError`]: If it has such data.
+    """
+    data = image.info.get("exif")
+    if data is None and "Raw profile type exif" in image.info:  # as ImageMagick writes it
+        data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))
+    while data and data.startswith(b"Exif\0\0"):
+        data = data[6:]
+    if data:
+        entries: Any = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE)
+        PIL.Image.Exif().load_from_fp(entries)

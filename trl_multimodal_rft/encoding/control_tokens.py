@@ -1,0 +1,175 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Control tokens in the texts of rows and tools, which a tokenizer can't tell from those of the chat template."""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
+
+from ..data.columns import MediaError
+
+
+logger = logging.get_logger(__name__)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """
+    The control tokens of a tokenizer.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+
+    Returns:
+        `set[str]`: Its special tokens, and all that were added as special ones.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", None)  # a property that Mistral's own tokenizers don't have
+    added = added.values() if isinstance(added, dict) else ()
+    return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
+
+
+def checked_text(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    mode: Literal["allow", "warn", "raise", "strip"],
+    place: str,
+    tokens: Collection[str],
+) -> str:
+    """
+    A text that is to become part of a message.
+
+    Args:
+        text (`str`):
+            The text.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer. Some read control tokens in a text as words, where they do no harm.
+        mode (`str`):
+            What happens to control tokens in it: `"allow"` keeps them, `"warn"` logs them, `"raise"` raises, and
+            `"strip"` removes them, and those that the rest makes.
+        place (`str`):
+            Where it comes from, for errors.
+        tokens (`Collection[str]`):
+            The tokenizer's [`control_tokens`].
+
+    Returns:
+        `str`: The text, or what is left of it.
+
+    Raises:
+        [`MediaError`]: If it holds control tokens and `mode` is `"raise"`, or if it isn't Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MediaError(
+            f"{place}: the text has the lone surrogate {text[error.start]!a} at character {error.start}, which no "
+            "tokenizer reads; decode the text with `errors='replace'`, or remove the row"
+        ) from error
+    if mode == "allow":
+        return text
+    while found := _tokens_in(text, tokenizer, tokens):
+        if mode == "raise":
+            raise MediaError(
+                f"{place}: the text holds the control token {found[0]!r}, which the model would take for one of the "
+                "chat template; remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if it is meant"
+            )
+        if mode == "warn":
+            logger.warning_once(
+                f"A text of the dataset holds the control token {found[0]!r}, which the model takes for one of the "
+                "chat template. Set `special_tokens_in_text` to 'raise', which names the row, to 'strip', which "
+                "removes such tokens, or to 'allow' if they are meant."
+            )
+            break
+        for token in found:
+            text = text.replace(token, "")
+    return text
+
+
+def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection[str]) -> list[str]:
+    """The tokens that stand in a text and that the tokenizer reads there, the first in the alphabet first."""
+    found = sorted(token for token in tokens if token in text)
+    ids = set(tokenizer(text, add_special_tokens=False)["input_ids"]) if found else set()
+    return [token for token in found if tokenizer.convert_tokens_to_ids(token) in ids]
+
+
+def checked_texts(
+    value: Any,
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    mode: Literal["allow", "warn", "raise", "strip"],
+    place: str,
+) -> Any:
+    """
+    [`checked_text`] of all texts in messages, or in the content of one.
+
+    Args:
+        value (`Any`):
+            Any nesting of lists and dictionaries. Neighbouring blocks of text, which templates join, are one text.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What is to encode it.
+        mode (`str`):
+            See there.
+        place (`str`):
+            See there.
+
+    Returns:
+        `Any`: The same nesting, or what is left of it.
+
+    Raises:
+        [`MediaError`]: See there.
+    """
+    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    return _map_texts(
+        value, partial(checked_text, tokenizer=tokenizer, mode=mode, place=place, tokens=control_tokens(tokenizer))
+    )
+
+
+def checked_prompt(
+    prompt: str | list[dict[str, Any]],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    mode: Literal["allow", "raise", "strip"] | None,
+    row: int,
+    column: str = "prompt",
+) -> Any:
+    """
+    [`checked_texts`] of a row of a dataset.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            Messages, or plain text, which may hold the tokens of a template since none wraps it.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            What is to encode it.
+        mode (`str`, *optional*):
+            What happens to control tokens in messages; by default a warning.
+        row (`int`):
+            Number of the row, for errors.
+        column (`str`, *optional*, defaults to `"prompt"`):
+            Where the prompt comes from, for errors.
+
+    Returns:
+        `str` or `list[dict]`: The prompt, or what is left of it.
+
+    Raises:
+        [`MediaError`]: See there.
+    """
+    return checked_texts(
+        prompt, processor, "allow" if isinstance(prompt, str) else mode or "warn", f"row {row}, column '{column}'"
+    )
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    changed = []
+    for is_text, run in groupby(value, lambda block: isinstance(block, dict) and isinstance(block.get("text"), str)):
+        blocks = list(run)
+        joined = "".join(block["text"] for block in blocks) if is_text else ""
+        if (kept := change(joined)) != joined:
+            blocks = [{**blocks[0], "text": kept}]
+        changed += [_map_texts(block, change) for block in blocks]
+    return changed
