@@ -164,7 +164,7 @@ def updated(trainer: Trainer, checkpoint: str | None = None) -> dict:
 
 def is_random(draw: Draw) -> bool:
     """Whether a forward depends on the random state."""
-    return bool(draw.lora_dropout) and "disable_dropout" not in draw.options
+    return bool(draw.lora_dropout) and not draw.options.get("disable_dropout")
 
 
 def other_packing(draw: Draw, config) -> dict | None:
@@ -290,8 +290,8 @@ def shifted_branches(monkeypatch):
     """Positions of packed completions are one too large behind their first token."""
     pack = scoring.pack
 
-    def shifted(*args):
-        row = pack(*args)
+    def shifted(*args, **kwargs):
+        row = pack(*args, **kwargs)
         for start, length, prompt, _ in row.layout.segments:
             if start != prompt:
                 row.position_ids[..., start + 1 : start + length] += 1

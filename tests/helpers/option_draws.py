@@ -26,11 +26,12 @@ CONFIGS = {
 }
 OWN = {name for each in (MediaArguments, MultimodalArguments, *CONFIGS.values()) for name in get_annotations(each)}
 # Of these, what TRL's trainer does otherwise without another update
-AS_TRL = {"packing", "max_tokens_per_microbatch", "keep_groups_together", "entropy_scope", "entropy_source"}
+AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
+AS_TRL |= {"entropy_scope", "entropy_source"}
 
 # What of these a config has is drawn. The first value is the usual one.
 SWITCHES = [
-    *("bootstrap_truncated", "cast_lm_head_to_fp32", "disable_dropout", "dynamic_sampling", "entropy_renormalize"),
+    *("bootstrap_truncated", "cast_lm_head_to_fp32", "dynamic_sampling", "entropy_renormalize"),
     *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
     *("shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
 ]
@@ -40,6 +41,7 @@ VALUES = {
     "beta": [0.0, 0.1],
     "completion_only_loss": [None, False],
     "delta": [None, 1.5],
+    "disable_dropout": [None, True, False],
     "entropy_coef": [0.0, 0.1],
     "epsilon": [0.2, 0.02],
     "epsilon_high": [None, 0.28],
@@ -109,6 +111,7 @@ NEUTRAL = {
     "media_prefetch": [1, 0, 2],
     "remove_unused_columns": [False, True],
     "self_check": [True, False, False],
+    "special_tokens_in_text": [None, "allow", "raise", "strip"],
 }
 
 # What these runs, without files, tools and an engine, have no use for
