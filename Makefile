@@ -45,12 +45,15 @@ demo-vllm: $(VLLM)/ok
 	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
 		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
 
-# The models of the tests are tiny: one thread each, and one worker per core
+# The models of the tests are tiny: one thread each, and one worker per core. Files run in alphabetical order, so that
+# few but long tests, such as those in `distributed`, aren't the last, when one worker has nothing left to do.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 test-slow: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(PYTEST) -m slow
 
 # With vLLM's own engine, on the CPU: a process per file, as engines leave memory behind
 test-vllm: $(VLLM)/ok
