@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets, load_dataset
+from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
 
+from ..paths import local_path
 from .choices import without_letters
+from .named import load_rows
 
 
 logger = logging.getLogger(__name__)
@@ -230,7 +232,7 @@ def load_geo3k(
 
 def _json_file(path: str | Path, pattern: str) -> Path | None:
     """The file with the rows, `None` where `path` is a dataset."""
-    path = Path(path)
+    path = local_path(str(path)) or Path(path)
     if path.is_file():
         return None if path.suffix == ".parquet" else path
     files = sorted(path.glob(pattern)) if path.is_dir() else []
@@ -241,9 +243,7 @@ def _json_file(path: str | Path, pattern: str) -> Path | None:
 
 
 def _read_dataset(path: str | Path, split: str) -> Dataset:
-    if Path(path).is_file():
-        return Dataset.from_parquet(str(path))
-    return load_dataset(str(path), split=split)
+    return load_rows(str(path), None, split, streaming=False)
 
 
 def _read_json(file: Path) -> list[dict[str, Any]]:

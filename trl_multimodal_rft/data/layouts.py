@@ -234,7 +234,7 @@ def _read(
 ) -> tuple[list[dict[str, Any]], list[Dataset], list[dict[str, int]]]:
     """Rows without their media, columns of media, and how many media of which column each row has."""
     file = _json_file(path, "*.json*")
-    folder = Path(media_dir) if media_dir is not None else file.parent if file is not None else Path(path)
+    folder = Path(media_dir) if media_dir is not None else file.parent if file is not None else Path(path).expanduser()
     stored = []
     if file is not None:
         rows = _read_json(file)

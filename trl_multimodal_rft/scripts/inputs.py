@@ -11,9 +11,10 @@ from typing import Any
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
+from trl.scripts.utils import DatasetConfig
 
 from .. import rewards
-from ..data.named import load_rows
+from ..data.named import load_arguments, load_rows, reading
 from .arguments import PromptArguments, RFTScriptArguments
 from .prompts import with_system_message, with_texts
 
@@ -98,8 +99,9 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 
 
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    size = script_args.test_split_size
-    splits: Any = get_dataset(replace(script_args, test_split_size=None))
+    size, parts = script_args.test_split_size, [_located(each) for each in script_args.datasets]
+    with reading(f"the mixture of {', '.join(repr(each.path) for each in script_args.datasets)}"):
+        splits: Any = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
     if size is not None:
         if script_args.streaming:
             raise ValueError("A stream can't be divided; leave out `streaming` or `test_split_size`.")
@@ -108,6 +110,13 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
     if split not in splits:
         raise ValueError(f"`datasets` have no split {split!r}; set `test_split_size`, or leave evaluation out.")
     return splits[split]
+
+
+def _located(part: DatasetConfig) -> DatasetConfig:
+    """A part of a mixture as `load_dataset` takes it, which knows no path of a file and no `~`."""
+    if part.data_files is not None or part.data_dir is not None:
+        return part
+    return replace(part, **load_arguments(part.path, part.split))
 
 
 def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:

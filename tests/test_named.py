@@ -1,0 +1,126 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Datasets by their names, as commands load them."""
+
+import io
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from datasets import Dataset, DatasetDict, IterableDataset
+from helpers.chats import image
+from trl import TrlParser
+
+from trl_multimodal_rft.data import load_easyr1
+from trl_multimodal_rft.scripts import ppo
+from trl_multimodal_rft.scripts.arguments import PromptArguments, parse
+from trl_multimodal_rft.scripts.inputs import load_split
+
+
+ROWS = Dataset.from_dict({"prompt": [f"What is it? {i}" for i in range(4)], "n": [*range(4)]})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, in which files lie."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("home").mkdir()
+    ROWS.to_json("home/x.json")
+    for name in ("rows.jsonl", "rows[1].jsonl"):
+        ROWS.to_json(name)
+    ROWS.to_csv("rows.csv")
+    ROWS.to_parquet("rows.parquet")
+    ROWS.save_to_disk("saved")
+    DatasetDict({"train": ROWS, "test": ROWS.select([0])}).save_to_disk("splits")
+    for split in ("train", "test"):
+        ROWS.to_parquet(f"files/{split}.parquet")
+    picture = io.BytesIO()
+    image(9, 9)["image"].save(picture, "PNG")
+    files = {"0.png": picture.getvalue(), "0.json": b'{"prompt": "What?"}'}
+    with tarfile.open("web.tar", "w") as tar:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    with zipfile.ZipFile("pictures.zip", "w") as packed:
+        packed.writestr("0.png", files["0.png"])
+        packed.writestr("metadata.jsonl", '{"file_name": "0.png", "prompt": "What?"}\n')
+    return tmp_path
+
+
+def read(*words: str, split: str = "train"):
+    (args,) = parse(TrlParser(PromptArguments), words)
+    return load_split(args, split)
+
+
+SMALL = ["rows.jsonl", "./rows.jsonl", "{folder}/rows.jsonl", "~/x.json", "rows[1].jsonl", "rows.csv", "rows.parquet"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", [*SMALL, "saved", "splits", "files", "./files", "~/../files"])
+def test_every_form_of_a_name(name, streaming, folder):
+    rows = read("--dataset_name", name.format(folder=folder), *["--dataset_streaming"] * streaming)
+    assert isinstance(rows, IterableDataset) == streaming
+    assert [row for row in rows] == [row for row in ROWS]
+
+
+@pytest.mark.parametrize("name", ["web.tar", "pictures.zip"])
+def test_archives(name, folder):
+    stream = read("--dataset_name", name, "--dataset_streaming")
+    assert isinstance(stream, IterableDataset) and len(list(stream)) == 1
+    written = [path for path in Path("cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert not written, "a stream is unpacked nowhere"
+    assert next(iter(read("--dataset_name", name))).keys() == next(iter(stream)).keys()
+
+
+def test_part_of_a_file(folder):
+    assert len(read("--dataset_name", "rows.jsonl", split="train[:3]")) == 3
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_mixture_of_files(streaming, folder):
+    parts = [{"path": name} for name in ("rows.jsonl", "~/x.json", "saved", "files")]
+    parts.append({"path": "splits", "split": "test", "columns": ["prompt", "n"]})
+    Path("run.yaml").write_text(yaml.safe_dump({"datasets": parts, "streaming": streaming}))
+    assert [row for row in read("--config", "run.yaml")] == [*list(ROWS) * 4, ROWS[0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["row.jsonl"], "There is no file or folder 'row.jsonl'; '{folder}' has 'rows.jsonl', "),
+        (["~/y.json"], "There is no file or folder '~/y.json'; '{folder}/home' has 'x.json'."),
+        (["./data"], "There is no file or folder './data'; '{folder}' has no 'data'."),
+        (["rows.jsonl", "--dataset_config", "en"], "'rows.jsonl' can't be read: a file has no configurations"),
+        (["saved", "--dataset_config", "en"], "a folder of `save_to_disk` has no configurations, so leave out 'en'"),
+        (["files", "--dataset_config", "en"], "the dataset 'files' can't be read: BuilderConfig 'en' not found"),
+        (["empty.jsonl"], "the dataset 'empty.jsonl' can't be read: it has no rows"),
+        (["broken.jsonl"], "the dataset 'broken.jsonl' can't be read: JSON parse error: "),
+        (["user/data"], "the dataset 'user/data', which is no file or folder here, can't be read: "),
+    ],
+)
+def test_what_cant_be_read(words, message, folder):
+    Path("empty.jsonl").touch()
+    Path("broken.jsonl").write_text('{"prompt": "a"\n')
+    with pytest.raises(ValueError) as error:
+        read("--dataset_name", *words)
+    assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_split_that_isnt_there(folder):
+    with pytest.raises(ValueError, match=r"'splits' can't be read: it has the splits \['test', 'train'\], not 'val'"):
+        read("--dataset_name", "splits", split="val")
+
+
+def test_supervised_rows_of_ppo_and_other_layouts(folder):
+    (args,) = parse(TrlParser(ppo.PPOScriptArguments), ["--ptx_dataset_name", "./rows.jsonl"])
+    assert len(ppo.critic_inputs(args)["ptx_dataset"]) == 4
+    Path("home", "r1.jsonl").write_text(json.dumps({"problem": "2 + 2", "answer": "4"}) + "\n")
+    assert load_easyr1("~/r1.jsonl")["solution"] == ["4"]
+    with pytest.raises(ValueError, match="There is no file or folder './r1.jsonl'; "):
+        load_easyr1("./r1.jsonl")
