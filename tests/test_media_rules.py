@@ -3,12 +3,16 @@
 
 import copy
 import math
+import os
 import pickle
+import zipfile
+from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 import soundfile
-from datasets import Dataset
+from datasets import Dataset, Image
 from helpers.chats import RATE, audio, image, text, video
 from helpers.trainer_utils import Injected, InjectedOurs, load, make_trainer, run
 from test_media_sources import site  # noqa: F401
@@ -23,6 +27,9 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, iter_refs, rows_to_messages
 from trl_multimodal_rft.data.encode import encode_medium, mp4
+from trl_multimodal_rft.data.features import restore_rows, undecoded
+from trl_multimodal_rft.data.fingerprint import differences, fingerprint
+from trl_multimodal_rft.data.loading import load_image, load_video
 from trl_multimodal_rft.data.rules import DEFAULT_RULES, PROTOCOLS, MediaRules
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.rewards import RemoteReward
@@ -79,10 +86,11 @@ def test_rules_are_options_of_every_config(config_class, tmp_path):
     line = (
         f"--output_dir {tmp_path} --use_cpu true --bf16 false --allowed_media_protocols file memory "
         "--allowed_media_folders /a /b --allowed_media_domains example.com --max_media_bytes 5 --max_image_pixels 6 "
-        "--max_audio_seconds 7.5 --max_video_seconds inf --max_video_pixels 8 --media_timeout 9"
+        "--max_audio_seconds 7.5 --max_video_seconds inf --max_video_pixels 8 --media_timeout 9 "
+        f"--media_dir {tmp_path}"
     )
     (args,) = TrlParser(config_class).parse_args_and_config(line.split())
-    rules = MediaRules(("file", "memory"), ("/a", "/b"), ("example.com",), 5, 6, 7.5, math.inf, 8, 9.0)
+    rules = MediaRules(("file", "memory"), ("/a", "/b"), ("example.com",), 5, 6, 7.5, math.inf, 8, 9.0, str(tmp_path))
     assert args.media_rules == rules and copy.deepcopy(args).media_rules == rules
 
 
@@ -198,26 +206,76 @@ def by_ppo(*args, **ours):
     by_trainer(Ppo, *args, **ours)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        by_grpo,
-        by_rloo,
-        by_ppo,
-        by_supervised,
-        by_evaluation_of_a_trainer,
-        by_evaluation,
-        by_remote_reward,
-        by_reward_model,
-        by_experience_maker,
-    ],
-    ids=lambda place: place.__name__[3:],
-)
+PLACES = [
+    by_grpo,
+    by_rloo,
+    by_ppo,
+    by_supervised,
+    by_evaluation_of_a_trainer,
+    by_evaluation,
+    by_remote_reward,
+    by_reward_model,
+    by_experience_maker,
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
 def test_every_place_keeps_to_the_folders(place, folder, tmp_path, serve):
     message = r"row \d+, column 'image': '.*other.png' is in none of `allowed_media_folders`; add its folder"
     with pytest.raises(MediaError, match=message):
         place(folder, tmp_path, serve, allowed_media_folders=[str(folder / "own")])
     place(folder, tmp_path, serve, allowed_media_folders=[str(folder)])
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
+def test_every_place_starts_relative_paths_from_the_folder(place, folder, tmp_path, serve):
+    start = r"\(relative paths start from the working directory; `media_dir` names another\); correct the path"
+    with pytest.raises(MediaError, match=rf"row \d+, column 'image': no such file: '{os.getcwd()}/.*png' {start}"):
+        place(Path(), tmp_path, serve)
+    place(Path(), tmp_path, serve, media_dir=str(folder))
+
+
+@pytest.mark.parametrize("path", ["../other.png", "other.png"])
+def test_folder_of_relative_paths_widens_nothing(path, folder, tmp_path):
+    inside = folder / "own"
+    media_dir = str(inside if path.startswith("..") else folder)
+    run(InjectedOurs, FAMILY, rows(path), media_dir=media_dir, **OPTIONS)
+    with pytest.raises(MediaError, match="other.png' is in none of `allowed_media_folders`"):
+        run(InjectedOurs, FAMILY, rows(path), media_dir=media_dir, allowed_media_folders=[str(inside)], **OPTIONS)
+    with pytest.raises(ValueError, match=f"`media_dir` is '{folder}/nowhere', which is no folder"):
+        MediaRules(media_dir=str(folder / "nowhere"))
+
+
+def test_a_file_that_is_missing_in_the_folder(folder):
+    with pytest.raises(MediaError, match=rf"'{folder}/b.png' \(relative paths start from `media_dir`, '{folder}'\)"):
+        load_image(MediaRef("image", "b.png", {}, "image", 3, MediaRules(media_dir=str(folder))))
+
+
+def test_relative_paths_in_every_form(folder, monkeypatch):
+    """Blocks, features and what they give to functions, frames, archives, and a path of the home folder."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    rules = MediaRules(media_dir=f"~/{folder.name}")
+    with zipfile.ZipFile(folder / "all.zip", "w") as packed:
+        packed.write(folder / "other.png", "o.png")
+    expected = load_image(MediaRef("image", str(folder / "other.png"), {}, "image", 0))
+    for source in ("other.png", {"path": "other.png"}, Path("other.png"), "zip://o.png::all.zip"):
+        assert load_image(MediaRef("image", source, {}, "image", 0, rules)) == expected
+    frames, _ = load_video(MediaRef("video", ["other.png"] * 2, {}, "video", 0, rules))
+    assert (frames[1] == np.asarray(expected)).all()
+    stored = undecoded(rows("other.png").cast_column("image", Image()))
+    (restored,) = restore_rows(stored.__getitems__([0]), rules)
+    assert np.asarray(restored["image"]).tobytes() == np.asarray(expected).tobytes()
+    block = {"type": "image", "path": "other.png"}
+    placed = rows_to_messages([{"prompt": [{"role": "user", "content": [block]}]}], rules=rules)
+    assert [load_image(ref) for ref in iter_refs(placed)] == [expected]
+
+
+def test_changed_files_in_the_folder_are_another_dataset(folder, tmp_path):
+    (tmp_path / "i.png").write_bytes(b"one")
+    before, absolute = fingerprint(rows("i.png"), str(tmp_path)), fingerprint(rows(tmp_path / "i.png"))
+    assert before == absolute != fingerprint(rows("i.png"))
+    (tmp_path / "i.png").write_bytes(b"three")
+    assert differences(before, fingerprint(rows("i.png"), str(tmp_path)))
 
 
 def test_protocols_of_the_user(folder):

@@ -66,7 +66,7 @@ SMALL = ["rows.jsonl", "./rows.jsonl", "{folder}/rows.jsonl", "~/x.json", "rows[
 def test_every_form_of_a_name(name, streaming, folder):
     rows = read("--dataset_name", name.format(folder=folder), *["--dataset_streaming"] * streaming)
     assert isinstance(rows, IterableDataset) == streaming
-    assert [row for row in rows] == [row for row in ROWS]
+    assert list(rows) == list(ROWS)
 
 
 @pytest.mark.parametrize("name", ["web.tar", "pictures.zip"])
@@ -87,7 +87,7 @@ def test_mixture_of_files(streaming, folder):
     parts = [{"path": name} for name in ("rows.jsonl", "~/x.json", "saved", "files")]
     parts.append({"path": "splits", "split": "test", "columns": ["prompt", "n"]})
     Path("run.yaml").write_text(yaml.safe_dump({"datasets": parts, "streaming": streaming}))
-    assert [row for row in read("--config", "run.yaml")] == [*list(ROWS) * 4, ROWS[0]]
+    assert list(read("--config", "run.yaml")) == [*list(ROWS) * 4, ROWS[0]]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
     add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
     for rule in fields(MediaRules):
-        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
+        kind = str if rule.default is None else type(rule.default)
+        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": kind}
         add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

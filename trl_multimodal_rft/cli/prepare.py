@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nframes", type=int, help="frames of each video that the model gets")
     add("--max_pixels", type=int, help="most pixels of an image, and of a frame")
     for rule in fields(MediaRules):
+        if rule.name == "media_dir":  # as above
+            continue
         several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
         add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
 

@@ -248,7 +248,7 @@ def _decode(ref: MediaRef) -> Any:
                 f"Install both, or cast the column to `{name}(decode=False)` and read its files yourself"
             )
             raise ImportError(str(ref.error(message)))
-        return feature.decode_example(value if isinstance(file, str) else {**value, "bytes": file})
+        return feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})
 
 
 def _is_medium(feature: Any) -> bool:

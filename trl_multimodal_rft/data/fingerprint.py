@@ -16,7 +16,7 @@ _ROWS = 64
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def fingerprint(dataset: Any) -> dict[str, Any]:
+def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
     """
     What identifies a dataset in another process, and wherever its files are: that of Datasets changes with paths and
     with how rows were made.
@@ -24,6 +24,8 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     Args:
         dataset (`Any`):
             Dataset. Of streams no row is read.
+        media_dir (`str`, *optional*):
+            Folder that relative paths start from. By default the working directory.
 
     Returns:
         `dict[str, Any]`: Values for JSON: the number of rows, the names of the columns, and checksums (CRC-32) of 64
@@ -36,7 +38,7 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     columns = sorted(dataset.column_names)
     numbers = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
     table: Any = dataset.with_format("arrow")[numbers] if numbers else None
-    sums = {str(number): _checksum(table.slice(i, 1), columns) for i, number in enumerate(numbers)}
+    sums = {str(number): _checksum(table.slice(i, 1), columns, media_dir or "") for i, number in enumerate(numbers)}
     return {"rows": len(dataset), "columns": columns, "checksums": sums}
 
 
@@ -68,28 +70,28 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-def _checksum(row: pa.Table, columns: list[str]) -> int:
+def _checksum(row: pa.Table, columns: list[str], media_dir: str) -> int:
     checksum = 0
     for column in columns:
-        for part in _parts(row[column]):
+        for part in _parts(row[column], media_dir):
             checksum = zlib.crc32(part, checksum)
     return checksum
 
 
-def _parts(values: Any) -> Iterator[bytes]:
+def _parts(values: Any, media_dir: str) -> Iterator[bytes]:
     """What Arrow's values hold, however they are split into chunks."""
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:
-            yield from _parts(chunk)
+            yield from _parts(chunk, media_dir)
     elif isinstance(values, pa.ExtensionArray):
-        yield from _parts(values.storage)
+        yield from _parts(values.storage, media_dir)
     elif pa.types.is_struct(values.type):
         yield repr(values.is_valid().to_pylist()).encode()
         for part in values.flatten():
-            yield from _parts(part)
+            yield from _parts(part, media_dir)
     elif any(is_list(values.type) for is_list in _LISTS):
         yield repr(values.value_lengths().to_pylist()).encode()
-        yield from _parts(values.flatten())
+        yield from _parts(values.flatten(), media_dir)
     elif pa.types.is_primitive(values.type) and not pa.types.is_boolean(values.type) and not values.null_count:
         yield values.to_numpy(zero_copy_only=False).tobytes()
     else:
@@ -97,11 +99,11 @@ def _parts(values: Any) -> Iterator[bytes]:
             if isinstance(value, bytes):
                 yield from (repr(len(value)).encode(), value)
             else:
-                yield repr(_of_file(value)).encode()
+                yield repr(_of_file(value, media_dir)).encode()
 
 
-def _of_file(value: Any) -> Any:
+def _of_file(value: Any, media_dir: str) -> Any:
     """Name and size of a file in the place of its path."""
-    if isinstance(value, str) and os.path.isfile(value):
-        return os.path.basename(value), os.path.getsize(value)
+    if isinstance(value, str) and os.path.isfile(path := os.path.join(media_dir, value)):
+        return os.path.basename(path), os.path.getsize(path)
     return value

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What rows may name, and how much of it is read."""
 
+import os
 from dataclasses import dataclass, fields
 
 
@@ -49,9 +50,12 @@ class MediaRules:
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds in which a download must be complete, all attempts together, and as many for unpacking it from an
             archive, and for decoding an image.
+        media_dir (`str`, *optional*):
+            Folder that relative paths in rows start from, `~` for the home folder. By default the working directory.
+            It widens nothing: files must be in `allowed_media_folders` all the same.
 
     Raises:
-        `ValueError`: If a list is a text, or a limit isn't positive.
+        `ValueError`: If a list is a text, a limit isn't positive, or `media_dir` is no folder.
     """
 
     allowed_media_protocols: tuple[str, ...] = PROTOCOLS
@@ -63,9 +67,17 @@ class MediaRules:
     max_video_seconds: float = 14400.0
     max_video_pixels: int = 2**29
     media_timeout: float = 60.0
+    media_dir: str | None = None
 
     def __post_init__(self):
+        if self.media_dir is not None:
+            # Absolute, as other processes may have another working directory
+            object.__setattr__(self, "media_dir", os.path.abspath(os.path.expanduser(self.media_dir)))
+            if not os.path.isdir(self.media_dir):
+                raise ValueError(f"`media_dir` is {self.media_dir!r}, which is no folder; correct it.")
         for name, value in vars(self).items():
+            if name == "media_dir":
+                continue
             if isinstance(value, str):
                 raise ValueError(f"`{name}` must be a list, got {value!r}; write [{value!r}].")
             if name.startswith("allowed") and value is not None:

@@ -258,13 +258,34 @@ def _check_protocol(ref: MediaRef, protocol: str) -> None:
         )
 
 
+def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
+    """
+    A path that doesn't depend on where relative ones start.
+
+    Args:
+        ref ([`~data.columns.MediaRef`]):
+            The medium, for its rules.
+        path (`str` or `os.PathLike`):
+            Path in a row.
+
+    Returns:
+        `str`: The path, from `media_dir` on if that is set and the path is relative.
+    """
+    return os.path.join(ref.rules.media_dir or "", path)
+
+
 def _local(ref: MediaRef, path: str) -> str:
     _check_protocol(ref, "file")
+    given, path = path, rooted(ref, path)
     folders = ref.rules.allowed_media_folders
     if folders is not None and not any(Path(path).resolve().is_relative_to(Path(f).resolve()) for f in folders):
         raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
     if not os.path.isfile(path):
-        raise ref.error(f"no such file: '{os.path.abspath(path)}'; correct the path or remove the row")
+        where = ""
+        if not os.path.isabs(given):
+            folder = ref.rules.media_dir and f"`media_dir`, '{ref.rules.media_dir}'"
+            where = f" (relative paths start from {folder or 'the working directory; `media_dir` names another'})"
+        raise ref.error(f"no such file: '{os.path.abspath(path)}'{where}; correct the path or remove the row")
     if os.path.getsize(path) > ref.rules.max_media_bytes:
         raise _too_large(ref)
     return path

@@ -36,6 +36,7 @@ from ..data.loading import (
     qwen_frame_indices,
     qwen_frame_size,
 )
+from ..data.sources import rooted
 from ..families import (
     AUDIO_EXTRACTORS,
     AUDIO_NAMES,
@@ -567,10 +568,13 @@ def outputs_of_files(
     if not videos or not is_torchcodec_usable(decode="video") or any(ref.options for ref in videos):
         return None
     sources = [encoded_source(ref) for ref in videos]
-    if not all(isinstance(source, (str, os.PathLike)) and os.path.isfile(source) for source in sources):
+    if not all(isinstance(source, (str, os.PathLike)) for source in sources):
+        return None
+    paths = [Path(rooted(ref, source)) for ref, source in zip(videos, sources, strict=True)]
+    if not all(path.is_file() for path in paths):
         return None
     decoded, kwargs = decode_media([ref for ref in refs if ref.kind != "video"], processor, audio_overlong)
-    decoded |= {id(ref): Path(source) for ref, source in zip(videos, sources, strict=True)}
+    decoded |= {id(ref): path for ref, path in zip(videos, paths, strict=True)}
     sampling = _sampling(processor)
     kwargs["videos_kwargs"] = {"do_sample_frames": sampling is not None, **(sampling or {})}
     return processor_outputs(messages, processor, decoded, kwargs, template_kwargs)

@@ -10,6 +10,7 @@ from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
+from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
 from ..models.pretrained import load_trained
 from .arguments import RFTScriptArguments, parse
@@ -33,6 +34,8 @@ class EvaluationArguments:
             `"mmau"`, `"avqa"` or `"geo3k"`: layout of `dataset_name`. If `None`, it has this package's columns.
         audio_dir (`str`, *optional*):
             Folder with the audio files of a benchmark.
+        media_dir (`str`, *optional*):
+            Folder that relative paths of media in rows start from. By default the working directory.
         max_rows (`int`, *optional*):
             Number of rows, from the first on. By default all.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
@@ -50,6 +53,10 @@ class EvaluationArguments:
         default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
     )
     audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
+    media_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder that relative paths of media in rows start from. By default the working directory."},
+    )
     max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
     audio_overlong: Literal["raise", "truncate"] = field(
         default="raise", metadata={"help": "What happens to audio longer than the model's window."}
@@ -139,6 +146,7 @@ def evaluate_by_name(
     benchmark = evaluation_args.benchmark
     default = ["accuracy_reward", "format_reward"] if benchmark is None else BENCHMARKS[benchmark][1]
     reward_funcs = load_reward_funcs(script_args.reward_funcs or default)
+    media_rules = MediaRules(media_dir=evaluation_args.media_dir)
     with accelerator.main_process_first():
         dataset = load_rows(script_args, evaluation_args, split)
     init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
@@ -153,6 +161,7 @@ def evaluate_by_name(
         config,
         accelerator=accelerator,
         audio_overlong=evaluation_args.audio_overlong,
+        media_rules=media_rules,
         special_tokens_in_text=evaluation_args.special_tokens_in_text,
     )
     result.settings |= {

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from trl import ModelConfig, TrlParser
 
 from ..data.folders import check_empty, write_folder
+from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult
 from .arguments import RFTScriptArguments, parse
 from .evaluate import EvaluationArguments, evaluate_by_name
@@ -170,7 +171,7 @@ def main(
         raise ValueError("No row is left, so nothing is written; change the thresholds, or let another model answer.")
     if accelerator.is_main_process:
         kept = [index for index in range(len(dataset)) if index not in dropped]
-        write_folder(dataset.select(kept), filter_args.output_dir)
+        write_folder(dataset.select(kept), filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()
 

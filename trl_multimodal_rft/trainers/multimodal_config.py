@@ -74,6 +74,9 @@ class MediaArguments:
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds in which a download must be complete, all attempts together, and as many for unpacking it from an
             archive, and for decoding an image.
+        media_dir (`str`, *optional*):
+            Folder that relative paths of media in rows start from. By default the working directory. Files must be in
+            `allowed_media_folders` all the same.
 
         > Parameters that control the checks
 
@@ -177,6 +180,10 @@ class MediaArguments:
             "help": "Seconds in which a download must be complete, all attempts together, and as many for unpacking "
             "it from an archive, and for decoding an image."
         },
+    )
+    media_dir: str | None = field(
+        default=DEFAULT_RULES.media_dir,
+        metadata={"help": "Folder that relative paths of media in rows start from. By default the working directory."},
     )
     max_skipped_updates: int = field(
         default=5,

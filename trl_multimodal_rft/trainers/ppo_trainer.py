@@ -412,8 +412,10 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 
     def _fingerprints(self):
-        own = {} if self._ptx_dataset is None else {"ptx_dataset": fingerprint(self._ptx_dataset)}
-        return {**super()._fingerprints(), **own}
+        if self._ptx_dataset is None:
+            return super()._fingerprints()
+        own = fingerprint(self._ptx_dataset, self.args.media_rules.media_dir)
+        return {**super()._fingerprints(), "ptx_dataset": own}
 
     def _batches(self) -> dict[str, Any]:
         args = self.args

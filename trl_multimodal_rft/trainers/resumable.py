@@ -136,7 +136,7 @@ class ResumingMixin(TrainerMixin):
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
-        return {"train_dataset": fingerprint(self.train_dataset)}
+        return {"train_dataset": fingerprint(self.train_dataset, self.args.media_rules.media_dir)}
 
     def _rollout_state(self) -> dict[str, Any]:
         """What this process needs to go on in the middle of a generation batch as if it hadn't stopped."""

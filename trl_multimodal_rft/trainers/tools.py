@@ -5,7 +5,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -515,7 +515,8 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
     if isinstance(result, Exception):
         return str({"error": str(result)})
     if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
-        return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, rules)
+        # Its paths aren't those of rows
+        return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, replace(rules, media_dir=None))
     place = next((place for place, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
     if place is not None:
         raise MediaError(

@@ -1,0 +1,76 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A folder of sounds and a file of rows, through the commands that read them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+from helpers.chats import RATE, audio
+from helpers.trainer_utils import saved
+from trl import TrlParser
+
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts.arguments import parse
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with sounds in `clips`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("clips").mkdir()
+    for i in range(4):
+        soundfile.write(f"clips/{i}.wav", audio(0.3, seed=i)["audio"], RATE)
+    return tmp_path
+
+
+def write(path: str = "rows.jsonl", n: int = 4, **columns) -> None:
+    """Rows whose columns may have `{i}`."""
+    columns = {"prompt": "What do you hear?", "solution": "{i}", **columns}
+    lines = [json.dumps(columns).replace("{i}", str(i)) for i in range(n)]
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def command(script, *words):
+    """What the command runs, in this process."""
+    given = ["--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32", "--dataset_name", "rows.jsonl"]
+    if script in (grpo, rloo, ppo):
+        given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum", "--num_generations", "2"]
+    if script in (evaluate, filter):
+        given += ["--max_completion_length", "2", "--dataset_test_split", "train"]
+        given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum"] if script is filter else []
+    else:
+        given += ["--use_cpu", "--bf16", "False", "--output_dir", "trained", "--max_steps", "1", "--report_to", "none"]
+        given += ["--per_device_train_batch_size", "2", "--gradient_checkpointing", "False"]
+        given += ["--max_completion_length", "2"] if script is not sft else []
+    script.main(*parse(TrlParser(script.ARGUMENTS), [*given, *words]))
+
+
+SCRIPTS = [grpo, rloo, ppo, sft, evaluate, filter]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
+def test_relative_paths_start_from_the_folder(script, folder):
+    write(audio="{i}.wav", **({"completion": "A bird."} if script is sft else {}))
+    more = (
+        ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] if script is filter else []
+    )
+    with pytest.raises(MediaError, match=rf"column 'audio': no such file: '{folder}/\d.wav' \(relative paths start"):
+        command(script, *more)
+    command(script, "--media_dir", "clips", *more)
+
+
+def test_check_starts_relative_paths_from_the_folder(folder, capsys):
+    write(audio="{i}.wav")
+    words = ["check", "--dataset", "rows.jsonl", "--model", str(saved("qwen2_audio")), "--num_workers", "0"]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert (
+        f"no such file: '{folder}/0.wav' (relative paths start from the working directory" in capsys.readouterr().out
+    )
+    main([*words, "--media_dir", "clips"])
+    assert "All 4 rows would train." in capsys.readouterr().out
