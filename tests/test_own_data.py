@@ -74,3 +74,11 @@ def test_check_starts_relative_paths_from_the_folder(folder, capsys):
     )
     main([*words, "--media_dir", "clips"])
     assert "All 4 rows would train." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
+def test_paths_in_a_column_that_nothing_reads(script, folder):
+    write(audio_path="clips/{i}.wav", **({"completion": "A bird."} if script is sft else {}))
+    remedy = r"'audio_path' \(what looks like files, such as 'clips/0.wav'\): rename it to 'audio'"
+    with pytest.raises(MediaError, match=f"no prompt gets .* the model would get text alone: {remedy}"):
+        command(script, *["--ablate", "audio"] * (script is filter))

@@ -11,11 +11,28 @@ from accelerate.logging import MultiProcessAdapter
 from datasets import Audio, Dataset, Image, IterableDataset, List, load_dataset, load_from_disk
 from helpers.chats import RATE, audio, image, video
 from helpers.families import FAMILIES
-from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, run, sound, text_rows, with_media
+from helpers.trainer_utils import (
+    InjectedOurs,
+    image_rows,
+    load,
+    make_trainer,
+    run,
+    saved,
+    sound,
+    text_rows,
+    with_media,
+)
 from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
 from trl_multimodal_rft.data.columns import MediaError, file_kind, iter_refs, rows_to_messages
 from trl_multimodal_rft.data.features import restore_media
 from trl_multimodal_rft.data.unread import check_columns
@@ -153,14 +170,54 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
         ("audio_path", {"path": "clips/0001.flac"}, "move it to 'audio'"),
     ],
 )
-def test_text_that_looks_like_a_file_warns(column, value, remedy, tmp_path, caplog):
-    made(tmp_path, rows(**{column: value}))
+def test_text_that_looks_like_a_file(column, value, remedy, tmp_path, caplog):
+    """It is an error for a model that takes such media, and a warning for another, or beside media that are read."""
+    kind = remedy.split("'")[1].rstrip("s")
+    taking, other = ("qwen2_audio", "qwen2_5_vl") if kind == "audio" else ("qwen2_5_vl", "qwen2_audio")
+    with pytest.raises(MediaError) as error:
+        made(tmp_path, rows(**{column: value}), taking)
+    message = str(error.value)
+    assert message.startswith("`train_dataset`: no prompt gets these media, and there are no others, so that the")
+    assert f"'{column}" in message and remedy in message
+    assert "what looks like files" in message and "`ignored_media_columns`" in message
+    made(tmp_path, rows(**{column: value}), other)
     (warning,) = warnings_of(caplog)
     assert warning.startswith(f"`train_dataset`: no prompt gets these media: '{column}") and remedy in warning
-    assert "what looks like files" in warning and "`ignored_media_columns`" in warning
     caplog.clear()
-    made(tmp_path, rows(**{column: value}), ignored_media_columns=[column])
+    made(tmp_path, rows(**{column: value}), taking, ignored_media_columns=[column])
     assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalRLOOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer])
+def test_no_trainer_trains_deaf(trainer_class, folder, tmp_path):
+    deaf = rows(sound="clips/0001.wav", completion="A bird.")
+    heard = sounds(folder, "audio").add_column("completion", ["A bird."] * 8)
+    remedy = r"'sound' \(what looks like files, .*\): rename it to 'audio' \(`rename_column\('sound', 'audio'\)`\)"
+    for train, test, name in ((deaf, None, "train_dataset"), (heard, deaf, "eval_dataset")):
+        with pytest.raises(MediaError, match=f"^`{name}`: no prompt gets .* the model would get text alone: {remedy}"):
+            if trainer_class is MultimodalSFTTrainer:
+                config = MultimodalSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+                MultimodalSFTTrainer(str(saved("qwen2_audio")), config, train, test)  # by name
+            else:
+                made(tmp_path, train, trainer_class=trainer_class, objects={"eval_dataset": test})
+
+
+def test_one_answer_that_looks_like_a_file_warns(tmp_path, caplog):
+    made(tmp_path, rows(7).add_column("solution", ["a bird"] * 6 + ["bird.wav"]))
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_stream_of_text_that_looks_like_files(known, folder, tmp_path):
+    table = rows(audio_path="clips/0001.wav")
+    deaf = table.to_iterable_dataset() if known else IterableDataset.from_generator(lambda: iter(table))
+    trainer = made(tmp_path, deaf, max_steps=1)
+    with pytest.raises(MediaError, match="^`train_dataset`: no prompt gets .* text alone: 'audio_path'"):
+        trainer.train()
+    # One of which the first rows have no sound, and others may
+    columns = {"audio": [None] * 8 + [str(folder / "tone.wav")], "reference": ["a.wav"] * 9}
+    mixed = Dataset.from_dict({"prompt": ["What?"] * 9, **columns}).to_iterable_dataset()
+    made(tmp_path, mixed, max_steps=1).train()
 
 
 @pytest.mark.parametrize("solution", ["A cat.", "see a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]])
@@ -205,8 +262,8 @@ def test_looking_decodes_nothing(tmp_path):
 
 def test_rows_are_spread_over_the_dataset(tmp_path, caplog):
     paths = [None] * 500 + ["a.wav"] * 500
-    made(tmp_path, rows(1000).add_column("path", paths))
-    assert len(warnings_of(caplog)) == 1
+    with pytest.raises(MediaError, match="'path'"):
+        made(tmp_path, rows(1000).add_column("path", paths))
 
 
 @pytest.mark.parametrize("form", ["stream", "transform"])
@@ -224,10 +281,9 @@ def test_rows_that_are_not_known_yet_are_looked_at_when_they_come(form, folder, 
 
     dataset = IterableDataset.from_generator(generate) if form == "stream" else rows().with_transform(transform)
     trainer = made(tmp_path, dataset, max_steps=2)
-    assert not read and not warnings_of(caplog)
-    trainer.train()
-    (warning,) = warnings_of(caplog)
-    assert "and there are no others" in warning and "'speech' (of type dict): rename it to 'audio'" in warning
+    assert not read
+    with pytest.raises(MediaError, match=r"and there are no others.*'speech' \(of type dict\): rename it to 'audio'"):
+        trainer.train()
 
 
 def test_environments_read_columns_themselves(folder, tmp_path):
@@ -316,7 +372,10 @@ def test_evaluation_looks_at_its_rows(folder, caplog):
     with pytest.raises(ValueError, match="^The dataset has no column 'prompt', only .*rename 'question' to 'prompt'"):
         evaluate(*load("qwen2_audio"), text_rows(2).rename_column("prompt", "question"), silent, config)
     transformed = with_media(text_rows(2), "speech", [sound(0.4)] * 2)
-    evaluate(*load("qwen2_audio"), transformed, silent, config)
+    for dataset in (transformed, rows(2, audio_path="a.wav"), list(rows(2, audio_path="a.wav"))):
+        with pytest.raises(MediaError, match="^The dataset: no prompt gets these media, and there are no others"):
+            evaluate(*load("qwen2_audio"), dataset, silent, config)
+    evaluate(*load("qwen2_5_vl"), rows(2, audio_path="a.wav"), silent, config)
     assert len(warnings_of(caplog)) == 1
     for column in ("speech", "audio"):
         config = EvaluationConfig(max_completion_length=2, ignored_media_columns=[column])

@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> None:
     rows = load_rows(args.dataset, args.dataset_config, args.dataset_split, args.dataset_streaming)
     report = Report(args.dataset, args.dataset_split, args.model, limit, cuts=args.audio_overlong == "truncate")
     try:
-        warning = check_columns(rows, "the dataset", args.ignored_media_columns or ())
+        warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=model.input_modalities)
         if warning is not None:
             report.warnings.append(warning)
     except ValueError as error:  # of no row in particular

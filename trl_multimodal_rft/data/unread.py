@@ -4,12 +4,12 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset, IterableDataset, LargeList, List, Value
 
 from ..families import MODALITIES
-from .columns import MEDIA_COLUMNS, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
+from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
 
 
 # Rows that are looked at, from all over a dataset
@@ -36,9 +36,17 @@ class _Unread:
     several: bool
     how: str
     certain: bool
+    everywhere: bool = True  # in each row that has a value
+
+    @property
+    def likely_kind(self) -> str | None:
+        return self.kind or next((k for k, names in _NAMES.items() if re.search(names, self.place.lower())), None)
+
+    def is_of(self, kinds: Collection[str]) -> bool:
+        return bool(kinds) if self.likely_kind is None else self.likely_kind in kinds
 
     def describe(self, columns: Collection[str]) -> str:
-        kind = self.kind or next((k for k, names in _NAMES.items() if re.search(names, self.place.lower())), None)
+        kind = self.likely_kind
         column = f"{kind}s" if self.several else kind
         if self.how == "blocks":
             remedy = "move them to 'prompt'"
@@ -47,8 +55,9 @@ class _Unread:
         elif kind is None:
             remedy = "rename it to 'audio', 'image' or 'video'"
         else:
-            verb = "rename" if self.place == self.column and column not in columns else "move"
-            remedy = f"{verb} it to {column!r}"
+            renames = self.place == self.column and column not in columns
+            remedy = f"{'rename' if renames else 'move'} it to {column!r}"
+            remedy += f" (`rename_column({self.column!r}, {column!r})`)" * renames
         return f"{self.place!r} ({self.how}): {remedy}"
 
 
@@ -59,7 +68,8 @@ def check_columns(
     *,
     reads: Collection[str] = ("prompt",),
     needs_prompt: bool = True,
-    whole: bool = True,
+    extent: Literal["all", "first", "some"] = "all",
+    takes: Collection[str] = (),
 ) -> str | None:
     """
     Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded.
@@ -76,16 +86,19 @@ def check_columns(
             Columns whose messages are read.
         needs_prompt (`bool`, *optional*, defaults to `True`):
             Whether there must be a column `prompt`.
-        whole (`bool`, *optional*, defaults to `True`):
-            Whether these are all rows. Where they aren't, others may have media, and there are warnings only.
+        extent (`str`, *optional*, defaults to `"all"`):
+            Whether these are `"all"` rows, or the `"first"` ones, which have no media where they don't even have a
+            column for them. Beside `"some"` others may have media, and there are warnings only.
+        takes (`Collection[str]`, *optional*, defaults to `()`):
+            Kinds of media that the model takes. A column whose texts all look like files of them counts as media.
 
     Returns:
         `str`: A warning, where a column that nothing reads holds media, or what looks like files of them; else `None`.
 
     Raises:
         `ValueError`: If there is no column `prompt`. The message names the likely one.
-        [`MediaError`]: If a column that nothing reads holds media, and no row has others. The message names the likely
-            column.
+        [`MediaError`]: If a column that nothing reads holds media, or what looks like files that the model takes, and
+            no row has others. The message names the likely column.
     """
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
@@ -103,14 +116,17 @@ def check_columns(
     has_media = has_media or any(_has_media(row, reads, ignored) for row in rows)
     if not has_media and isinstance(dataset, Sequence):
         has_media = any(_has_media(row, reads, ignored) for row in dataset)
-    alone = not has_media and any(found.certain for found in unread)
+    if extent == "first":
+        has_media = has_media or any(column in MEDIA_COLUMNS and column not in ignored for column in columns)
+    takes = {*MODALITIES}.intersection(takes)
+    alone = not has_media and any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
     message = (
         f"{name}: no prompt gets these "
         f"media{', and there are no others, so that the model would get text alone' * alone}: "
         f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it "
         "in `ignored_media_columns`."
     )
-    if alone and whole:
+    if alone and extent != "some":
         raise MediaError(message)
     return message
 
@@ -217,13 +233,16 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
     """The media in a column, those first that are sure to be some."""
     for place, kind, how in _in_feature(feature, column):
         return _Unread(column, place, kind, isinstance(feature, (list, List, LargeList)), how, certain=True)
-    found = [(isinstance(value, (list, tuple)), *each) for value in values for each in find_media(value, column)]
+    media = [[*find_media(value, column)] for value in values]
+    everywhere = all(each or _absent(value) or not value for each, value in zip(media, values, strict=True))
+    found = [(isinstance(values[i], (list, tuple)), *one) for i, each in enumerate(media) for one in each]
     for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
+        if isinstance(medium, Encoded):
+            continue  # as the feature tells
         if isinstance(medium, str):
             shown = shown_url(medium) if "://" in medium else medium
-            return _Unread(
-                column, place, kind, several, f"what looks like files, such as {shown[:60]!r}", certain=False
-            )
+            how = f"what looks like files, such as {shown[:60]!r}"
+            return _Unread(column, place, kind, several, how, certain=False, everywhere=everywhere)
         is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
         how = "blocks" if is_block else f"of type {type(medium).__name__}"
         return _Unread(column, place, kind, several, how, certain=True)

@@ -533,15 +533,16 @@ def _evaluate(
     policy.on_media_error = args.on_media_error or policy.on_media_error
     is_table = isinstance(dataset, Dataset)
 
-    def look(at, whole: bool) -> None:
+    def look(at, extent: Literal["all", "first"]) -> None:
         if policy.environments is not None:
             return  # environments read what columns they like
         ignored = policy.ignored_media_columns
-        warning = check_columns(at, "The dataset", ignored, needs_prompt=is_table and whole, whole=whole)
+        takes, needs_prompt = policy.model.input_modalities, is_table and extent == "all"
+        warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
         if warning is not None:
             logger.warning_once(warning)  # also of one evaluation after the other
 
-    look(dataset, whole=True)
+    look(dataset, "all")
     rows = FetchOnce(dataset) if is_table else _Rows(dataset)
     if args.group_by is not None and args.group_by not in rows.__getitems__([0])[0]:
         raise ValueError(f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs.")
@@ -565,7 +566,7 @@ def _evaluate(
                 set_seed(seed)
                 batch = rows.__getitems__(indices)
                 if first == 0 and not columns_known(dataset):
-                    look(batch, whole=False)
+                    look(batch, "first")
                 read, failed = _read(policy, batch, args.num_samples)
                 answered, metrics = _answer(policy, read, named_funcs, config, args, loop)
                 if args.ablate is not None and (chosen := _to_ablate(policy, read, args)):

@@ -236,7 +236,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         ignored = self.strategy.ignored_media_columns
         if not self._looked_at_rows:
             self._looked_at_rows = True
-            warning = check_columns(rows, "The rows", ignored, needs_prompt=False, whole=False)
+            warning = check_columns(rows, "The rows", ignored, needs_prompt=False, extent="some")
             if warning is not None and self._is_main:
                 logger.warning(warning)
         own_tokens = placeholder_tokens(self.actor.base_model, self.processor or self.tokenizer)

@@ -62,11 +62,12 @@ from .setup import (
     check_processor_name,
     check_takes_media,
     check_takes_tools,
-    has_unknown_columns,
+    has_unread_rows,
     image_token_id,
     load_policy,
     load_reference,
     measured_head,
+    modalities,
     no_warning_about_init_kwargs,
     refuse_several_runs,
     refuse_unchecked_steps,
@@ -103,7 +104,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         warn_of_truncation(args)
         factory = kwargs.get("environment_factory")
         if factory is None:  # environments read what columns they like
-            warn_of_unread(args, {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
+            given = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
+            warn_of_unread(args, given, modalities(model, args))
         elif isinstance(factory, dict):
             rules = args.media_rules
             kwargs["environment_factory"] = {name: with_whole_rows(each, rules) for name, each in factory.items()}
@@ -157,7 +159,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
         # Datasets whose rows are looked at when the first ones come
         datasets = ("train_dataset", "eval_dataset")
-        self._unseen = {name for name in datasets if has_unknown_columns(kwargs.get(name))}
+        self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
         self._media_log: MediaLog | None = None  # what the tables of completions show
         placeholders = all_placeholder_ids(model, processing_class)
         with (
@@ -357,7 +359,8 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             name = "train_dataset" if self.model.training else "eval_dataset"
             if name in self._unseen:
                 self._unseen.remove(name)
-                warn_of_unread(self.args, {name: [dict(row) for row in inputs]}, whole=False)
+                takes = modalities(self._unwrapped(self.model), self.args)
+                warn_of_unread(self.args, {name: [dict(row) for row in inputs]}, takes, extent="first")
         rows = originals = restore_rows(inputs, self.args.media_rules)
         if "prompt" in originals[0]:
             ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules

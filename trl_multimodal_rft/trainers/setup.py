@@ -7,12 +7,12 @@ import reprlib
 import sys
 from collections.abc import Collection
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.trainer.utils import get_config_model_id
@@ -24,7 +24,7 @@ from ..data.unread import check_columns, columns_known
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.head import add_fused_head
 from ..forward.processes import refuse_runs_apart
-from ..models.pretrained import load_model, trained_part
+from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
 from ..policy import training_obstacle
 
@@ -227,7 +227,14 @@ def refuse_media_without_processor(processing_class, dataset, columns: Collectio
             )
 
 
-def warn_of_unread(args, datasets: dict[str, Any], *, whole: bool = True, supervised: bool = False) -> None:
+def warn_of_unread(
+    args,
+    datasets: dict[str, Any],
+    takes: Collection[str] = (),
+    *,
+    extent: Literal["all", "first"] = "all",
+    supervised: bool = False,
+) -> None:
     """
     Warns of media that nothing reads, or raises, see [`check_columns`].
 
@@ -236,8 +243,10 @@ def warn_of_unread(args, datasets: dict[str, Any], *, whole: bool = True, superv
             The config.
         datasets (`dict[str, Any]`):
             Datasets, dictionaries of them and `None`, under the name of their argument.
-        whole (`bool`, *optional*, defaults to `True`):
-            Whether the datasets have all their rows.
+        takes (`Collection[str]`, *optional*, defaults to `()`):
+            Kinds of media that the model takes.
+        extent (`str`, *optional*, defaults to `"all"`):
+            Which rows the datasets have.
         supervised (`bool`, *optional*, defaults to `False`):
             Whether their rows have completions.
     """
@@ -247,24 +256,50 @@ def warn_of_unread(args, datasets: dict[str, Any], *, whole: bool = True, superv
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
             if dataset is not None:
-                warning = check_columns(dataset, name, ignored, reads=reads, needs_prompt=not supervised, whole=whole)
+                needs_prompt = not supervised
+                options: Any = {"reads": reads, "needs_prompt": needs_prompt, "extent": extent, "takes": takes}
+                warning = check_columns(dataset, name, ignored, **options)
                 if warning is not None:
                     logger.warning(warning)
 
 
-def has_unknown_columns(dataset) -> bool:
+def modalities(model: Any, args) -> Collection[str]:
     """
-    Whether columns can be named only once rows are read, see [`columns_known`].
+    The kinds of media that a model takes, of one that isn't loaded yet, too.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or an actor):
+            The model.
+        args ([`MultimodalArguments`]):
+            The config.
+
+    Returns:
+        `Collection[str]`: The kinds, none if there is no such model.
+    """
+    if isinstance(model, str):
+        source: Any = {"trust_remote_code": args.trust_remote_code}
+        try:
+            model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **source)[1]
+        except ValueError:
+            return ()  # which loading it explains
+    model = model.model if hasattr(model, "model_for") else model
+    return getattr(model, "input_modalities", ())
+
+
+def has_unread_rows(dataset) -> bool:
+    """
+    Whether there is something to learn of the first rows that isn't known before they are read, see
+    [`columns_known`].
 
     Args:
         dataset:
             A dataset, a dictionary of them, or `None`.
 
     Returns:
-        `bool`: Whether one of them has such columns.
+        `bool`: Whether one of them streams, or has unknown columns.
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(each is not None and not columns_known(each) for each in datasets)
+    return any(isinstance(each, IterableDataset) or not columns_known(each) for each in datasets if each is not None)
 
 
 def media_limits(args, *datasets) -> dict[str, int]:

@@ -51,9 +51,10 @@ from .rows import RowsMixin
 from .setup import (
     check_family,
     check_processor_name,
-    has_unknown_columns,
+    has_unread_rows,
     load_policy,
     measured_head,
+    modalities,
     no_warning_about_init_kwargs,
     own_config,
     refuse_media_without_processor,
@@ -180,7 +181,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        warn_of_unread(args, datasets, supervised=True)
+        warn_of_unread(args, datasets, modalities(model, args), supervised=True)
         set_seed(args.seed)  # as TRL does before it loads a model
         loaded_here = isinstance(model, str)
         if loaded_here:
@@ -199,7 +200,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
         self._self_check = None
         # Datasets whose rows are looked at when the first ones come
-        self._unseen = {name for name, dataset in datasets.items() if has_unknown_columns(dataset)}
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         stand_in = Dataset.from_dict({"prompt": ["-"]})  # TRL looks into the first row, and would decode its media
         with (
             no_warning_about_init_kwargs(loaded_here),
@@ -381,7 +382,9 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         read, sequences = cast(tuple[list[Row], list[SupervisedSequence]], self._encode_rows(rows))
         if name in self._unseen:
             self._unseen.remove(name)
-            warn_of_unread(self.args, {name: [dict(row) for row in read]}, supervised=True, whole=False)
+            takes = modalities(self._unwrapped(self.model), self.args)
+            first = {name: [dict(row) for row in read]}
+            warn_of_unread(self.args, first, takes, extent="first", supervised=True)
         self._kinds_seen.update(*(each.modalities for each in sequences))
         self._columns_seen.update(*read)
         if len(self._asked) < 2 and "input_ids" not in read[0]:
