@@ -15,11 +15,9 @@ from . import expressions
 from .checks import RowError
 
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # One answer and nothing but whitespace around it; a second tag inside would make "the answer" ambiguous.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 _BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
-_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)\s*\Z")
 # "The answer is 7.", "**Final answer:** 7", with what Minerva's prompts add. Not "I wonder which answer is right".
 _STATED = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
 _BEFORE_STATED = re.compile(r"(?:^|\W|\b(?:the|my|our|final|correct|right|best|so|thus|hence))\Z", re.IGNORECASE)
@@ -30,6 +28,7 @@ _WRAPPED = re.compile(
     r"|\\(?:text|mathrm|mathbf|mbox)\w*\s*\{([^{}]*)\}|(?:option|choice) (\S+)",
     re.DOTALL | re.IGNORECASE,
 )
+_MOST_WRAPPINGS = 5
 # Behind a number: "7 \text{ cm}^2", "7 cm"
 _UNIT = re.compile(
     r"(?P<value>.*?\d.*?)(?:\\[,;! ]|\s)*"
@@ -171,19 +170,22 @@ def extract_answer(text: str) -> str:
 
 def _read(text: str) -> tuple[str, bool]:
     """The answer in a text, and whether it is in LaTeX."""
-    tagged = _ANSWER.search(text)
-    answer = tagged.group(1) if tagged else text
-    box = _last_box(answer) if tagged or "<answer>" not in text else None
+    opened, tagged = text.find("<answer>"), ""
+    if opened >= 0:
+        answer, tagged, _ = text[opened + len("<answer>") :].partition("</answer>")
+        if not tagged:
+            return text.strip(), False
+        text = answer
+    box = _last_box(text)
     if box is not None:
         return _unwrapped(box), True
-    if tagged or "<answer>" in text:
-        return answer.strip(), False
-    hashes = _HASHES.search(text)
-    if hashes:
-        text = hashes[1]
-    stated = _stated(text)
-    if hashes or stated is not None:
-        answer = text if stated is None else stated
+    if tagged:
+        return text.strip(), False
+    hashes = text.rstrip().rpartition("\n")[2].rpartition("####")
+    answer = hashes[2] if hashes[1] else text
+    stated = _stated(answer)
+    if hashes[1] or stated is not None:
+        answer = answer if stated is None else stated
         return _unwrapped(answer), "$" in answer or "\\" in answer
     return text.strip().strip("*_").strip() or text.strip(), False
 
@@ -207,7 +209,7 @@ def _last_box(text: str) -> str | None:
 def _stated(text: str) -> str | None:
     """What a text says last that the answer is, if it ends with that."""
     for stated in reversed([*_STATED.finditer(text)]):
-        if _BEFORE_STATED.search(text[: stated.start()].rstrip()[-10:]):
+        if _BEFORE_STATED.search(text[max(0, stated.start() - 10) : stated.start()].rstrip()):
             answer = _HOPE.sub("", text[stated.end() :].strip())
             return answer if answer and "\n" not in answer else None
     return None
@@ -215,12 +217,13 @@ def _stated(text: str) -> str | None:
 
 def _unwrapped(answer: str) -> str:
     """An answer without full stop, Markdown and what LaTeX puts around text and formulas."""
-    while True:
-        bare = answer.strip().removesuffix(".").strip("*_ ")
-        wrapped = _WRAPPED.fullmatch(bare)
+    for _ in range(_MOST_WRAPPINGS):
+        answer = answer.strip().removesuffix(".").strip("*_ ") or answer.strip()
+        wrapped = _WRAPPED.fullmatch(answer)
         if wrapped is None:
-            return bare or answer.strip()
-        answer = wrapped[wrapped.lastindex or 0]
+            break
+        answer = wrapped[wrapped.lastindex or 0].strip()
+    return answer
 
 
 def references_of(solution: Any, place: int, name: str) -> list[str]:
