@@ -416,5 +416,5 @@ def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path):
         assert content["settings"]["benchmark"] == benchmark and content["metrics"]["rows"] == (
             5 if path == mmau else 4
         )
-        assert f"accuracy: {content['metrics']['accuracy']:.4g}" in outcome.stdout
-    assert "accuracy/sound: " in outcome.stdout or benchmark == "geo3k"
+        assert f"accuracy {content['metrics']['accuracy']:.1%} (95 %: ".replace("%", " %", 1) in outcome.stdout
+    assert "accuracy/sound " in outcome.stdout or benchmark == "geo3k"

@@ -91,8 +91,11 @@ WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and pa
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_runs(page, folder, capsys):
-    """What a line prints is what stands behind it, where that is a value, and what a trainer logs is explained."""
+def test_code_runs(page, folder, capsys, caplog):
+    """
+    What a line prints is what stands behind it, where that is a value, what a trainer logs is explained, and prompts
+    ask for what is rewarded.
+    """
 
     def look(namespace):
         history = namespace["trainer"].state.log_history if "trainer" in namespace else []
@@ -100,10 +103,17 @@ def test_code_runs(page, folder, capsys):
         assert not [name for name in logged if not is_explained(re.escape(name))]
 
     execute(page, look)
+    assert "No prompt of the first batch" not in caplog.text
     printed = capsys.readouterr().out
     for code in blocks(page.read_text()):
         for expected in re.findall(r"^print\(.*\)  # ([\[{('\"\d].*)$", code, re.MULTILINE):
             assert expected in printed
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_ask_for_what_they_reward(page):
+    for command in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        assert "format_reward" not in command or "<answer>" in command, command
 
 
 class Trainer(Injected, MultimodalGRPOTrainer):

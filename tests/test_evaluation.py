@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 import subprocess
 from datetime import date
 from pathlib import Path
@@ -31,8 +32,8 @@ from helpers.trainer_utils import (
 )
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GenerationConfig
-from trl import GRPOConfig, GRPOTrainer
+from transformers import EarlyStoppingCallback, GenerationConfig
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -51,6 +52,8 @@ from trl_multimodal_rft.evaluation import (
 )
 from trl_multimodal_rft.lightrft import ActorAL
 from trl_multimodal_rft.rewards import RemoteReward, accuracy_reward, format_reward
+from trl_multimodal_rft.scripts import evaluate as evaluate_script
+from trl_multimodal_rft.scripts.arguments import parse
 
 
 ROOT = Path(__file__).parent.parent
@@ -652,6 +655,67 @@ def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_pat
     assert json.loads((tmp_path / "results" / "step-1" / "metrics.json").read_text())["metrics"]["accuracy"] == 0
 
 
+@pytest.mark.parametrize("order", ["stop first", "evaluate first"])
+def test_training_stops_early_and_loads_the_best(order, tmp_path):
+    """Whichever callback was added first, as one of them takes the trainer, the other is often passed to it."""
+    share = iter([1, 3, 2, 2, 4, 4, 0])
+
+    def by_turn(completions, **kwargs):
+        right = next(share)
+        return [float(i < right) for i in range(len(completions))]
+
+    early = EarlyStoppingCallback(early_stopping_patience=2)
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(8), tmp_path,
+        objects={"eval_dataset": audio_rows(2), "callbacks": [early] if order == "stop first" else []},
+        eval_strategy="steps", eval_steps=1, max_steps=6, metric_for_best_model="accuracy",
+        load_best_model_at_end=True, save_strategy="steps", save_steps=1, save_only_model=True,
+        learning_rate=0.1,
+    )  # fmt: skip
+    trainer.add_callback(
+        GenerationEvalCallback(trainer, audio_rows(4), by_turn, EvaluationConfig(max_completion_length=2))
+    )
+    if order == "evaluate first":
+        trainer.add_callback(early)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    assert [entry["eval_accuracy"] for entry in entries] == [0.25, 0.75, 0.5, 0.5, 1.0]  # the last of the best weights
+    assert trainer.state.global_step == 4 and trainer.state.best_global_step == 2
+    best = type(trainer.model).from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    last = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4").state_dict()
+    assert all(torch.equal(weight, best[name]) for name, weight in trainer.model.state_dict().items() if name in best)
+    assert any(not torch.equal(best[name], last[name]) for name in best)
+
+
+def test_the_script_prints_per_cent_with_intervals_and_answers(tmp_path, capsys):
+    answers = greedy_answers("qwen2_audio", audio_rows(7), 6)
+    rows = [
+        {"prompt": row["prompt"], "audio": wav(row["audio"]), "solution": answers[i] if i % 3 else "wrong"}
+        for i, row in enumerate(audio_rows(7))
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "test.parquet")
+    options = [
+        *("--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32", "--max_completion_length", "6"),
+        *("--dataset_name", str(tmp_path / "data"), "--reward_funcs", "accuracy_reward"),
+        *("--output_dir", str(tmp_path / "results")),
+    ]
+    evaluate_script.main(*parse(TrlParser(evaluate_script.ARGUMENTS), options))
+    printed = capsys.readouterr().out
+    low, high = wilson_interval(4, 7)
+    assert f"accuracy 57.1 % (95 %: {100 * low:.1f} to {100 * high:.1f} %), 7 rows\n" in printed
+    assert "accuracy_low" not in printed and "\nreward/accuracy_reward 0.5714\n" in printed and "\nrows 7\n" in printed
+    shown = re.findall(
+        r"row (\d): (right|wrong)\n    prompt: <audio>(.*)\n    reference: (.*)\n    completion: (.*)", printed
+    )
+    assert [(int(number), verdict) for number, verdict, *_ in shown] == [(0, "wrong"), (1, "right"), (3, "wrong")]
+    for number, _, prompt, reference, completion in shown:
+        row = rows[int(number)]
+        expected = row["prompt"][0]["content"], row["solution"], answers[int(number)]
+        assert (prompt, reference, completion) == tuple(" ".join(text.split()) for text in expected)
+    content, _ = written(tmp_path / "results")
+    assert content["metrics"]["accuracy"] == pytest.approx(4 / 7) and content["metrics"]["accuracy_low"] == low
+
+
 @pytest.mark.parametrize("freq", [1, 2, "epoch"])
 def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
     """Those of the trainer have the metrics of their own step, also where the callback would have had none."""
@@ -743,7 +807,7 @@ def test_two_processes_of_the_script_find_what_one_finds(sampling, tmp_path):
     for processes in (1, 2):
         folder = tmp_path / f"by_{processes}"
         output = launched([*options, "--output_dir", str(folder)], processes, ACCELERATE_USE_CPU="true")
-        assert output.count("accuracy: ") == 1
+        assert len(re.findall(r"^accuracy \d", output, re.MULTILINE)) == 1 and output.count("reference: ") == 3
         results.append(written(folder))
     assert results[0] == results[1]
     (content, table), _ = results

@@ -7,7 +7,7 @@ from helpers.trainer_utils import make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.reporting import hints
-from trl_multimodal_rft.reporting.hints import steps_without_signal
+from trl_multimodal_rft.reporting.hints import constant_rewards, steps_without_signal
 
 
 def test_steps_without_signal():
@@ -22,6 +22,18 @@ def test_steps_without_signal():
     assert steps_without_signal([log(10, 1.0), log(20, 1.0)], False) == 0
     assert steps_without_signal([log(10, 1.0), log(20, 1.0, std=1e-9), log(30, 1.0, 0.0, 0.0)], False) == 20
     assert steps_without_signal([log(10, 1.0, std=None)], False) == 0
+
+
+def test_constant_rewards():
+    def log(step, **functions):
+        values = {f"rewards/{name}/{key}": value for name, pair in functions.items() for key, value in pair.items()}
+        return {"step": step, "reward": 0.5, **values}
+
+    never, once = {"mean": 0.0, "std": 0.0}, {"mean": 1.0, "std": 0.0}
+    history = [log(1, a=never, b=never), {"step": 2}, log(3, a=never, b={"mean": 0.1, "std": 0.3}), log(4, a=never)]
+    assert constant_rewards(history) == {"a": (4, 0.0)}
+    assert constant_rewards([log(1, a=never), log(2, a=once)]) == {}  # another one in each batch
+    assert constant_rewards([log(1, a={"mean": None, "std": None})]) == {}
 
 
 def equal_in_a_group(prompts, **kwargs):
@@ -51,3 +63,18 @@ def test_a_run_says_so_once(trainer_class, reward, said, tmp_path, monkeypatch):
     trainer.train()
     assert len(told) == said
     assert all("same reward for 2 steps" in each for each in told)
+
+
+def varied(prompts, **kwargs):
+    return [float(i % 4) for i in range(len(prompts))]
+
+
+def test_a_function_that_rewards_all_alike_is_named_after_eight_steps(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(hints.logger, "warning", told.append)
+    rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
+    for steps in (7, 8):
+        options = {"max_steps": steps, "logging_steps": 1, "self_check": False, "reward": [varied, always_one]}
+        make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / str(steps), **options).train()
+        assert len(told) == (steps == 8)
+    assert "'always_one' has given all completions the same reward for 8 steps (1)" in told[0]

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from trl.rewards import accuracy_reward as trl_accuracy_reward
 
-from trl_multimodal_rft.rewards import accuracy_reward, answers, expressions, format_reward
+from trl_multimodal_rft.rewards import accuracy_reward, answers, choice_reward, expressions, format_reward
 
 
 def accuracy(completion, solution, **columns):
@@ -128,6 +129,124 @@ def test_conversational_completions_are_read_from_their_last_message():
     ]
     assert accuracy_reward(completions=unanswered, solution=["seven", "seven"]) == [0.0, 0.0]
     assert format_reward(completions=unanswered) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("The answer is 7.", "7", 1.0),
+        ("3 + 4 is seven, so the answer is: **7**", "7", 1.0),
+        ("**Final answer:** seven", "Seven", 1.0),
+        ("Answer: $\\frac{1}{2}$.", "0.5", 1.0),
+        ("Therefore, the final answer is $7$. I hope it is correct.", "7", 1.0),
+        ("The answer is 8, or 7.", "7", 0.0),
+        ("The answer is 7. No, it is 8.", "7", 0.0),
+        ("The answer is 8. No, the answer is 7.", "7", 1.0),
+        ("I don't know which answer is right", "right", 0.0),
+        ("We add them.\n#### 1,000", "1000", 1.0),
+        ("#### 3 + 4 #### 7\n", "7", 1.0),
+        ("#### Step 1\nWe add them, which makes 7.", "7", 0.0),
+        (r"So it is \boxed{7}.", "7", 1.0),
+        (r"\boxed{8}? No: \boxed{7}", "7", 1.0),
+        (r"\boxed{7}? No: \boxed{8}", "7", 0.0),
+        (r"\boxed{\frac{1}{\sqrt{4}}} it is", "0.5", 1.0),
+        (r"\boxed{\text{a dog}}", "A dog.", 1.0),
+        (r"\boxed{7} and \boxed{8", "7", 1.0),  # cut off
+        (r"\boxed{\boxed{7}}", "7", 1.0),
+        (r"\boxed{7 \text{ thousand}}", "7", 0.0),
+        (r"\boxed{7 \text{ cm}}", "7 km", 0.0),
+        (r"\boxed{7} <answer>8</answer>", "7", 0.0),
+        (r"The answer is 7 <answer>8", "7", 0.0),
+        (r"<answer>3 + 4, so \boxed{7}</answer>", "7", 1.0),
+        ("<answer>The answer is 7</answer>", "7", 0.0),  # tags hold the answer alone
+        ("B", "B. dog", 1.0),
+        ("(B)", "B. dog", 1.0),
+        ("(b).", "(B) dog", 1.0),
+        ("The correct answer is option B.", "B. dog", 1.0),
+        (r"\boxed{\text{(B)}}", "B. dog", 1.0),
+        ("<answer>B</answer>", "B: dog", 1.0),
+        ("dog", "B. dog", 1.0),
+        ("B. a dog", "B. dog", 0.0),
+        ("A. dog", "B. dog", 0.0),
+        ("A", "B. dog", 0.0),
+        ("B) dog", "B", 1.0),
+        ("A", "a dog", 0.0),
+        ("7", "3 + 4 = 7\n#### 7", 1.0),
+        ("7", r"It follows that $x = \boxed{7}$.", 1.0),
+        ("Seven.", "The answer is seven", 1.0),
+        ("x" * 20000 + " \\boxed{" * 3000, "7", 0.0),
+        ("<answer>" * 20000, "7", 0.0),
+        ("answer" + "\n" * 30000 + "****" * 3000, "7", 0.0),
+    ],
+)
+def test_answers_without_tags(completion, solution, reward):
+    started = time.monotonic()
+    assert accuracy(completion, solution) == reward
+    assert accuracy([{"role": "assistant", "content": completion}], solution) == reward
+    assert time.monotonic() - started < 10
+
+
+# Where TRL reads an answer and a reference. It joins several boxes, and takes mixed numbers for sums.
+WITH_TRL = [
+    (r"\boxed{7}", "7"),
+    (r"\boxed{8}", "7"),
+    (r"My answer is \boxed{\frac{1}{3}}.", r"\frac{1}{3}"),
+    (r"My answer is \boxed{\frac{1}{2}}.", r"\frac{1}{3}"),
+    (r"\boxed{\dfrac{2}{3}}", "2/3"),
+    (r"\boxed{-\frac{2}{3}}", "2/3"),
+    (r"\boxed{0.333}", r"\frac{1}{3}"),
+    (r"\boxed{7.0}", "7"),
+    (r"\boxed{1{,}000}", "1000"),
+    (r"\boxed{1,000}", "1000"),
+    (r"\boxed{10^3}", "1000"),
+    (r"\boxed{x=7}", "7"),
+    (r"\boxed{7}", "x=7"),
+    (r"\boxed{50\%}", "50"),
+    (r"\boxed{\$7.50}", "7.5"),
+    (r"\boxed{30^\circ}", "30"),
+    (r"\boxed{7 \text{ cm}}", "7"),
+    (r"\boxed{8 \text{ cm}}", "7"),
+    (r"\boxed{7\,\mathrm{cm}}", "7"),
+    (r"\boxed{7 apples}", "7"),
+    (r"\boxed{7}", "7 meters"),
+    (r"\boxed{7\text{ meters}}", "7 meters"),
+    (r"\boxed{3\frac{1}{2}}", "3.5"),
+    (r"\boxed{7}", "#### 7"),
+    (r"\boxed{7}", r"so \boxed{7}"),
+    (r"\boxed{\text{Yes}}", r"\boxed{\text{Yes}}"),
+    (r"\boxed{\text{No}}", r"\boxed{\text{Yes}}"),
+    (r"\boxed{\textbf{(B)}}", r"$\textbf{(B)}$"),
+    (r"\boxed{2}" + " wrong" * 40 + r" \boxed{3}", "3"),
+    (r"The answer is $8$, or \boxed{7}", "7"),
+    ("The final answer is $7$. I hope it is correct.", "7"),
+    ("The answer is: $7$", "7"),
+    (r"the answer is \(8\)", "7"),
+    (r"<answer>\boxed{7}</answer>", "7"),
+]
+
+
+@pytest.mark.parametrize(("completion", "solution"), WITH_TRL)
+def test_scores_are_those_of_trl_where_both_read_an_answer(completion, solution):
+    messages = [[{"role": "assistant", "content": completion}]]
+    expected = trl_accuracy_reward(messages, [solution])
+    assert expected[0] is not None and accuracy_reward(messages, solution=[solution]) == expected
+
+
+def test_a_list_of_references_means_any_of_them():
+    assert accuracy("The answer is 7.", ["seven", 7]) == 1.0
+    assert accuracy("eight", ["seven", 7]) == 0.0
+    assert accuracy_reward(["a"] * 2, solution=[[], [None]]) == [None, None]
+    options = ["Man", "Woman", "Child"]
+    assert choice_reward(["B", "C"], solution=[["Man", "B"]] * 2, choices=[options] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [accuracy_reward, choice_reward])
+def test_a_dictionary_as_reference_is_an_error(reward):
+    with pytest.raises(ValueError) as raised:
+        reward(["7", "7"], solution=["A", {"unit": "m", "value": 7}], choices=[["A"]] * 2)
+    message = str(raised.value)
+    assert message.startswith("row 1, column 'solution': ") and "dict with the keys ['unit', 'value']" in message
+    assert "a list of those that are right" in message and "\n" not in message
 
 
 def test_rows_without_a_reference_are_not_applicable():

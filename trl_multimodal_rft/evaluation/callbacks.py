@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from ..trainers.multimodal import MultimodalMixin
 from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _named, evaluate_trainer
@@ -34,7 +34,8 @@ class GenerationEvalCallback(TrainerCallback):
             How to sample and count, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
             Number of steps between evaluations, or after each epoch. By default after each evaluation of the trainer,
-            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and early stopping.
+            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and for
+            [`~transformers.EarlyStoppingCallback`].
             With `freq`, the trainer's evaluations have the metrics of their step, too, where `metric_for_best_model`
             names one.
         output_dir (`str`, *optional*):
@@ -78,6 +79,11 @@ class GenerationEvalCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_step = -1
+        # Callbacks are called in this order: one that stops early has to find the metrics. A new list, as the old one
+        # is being gone through
+        handler = self.trainer.callback_handler
+        stopping = [each for each in handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        handler.callbacks = [each for each in handler.callbacks if each not in stopping] + stopping
 
     def on_step_end(self, args, state, control, **kwargs):
         if isinstance(self.freq, int) and state.global_step % self.freq == 0:

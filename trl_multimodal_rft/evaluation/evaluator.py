@@ -59,6 +59,7 @@ from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.choices import named_choice
+from ..rewards.named import as_reward_funcs
 from ..trainers.multimodal import MultimodalMixin
 from ..trainers.own_tools import enter, reward_of, template_for_tools, tools_of
 from ..trainers.random_state import kept_random_state
@@ -355,8 +356,8 @@ def evaluate(
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`):
             Rows with the column `prompt`, media columns, and what reward functions ask for, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
-            Reward functions as the trainers take them, plain or async. The first tells what is correct. `None` where
-            environments give the reward, which otherwise comes after these.
+            Reward functions as the trainers take them, plain or async, or their names. The first tells what is
+            correct. `None` where environments give the reward, which otherwise comes after these.
         args ([`EvaluationConfig`], *optional*):
             How to sample and count. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
@@ -432,7 +433,7 @@ def evaluate(
             special_tokens_in_text=special_tokens_in_text or "raise",
             apart=forward.remedies.apart,
         )
-    reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+    reward_funcs = as_reward_funcs(reward_funcs) if reward_funcs else []
     if environment_factory is not None:
         factories = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
         factories = {name: with_whole_rows(factory, media_rules) for name, factory in factories.items()}
@@ -638,7 +639,7 @@ def _callables(policy: _Policy) -> list[Callable]:
 
 def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
     """Reward functions by the names of their metrics."""
-    reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
         raise ValueError("There is no reward function; pass at least one, which tells what is correct.")
     for reward_func in reward_funcs:
@@ -899,8 +900,7 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
             Choices, where there are any.
 
     Returns:
-        `str`: The content of the first `<answer>...</answer>`, or the whole completion if there is none; the text of
-        the choice that it names, if it does.
+        `str`: What [`~rewards.answers.extract_answer`] finds; the text of the choice that it names, if it does.
     """
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None

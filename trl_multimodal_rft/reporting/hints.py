@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A hint where a run has nothing to learn from."""
+"""Hints where a run, or one of its reward functions, has nothing to learn from."""
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -23,46 +24,85 @@ def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
     Returns:
         `int`: Latest steps in a row with completions of whose rewards the logs say that they were equal.
     """
+    if grouped:
+        return _steps(history, "reward", lambda logs: logs["frac_reward_zero_std"] == 1)
+    return _steps(history, "reward", lambda logs: _is_constant(logs["reward"], logs["reward_std"]))
+
+
+def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
+    """
+    Reward functions that have given all completions of a run the same reward. One that tells nothing apart any more,
+    such as that of a form which the model has learned, is none of them.
+
+    Args:
+        history (`list[dict[str, Any]]`):
+            Logs of a trainer.
+
+    Returns:
+        `dict[str, tuple[int, float]]`: By the name of a function the number of steps, and the reward.
+    """
+    found = {}
+    keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
+    for key in dict.fromkeys(keys):
+        name = key.removeprefix("rewards/").removesuffix("/mean")
+        called = [logs for logs in history if key in logs]
+        reward = called[0][key]
+        values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in called]
+        if all(_is_constant(mean, std) and abs(mean - reward) <= 1e-6 * abs(reward) for mean, std in values):
+            found[name] = (_steps(history, key, lambda logs: True), reward)
+    return found
+
+
+def _steps(history: list[dict[str, Any]], key: str, holds: Callable[[dict[str, Any]], bool]) -> int:
+    """Latest steps in a row of which something holds, of those whose logs have a key."""
     since, last = None, 0
     for logs in history:
-        if "reward" in logs:  # else completions are trained on once more
-            told_apart = not _all_equal(logs, grouped)
-            since = None if told_apart else last if since is None else since
+        if key in logs:  # else completions are trained on once more
+            since = None if not holds(logs) else last if since is None else since
         last = logs["step"]
     return 0 if since is None else last - since
 
 
-def _all_equal(logs: dict[str, Any], grouped: bool) -> bool:
-    mean, std = logs["reward"], logs["reward_std"]
-    if grouped:
-        return logs["frac_reward_zero_std"] == 1
+def _is_constant(mean: float | None, std: float | None) -> bool:
     # `None` where there is but one reward, or none
     return mean is not None and std is not None and std <= 1e-6 * abs(mean)
 
 
 class EqualRewardsHint(TrainerCallback):
     """
-    Says once that all rewards have been equal for some steps.
+    Says once that all rewards have been equal for some steps, and once of each function whose own have.
 
     Args:
         grouped (`bool`):
             See [`steps_without_signal`].
-        patience (`int`, *optional*, defaults to `20`):
+        patience (`int`, *optional*, defaults to `8`):
             For how many steps.
     """
 
-    def __init__(self, grouped: bool, patience: int = 20):
-        self.grouped, self.patience, self._said = grouped, patience, False
+    def __init__(self, grouped: bool, patience: int = 8):
+        self.grouped, self.patience = grouped, patience
+        self._named: set[str | None] = set()  # functions of which it was said, and `None` for all together
 
     def on_log(self, args, state, control, **kwargs):
-        steps = 0 if self._said else steps_without_signal(state.log_history, self.grouped)
+        history = state.log_history
+        steps = 0 if None in self._named else steps_without_signal(history, self.grouped)
+        constant = {name: found for name, found in constant_rewards(history).items() if found[0] >= self.patience}
         if steps >= self.patience:
-            self._said = True
-            reward = next(logs["reward"] for logs in reversed(state.log_history) if "reward" in logs)
+            self._named |= {None, *constant}
+            mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
+            functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
                 f"All completions{' of a prompt' if self.grouped else ''} have had the same reward for {steps} steps "
-                f"(mean {reward:.3g}), of which nothing is learned. Look at what is sampled (`log_completions=True`): "
-                "whether the reward functions find the answer in it, whether `max_completion_length` cuts it off, and "
-                "whether the task is too hard or too easy for this model. A higher `temperature` and more "
-                "`num_generations` tell more completions apart."
+                f"(mean {mean:.3g}{functions}), of which nothing is learned. Look at what is sampled "
+                "(`log_completions=True`): whether the reward functions find the answer in it, whether "
+                "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
+                "higher `temperature` and more `num_generations` tell more completions apart."
+            )
+        for name in constant.keys() - self._named:
+            self._named.add(name)
+            steps, reward = constant[name]
+            logger.warning(
+                f"The reward function '{name}' has given all completions the same reward for {steps} steps "
+                f"({reward:.3g}), of which nothing is learned. Look at what is sampled (`log_completions=True`): "
+                "whether it has what the function looks for, and whether the prompts ask for it."
             )

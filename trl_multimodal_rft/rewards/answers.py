@@ -7,13 +7,37 @@ Both functions read the completions and nothing else. A prompt of this recipe sh
 
 import re
 from decimal import Decimal
+from numbers import Real
+from typing import Any
 
+from ..data.choices import LETTER
 from . import expressions
+from .checks import RowError
 
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # One answer and nothing but whitespace around it; a second tag inside would make "the answer" ambiguous.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+_BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
+# "The answer is 7.", "**Final answer:** 7", with what Minerva's prompts add. Not "I wonder which answer is right".
+_STATED = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
+_BEFORE_STATED = re.compile(r"(?:^|\W|\b(?:the|my|our|final|correct|right|best|so|thus|hence))\Z", re.IGNORECASE)
+_HOPE = re.compile(r"\. I hope it is correct\.?\Z")
+# All of an answer in math mode, in text or after the word "option"
+_WRAPPED = re.compile(
+    r"\$\$?([^$]+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]"
+    r"|\\(?:text|mathrm|mathbf|mbox)\w*\s*\{([^{}]*)\}|(?:option|choice) (\S+)",
+    re.DOTALL | re.IGNORECASE,
+)
+_MOST_WRAPPINGS = 5
+# Behind a number: "7 \text{ cm}^2", "7 cm"
+_UNIT = re.compile(
+    r"(?P<value>.*?\d.*?)(?:\\[,;! ]|\s)*"
+    r"(?P<unit>\\(?:text|mathrm|mbox)\w*\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\s[A-Za-z]{2,})",
+    re.DOTALL,
+)
+_LONGEST_MEASURE = 100
+# Words that are no units
+_FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
 # Marks of prose. Not those that belong to a number or an expression: "-5", "3.5", "1,000", "5!".
 _PUNCTUATION = re.compile(r"(?<!\d)!|[.,;:?\"'`“”‘’](?!\d)")
 # Not for math_verify, which reads "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60: text
@@ -29,11 +53,13 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     """
     Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
 
-    The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
-    It equals the reference when the two are the same text apart from case, whitespace and punctuation, or the same
-    number (`"0.5"` and `".50"`), or else, both of them a bare expression, when they are symbolically equal (`"0.5"`
-    and `"\\frac{1}{2}"`), which takes `math_verify`. Text around a tag never counts, and a number inside a sentence is
-    not an expression.
+    The answer is what [`extract_answer`] finds: the content of the first `<answer>...</answer>`; without such tags, of
+    the last `\\boxed{}`, what follows `####` or a closing "the answer is"; or else the whole completion. It equals the
+    reference when the two are the same text apart from case, whitespace and punctuation, or the same number (`"0.5"`
+    and `".50"`), or the same choice (`"B"`, `"(B)"`, `"dog"` and `"B. dog"`), or else, both of them a bare expression,
+    when they are symbolically equal (`"0.5"` and `"\\frac{1}{2}"`), which takes `math_verify`. Units of an answer in
+    LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text around a tag never counts, and a number inside a
+    sentence is not an expression.
 
     Symbolic comparisons run in a process of their own, from whatever thread they are asked for: one that takes more
     than 3 seconds is given up, and the answer is wrong.
@@ -42,16 +68,17 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
             Completions, plain or conversational. Of a conversational one, the last message is the answer.
         solution (`list`):
-            Reference answer of each completion, with or without answer tags. `None` where the reward does not apply.
+            Reference answer of each completion, a text or number, from which the answer is read as from a completion;
+            or a list, any of which is right. `None` where the reward does not apply.
         **kwargs:
             Other dataset columns and trainer arguments, not used.
 
     Returns:
         `list[float | None]`:
-            1.0 or 0.0 for each completion, `None` where its reference is `None`.
+            1.0 or 0.0 for each completion, `None` where its reference is `None` or an empty list.
 
     Raises:
-        ValueError: If there is no `solution`, or not one for each completion.
+        ValueError: If there is no `solution`, or not one for each completion, or if one is a dictionary.
 
     Example:
     ```python
@@ -66,12 +93,13 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
         )
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward was given {len(completions)} completions and {len(solution)} solutions.")
-    return [
-        None
-        if reference is None
-        else float(_equal(extract_answer(completion_text(completion)), extract_answer(str(reference))))
-        for completion, reference in zip(completions, solution, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for place, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
+        references = references_of(solutions, place, "accuracy_reward")
+        answer, in_latex = _read(completion_text(completion))
+        right = any(_is_right(answer, in_latex, reference) for reference in references)
+        rewards.append(float(right) if references else None)
+    return rewards
 
 
 def format_reward(completions, **kwargs) -> list[float]:
@@ -97,6 +125,9 @@ def format_reward(completions, **kwargs) -> list[float]:
     return [float(_FORMAT.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
+vars(format_reward)["required_in_prompt"] = "<answer>"  # which prompts ask for, see `unasked`
+
+
 def completion_text(completion: str | list[dict[str, str]]) -> str:
     """
     Text of a completion.
@@ -117,18 +148,116 @@ def completion_text(completion: str | list[dict[str, str]]) -> str:
 
 def extract_answer(text: str) -> str:
     """
-    Finds the answer in a completion.
+    Finds the answer in a completion, or in a reference.
 
     Args:
         text (`str`):
             Completion.
 
     Returns:
-        `str`: Content of the first `<answer>...</answer>`, or the whole text when there is no such tag, without space
-        around.
+        `str`: Content of the first `<answer>...</answer>`. Without such tags, content of the last `\\boxed{}`, what
+        follows `####` in the last line, or "the answer is" at the end. The whole text if it has nothing of these, or
+        an `<answer>` that isn't closed. Without space and Markdown around; of a `\\boxed{}` in tags, its content.
+
+    Example:
+    ```python
+    >>> [extract_answer(text) for text in ("<answer> 7 </answer>", "So \\boxed{7}.", "#### 7", "The answer is **7**.")]
+    ['7', '7', '7', '7']
+    ```
     """
-    match = _ANSWER.search(text)
-    return (match.group(1) if match else text).strip()
+    return _read(text)[0]
+
+
+def _read(text: str) -> tuple[str, bool]:
+    """The answer in a text, and whether it is in LaTeX."""
+    opened, tagged = text.find("<answer>"), ""
+    if opened >= 0:
+        answer, tagged, _ = text[opened + len("<answer>") :].partition("</answer>")
+        if not tagged:
+            return text.strip(), False
+        text = answer
+    box = _last_box(text)
+    if box is not None:
+        return _unwrapped(box), True
+    if tagged:
+        return text.strip(), False
+    hashes = text.rstrip().rpartition("\n")[2].rpartition("####")
+    answer = hashes[2] if hashes[1] else text
+    stated = _stated(answer)
+    if hashes[1] or stated is not None:
+        answer = answer if stated is None else stated
+        return _unwrapped(answer), "$" in answer or "\\" in answer
+    return text.strip().strip("*_").strip() or text.strip(), False
+
+
+def _last_box(text: str) -> str | None:
+    """Content of the `\\boxed{}` that begins last, among those that end."""
+    opened: list[int | None] = []
+    start, content = -1, None
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "{":
+            opened.append(None)
+        elif brace[1]:
+            opened.append(brace.end())
+        elif brace[0] == "}" and opened:
+            begin = opened.pop()
+            if begin is not None and begin > start:
+                start, content = begin, text[begin : brace.start()]
+    return content
+
+
+def _stated(text: str) -> str | None:
+    """What a text says last that the answer is, if it ends with that."""
+    for stated in reversed([*_STATED.finditer(text)]):
+        if _BEFORE_STATED.search(text[max(0, stated.start() - 10) : stated.start()].rstrip()):
+            answer = _HOPE.sub("", text[stated.end() :].strip())
+            return answer if answer and "\n" not in answer else None
+    return None
+
+
+def _unwrapped(answer: str) -> str:
+    """An answer without full stop, Markdown and what LaTeX puts around text and formulas."""
+    for _ in range(_MOST_WRAPPINGS):
+        answer = answer.strip().removesuffix(".").strip("*_ ") or answer.strip()
+        wrapped = _WRAPPED.fullmatch(answer)
+        if wrapped is None:
+            break
+        answer = wrapped[wrapped.lastindex or 0].strip()
+    return answer
+
+
+def references_of(solution: Any, place: int, name: str) -> list[str]:
+    """
+    The references of a row, any of which is right.
+
+    Args:
+        solution (`Any`):
+            A text, a number, a list of these, or `None`.
+        place (`int`):
+            Place of the row, for errors.
+        name (`str`):
+            Name of the reward function, for errors.
+
+    Returns:
+        `list[str]`: References; none where the reward doesn't apply.
+
+    Raises:
+        [`RowError`]: If one is something else, such as a dictionary.
+    """
+    if hasattr(solution, "tolist"):  # an array or a tensor
+        solution = solution.tolist()
+    several = solution if isinstance(solution, (list, tuple)) else [solution]
+    references = [reference for reference in several if reference is not None]
+    for reference in references:
+        if not isinstance(reference, (str, Real, Decimal)):
+            keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""
+            key = next(iter(reference), "text") if isinstance(reference, dict) else "text"
+            raise RowError(
+                place,
+                f"column 'solution': {name} got a {type(reference).__name__}{keys}; write a text, a number or a list "
+                f'of those that are right: `dataset.map(lambda row: {{"solution": row["solution"][{key!r}]}})`.',
+            )
+    return list(map(str, references))
 
 
 def normalize_answer(text: str) -> str:
@@ -144,6 +273,51 @@ def normalize_answer(text: str) -> str:
     """
     # An answer that is nothing but punctuation stays what it is, or it would equal an empty completion.
     return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
+
+
+def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
+    reference = extract_answer(reference)
+    if _equal(answer, reference) or _same_choice(answer, reference):
+        return True
+    return in_latex and _equal_without_units(answer, reference)
+
+
+def _same_choice(answer: str, reference: str) -> bool:
+    """Whether both name the same choice, by its letter, its text or both; the reference has a letter."""
+    own, right = (LETTER.fullmatch(text.strip()) for text in (answer, reference))
+    if right is None:
+        return False
+    right_text = _choice_text(right)
+    if own is None:
+        return bool(right_text) and _equal(answer, right_text)
+    own_text = _choice_text(own)
+    if _letter(own) != _letter(right):
+        return False
+    return not own_text or not right_text or _equal(own_text, right_text)
+
+
+def _letter(choice: re.Match) -> str:
+    return (choice[1] or choice[2] or choice[3]).upper()
+
+
+def _choice_text(choice: re.Match) -> str:
+    return choice[4].strip(" .")
+
+
+def _equal_without_units(answer: str, reference: str) -> bool:
+    """Whether both are the same number, of which one or both have the same unit."""
+    (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
+    if not (unit or right_unit) or unit and right_unit and unit != right_unit:
+        return False
+    return _equal(value, right)
+
+
+def _value_and_unit(text: str) -> tuple[str, str]:
+    measured = _UNIT.fullmatch(text) if len(text) < _LONGEST_MEASURE else None
+    if measured is None or not _is_expression(measured["value"]):
+        return text, ""
+    unit = normalize_answer(re.sub(r"\\\w+|[{}]", "", measured["unit"]))
+    return (text, "") if unit in _FACTORS else (measured["value"], unit)
 
 
 def _equal(answer: str, reference: str) -> bool:

@@ -1,20 +1,133 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Clear errors for reward functions that return something else than one number or `None` per completion."""
+"""Clear errors for reward functions that don't take what they are called with, fail, or return no rewards."""
 
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, cast
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from ..data.columns import as_text, strip_media
 from ..data.rules import MediaRules
 
 
 _LARGEST = torch.finfo(torch.float32).max  # in which rewards are summed up
+# Arguments of every reward function, by name, beside the columns of the dataset
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+class RowError(ValueError):
+    """
+    An error of a row, whose number the caller of a reward function may know better than the function.
+
+    Args:
+        place (`int`):
+            Place of the row in the batch.
+        problem (`str`):
+            What is wrong, and the remedy.
+    """
+
+    def __init__(self, place: int, problem: str):
+        super().__init__(place, problem)
+        self.place, self.problem = place, problem
+
+    def __str__(self) -> str:
+        return f"row {self.place}, {self.problem}"
+
+
+def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
+    """
+    Checks whether a reward function takes what it is called with.
+
+    Args:
+        reward_func (`Callable`):
+            Reward function.
+        name (`str`):
+            What errors call it.
+        given (`Collection[str]`, *optional*):
+            Names of all arguments. By default those that it gets with any dataset.
+
+    Raises:
+        `ValueError`: If it doesn't.
+    """
+    try:
+        parameters = inspect.signature(reward_func).parameters
+    except (TypeError, ValueError):  # of some builtins
+        return
+    kinds = {each.kind for each in parameters.values()}
+    by_name = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    names = _ALWAYS_GIVEN if given is None else given
+    called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if given is None else "")
+    if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
+        raise ValueError(
+            f"The reward function '{name}' takes ({', '.join(map(str, parameters))}), but {called}, all by name; add "
+            "`**kwargs` to its parameters."
+        )
+    missing = [key for key in by_name.difference(names) if parameters[key].default is inspect.Parameter.empty]
+    if given is not None and missing:
+        raise ValueError(
+            f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; name the "
+            "parameter after a column, or give it a default."
+        )
+
+
+@contextmanager
+def _explained(columns: dict[str, Any], rows: Sequence[int] | None) -> Iterator[None]:
+    """Names the row of the dataset in an error of a reward function, and the form of completions."""
+    try:
+        yield
+    except RowError as error:
+        if rows is None:
+            raise
+        raise RowError(rows[error.place], error.problem) from None
+    except (AttributeError, TypeError) as error:
+        conversational = not all(isinstance(completion, str) for completion in columns["completions"])
+        if conversational and re.search(r"\b(list|dict)\b", str(error)):
+            error.add_note(
+                "Completions are lists of messages here, as the prompts are: the text of one is "
+                "`completion[-1]['content']`."
+            )
+        elif not conversational and re.search(r"string ind|\bstr\b", str(error)):
+            error.add_note(
+                "Completions are texts here, as the prompts are; a function that reads messages takes prompts of "
+                "messages: `[{'role': 'user', 'content': ...}]`."
+            )
+        raise
+
+
+def unasked(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
+    """
+    Warnings of reward functions that reward what no prompt asks for. A function says what that is with its attribute
+    `required_in_prompt`, as [`format_reward`] does.
+
+    Args:
+        reward_funcs (`Sequence`):
+            Reward functions and reward models.
+        names (`Sequence[str]`):
+            What warnings call them.
+        prompts (`Sequence`):
+            Prompts of the first batch, text or messages.
+
+    Returns:
+        `list[str]`: The warnings.
+    """
+    required = {
+        name: getattr(func, "required_in_prompt", None) for name, func in zip(names, reward_funcs, strict=True)
+    }
+    texts = [as_text(strip_media(prompt)) for prompt in prompts] if any(required.values()) else []
+    return [
+        f"No prompt of the first batch mentions `{text}`, which '{name}' rewards, so that completions rarely have it: "
+        f'ask for it in the prompts or in a system message (`--system_prompt "Output the final answer in <answer> '
+        f"</answer>.\"`), or leave out '{name}'."
+        for name, text in required.items()
+        if text is not None and not any(text in prompt for prompt in texts)
+    ]
 
 
 def checked_reward(
@@ -24,7 +137,7 @@ def checked_reward(
     rows: Sequence[int] | None = None,
 ) -> Callable:
     """
-    Wraps a reward function so that a wrong return value is named.
+    Wraps a reward function so that wrong parameters and a wrong return value are named.
 
     Args:
         reward_func (`Callable`):
@@ -47,14 +160,18 @@ def checked_reward(
 
         @functools.wraps(reward_func)
         async def wrapper(*args, **kwargs):
-            found = await reward_func(*args, **kwargs, **further)
+            check_signature(reward_func, name, {**kwargs, **further})
+            with _explained(kwargs, rows):
+                found = await reward_func(*args, **kwargs, **further)
             return check_rewards(found, len(kwargs["completions"]), name, rows)
 
     else:
 
         @functools.wraps(reward_func)
         def wrapper(*args, **kwargs):
-            found = reward_func(*args, **kwargs, **further)
+            check_signature(reward_func, name, {**kwargs, **further})
+            with _explained(kwargs, rows):
+                found = reward_func(*args, **kwargs, **further)
             return check_rewards(found, len(kwargs["completions"]), name, rows)
 
     wrapper.__name__ = name

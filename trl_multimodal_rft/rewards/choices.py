@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..data.choices import LETTER
-from .answers import completion_text, extract_answer, normalize_answer
+from .answers import completion_text, extract_answer, normalize_answer, references_of
+from .checks import RowError
 
 
 _WORD = re.compile(r"\w+")
@@ -16,15 +17,15 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
     """
     Rewards a completion that names the right one of several choices: 1.0 when it does, else 0.0.
 
-    The answer is the content of the first `<answer>...</answer>`, or the whole completion when there is no such tag.
-    What it names is told by [`named_choice`]. [`accuracy_reward`] asks for the text of the choice and nothing else.
+    The answer is what [`extract_answer`] finds. What it names is told by [`named_choice`]. [`accuracy_reward`] knows
+    no choices and compares with the reference alone.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
             Completions, plain or conversational. Of a conversational one, the last message is the answer.
         solution (`list`):
-            Right choice of each completion, its text or its letter, with or without answer tags. `None` where the
-            reward does not apply.
+            Right choice of each completion, its text or its letter, with or without answer tags; or a list of those
+            that are right. `None` where the reward does not apply.
         choices (`list[list[str]]`):
             Choices of each completion. `None` where the reward does not apply.
         **kwargs:
@@ -34,7 +35,8 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
         `list[float | None]`: 1.0 or 0.0 for each completion, `None` where it has no solution or no choices.
 
     Raises:
-        `ValueError`: If there is no `solution` or no `choices`, or if a solution isn't one of the choices.
+        `ValueError`: If there is no `solution` or no `choices`, or if a solution is a dictionary or isn't one of the
+            choices.
 
     Example:
     ```python
@@ -51,17 +53,18 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
             f"use accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
         )
     rewards = []
-    for row, (completion, reference, options) in enumerate(zip(completions, solution, choices, strict=True)):
-        if reference is None or options is None:
+    for place, (completion, solutions, options) in enumerate(zip(completions, solution, choices, strict=True)):
+        references = references_of(solutions, place, "choice_reward")
+        if not references or options is None:
             rewards.append(None)
             continue
-        right = named_choice(extract_answer(str(reference)), options)
-        if right is None:
-            raise ValueError(
-                f"row {row}: the solution {reference!r} is none of the choices {list(options)}; correct either of "
-                "them."
+        right = [named_choice(extract_answer(reference), options) for reference in references]
+        if None in right:
+            wrong = references[right.index(None)]
+            raise RowError(
+                place, f"column 'solution': {wrong!r} is none of the choices {list(options)}; correct either of them."
             )
-        rewards.append(float(named_choice(extract_answer(completion_text(completion)), options) == right))
+        rewards.append(float(named_choice(extract_answer(completion_text(completion)), options) in right))
     return rewards
 
 

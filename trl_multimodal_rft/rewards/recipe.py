@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from .checks import RowError, check_signature
+
 
 def combine_rewards(
     rewards: Sequence[torch.Tensor],
@@ -122,6 +124,7 @@ def apply_recipe(
     for name, reward_func in reward_funcs.items():
         if isinstance(reward_func, (str, nn.Module)):
             raise ValueError(f"The reward {name!r} is a model; make a reward function of it, such as `RewardModel`.")
+        check_signature(reward_func, name)
     return [
         _for_its_rows(name, func, weights.get(name, {}), recipe.keys(), label_column)
         for name, func in reward_funcs.items()
@@ -192,6 +195,7 @@ def _for_its_rows(
             return spread(rewards, rows, columns[label_column])
 
     wrapper.__name__ = get_callable_name(reward_func)
+    vars(wrapper)["required_in_prompt"] = getattr(reward_func, "required_in_prompt", None)
     return wrapper
 
 
@@ -199,6 +203,8 @@ def _for_its_rows(
 def _telling(name: str, rows: list[int]):
     try:
         yield
+    except RowError as error:
+        raise RowError(rows[error.place], error.problem) from None
     except Exception as error:
         error.add_note(
             f"The recipe gave {name!r} the rows {rows} of the batch; what it calls row 0 is the first of these."

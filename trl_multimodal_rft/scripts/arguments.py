@@ -42,8 +42,9 @@ class RFTScriptArguments(PromptArguments):
 
     Args:
         reward_funcs (`list[str]`, *optional*):
-            Names of functions in `trl_multimodal_rft.rewards`, or dotted paths to others, also of modules in the
-            working directory. If there is no reward model either, `accuracy_reward` and `format_reward`.
+            Names of functions in `trl_multimodal_rft.rewards` or of TRL's, or dotted paths to others, also of modules
+            in the working directory. If there is no reward model either, `accuracy_reward` and `format_reward`, whose
+            tags prompts are to ask for.
         reward_model_name_or_path (`str`, *optional*):
             A sequence classifier, on the Hub or in a folder, whose score is the first reward.
     """
@@ -51,8 +52,8 @@ class RFTScriptArguments(PromptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, or dotted paths. By default, if there "
-            "is no reward model either, `accuracy_reward` and `format_reward`."
+            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths. By default, if "
+            "there is no reward model either, `accuracy_reward` and `format_reward`, whose tags prompts must ask for."
         },
     )
     reward_model_name_or_path: str | None = field(

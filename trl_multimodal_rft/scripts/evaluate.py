@@ -12,9 +12,11 @@ from trl import ModelConfig, TrlParser, get_quantization_config
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
+from ..evaluation.report import summary
 from ..models.pretrained import load_trained
+from ..rewards.named import load_reward_funcs
 from .arguments import RFTScriptArguments, parse
-from .inputs import load_reward_funcs, load_split, model_init_kwargs, with_prompts
+from .inputs import load_split, model_init_kwargs, with_prompts
 
 
 BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
@@ -183,7 +185,7 @@ def main(
     model_args: ModelConfig,
 ) -> None:
     """
-    Evaluates a model, prints the metrics and writes them, with all rows.
+    Evaluates a model, prints the metrics with some answers and writes them, with all rows.
 
     Args:
         script_args ([`RFTScriptArguments`]):
@@ -202,8 +204,7 @@ def main(
     arguments = script_args, evaluation_args, config, model_args
     _, result = evaluate_by_name(*arguments, script_args.dataset_test_split, accelerator)
     result.save(evaluation_args.output_dir)
-    for name, value in result.metrics.items():
-        accelerator.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    accelerator.print(summary(result))
     accelerator.end_training()
 
 

@@ -1,10 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What scripts load by the names among their arguments."""
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,41 +9,13 @@ from datasets import Dataset, IterableDataset
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 from trl.scripts.utils import DatasetConfig
 
-from .. import rewards
 from ..data.named import load_arguments, load_rows, reading
+from ..rewards.named import load_reward_funcs
 from .arguments import PromptArguments, RFTScriptArguments
 from .prompts import with_system_message, with_texts
 
 
 logger = get_logger(__name__)
-
-
-def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
-    """
-    Reward functions by their names.
-
-    Args:
-        names (`Sequence[str]`):
-            Names of functions in `trl_multimodal_rft.rewards`, or dotted paths, also from the working directory.
-
-    Returns:
-        `list[Callable]`: The functions.
-
-    Raises:
-        `ValueError`: If there is no such function.
-    """
-    reward_funcs, own = [], [name for name in rewards.__all__ if name.endswith("_reward")]
-    for name in names:
-        module, _, function = name.rpartition(".")
-        if not module and name not in own:
-            raise ValueError(f"There is no reward function {name!r}; name one of {own}, or a dotted path.")
-        if module and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        try:
-            reward_funcs.append(getattr(importlib.import_module(module) if module else rewards, function))
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"There is no reward function {name!r}: {error}.") from error
-    return reward_funcs
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:

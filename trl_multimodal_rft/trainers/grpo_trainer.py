@@ -66,8 +66,9 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model to train, as for [`~trl.GRPOTrainer`].
         reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
-            Reward functions, as for [`~trl.GRPOTrainer`]. Functions receive the media columns of the dataset as they
-            are. A reward of `NaN` raises; return `None` where a reward doesn't apply.
+            Reward functions, as for [`~trl.GRPOTrainer`], also by the names that the command takes, such as
+            `"accuracy_reward"`. Functions receive the media columns of the dataset as they are. A reward of `NaN`
+            raises; return `None` where a reward doesn't apply.
         args ([`MultimodalGRPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):

@@ -45,8 +45,9 @@ from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..reporting.model_card import conversation_of
-from ..rewards.checks import checked_reward, distinct_names
+from ..rewards.checks import checked_reward, distinct_names, unasked
 from ..rewards.model import RewardModel, read_as_text
+from ..rewards.named import as_reward_funcs
 from .batch import Batch
 from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
@@ -101,6 +102,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
     ):
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
+        reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         factory = kwargs.get("environment_factory")
         if factory is None:  # environments read what columns they like
@@ -145,8 +147,6 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         elif args.beta == 0 or args.sync_ref_model:
             option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
             raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
-        if reward_funcs is not None:
-            reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
         if not isinstance(reward_processors, list):
             reward_processors = [reward_processors]
@@ -157,6 +157,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
+        self._rewarded = False  # whether there were completions yet
         # Datasets whose rows are looked at when the first ones come
         datasets = ("train_dataset", "eval_dataset")
         self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
@@ -484,6 +485,9 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
             yield model
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        for warning in () if self._rewarded else unasked(self.reward_funcs, self.reward_func_names, prompts):
+            logger.warning(warning)
+        self._rewarded = True
         ref = next(iter_refs(prompts), None)
         shown = next(iter_refs(completions), None)  # by tools
         readers = {

@@ -1,0 +1,205 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reward functions in a trainer: by name, with other parameters, that fail, and that reward what nothing asks for."""
+
+import functools
+import re
+import traceback
+
+import pytest
+from datasets import Dataset
+from helpers.trainer_utils import load, make_trainer
+from trl.rewards import reasoning_accuracy_reward, think_format_reward
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.rewards import accuracy_reward, apply_recipe, format_reward
+from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
+from trl_multimodal_rft.trainers import multimodal
+
+
+def rows(prompt="What is it?", conversational=True, **columns):
+    prompt = [{"role": "user", "content": prompt}] if conversational else prompt
+    return Dataset.from_list([{"prompt": prompt, "solution": "x", **columns}] * 8)
+
+
+def trainer_of(reward, folder, dataset=None, trainer_class=MultimodalGRPOTrainer, **options):
+    options = {"max_steps": 1, "self_check": False, **options}
+    return make_trainer(trainer_class, "qwen2_5_vl", dataset or rows(), folder, reward=reward, **options)
+
+
+# By name
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])
+def test_names_are_functions_in_python_too(trainer_class, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def even(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    names = ["accuracy_reward", "think_format_reward", "my_rewards.even"]
+    trainer = trainer_of(names, tmp_path / "out", trainer_class=trainer_class)
+    assert trainer.reward_funcs[:2] == [accuracy_reward, think_format_reward]
+    assert trainer.reward_func_names == ["accuracy_reward", "think_format_reward", "even"]
+    trainer.train()
+    assert any("rewards/think_format_reward/mean" in logs for logs in trainer.state.log_history)
+
+
+def test_a_name_is_a_models_where_it_is_a_folder_or_no_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = ["org/model-1.5", "bert-base-uncased", "gpt2"]
+    assert as_reward_funcs(["format_reward", *models]) == [format_reward, *models]
+    assert as_reward_funcs("reasoning_accuracy_reward") == [reasoning_accuracy_reward]
+    (tmp_path / "format_reward").mkdir()
+    assert as_reward_funcs("format_reward") == ["format_reward"]
+    assert load_reward_funcs(["format_reward"]) == [format_reward]  # of the command, which has an option for models
+    (overlong,) = load_reward_funcs(["get_soft_overlong_punishment"])
+    assert overlong([[0] * 1281]) == [-1.0]
+    for name, meant in (("acuracy_reward", "mean 'accuracy_reward'"), ("nowhere.even", "No module named 'nowhere'")):
+        with pytest.raises(ValueError, match=f"no reward function '{name}'.*{meant}"):
+            as_reward_funcs(name)
+
+
+def test_evaluation_takes_names(tmp_path):
+    config = EvaluationConfig(max_completion_length=2)
+    result = evaluate(*load("qwen2_5_vl"), rows(), ["accuracy_reward", "think_format_reward"], config)
+    assert result.settings["reward_funcs"] == ["accuracy_reward", "think_format_reward"]
+
+
+# What they are called with
+
+
+def no_prompts(completions, solution):
+    return [0.0] * len(completions)
+
+
+async def no_prompts_async(completions):
+    return [0.0] * len(completions)
+
+
+def other_column(completions, answer, **kwargs):
+    return [0.0] * len(completions)
+
+
+class WithoutKeywords:
+    __name__ = "an_instance"
+
+    def __call__(self, prompts, completions):
+        return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "name", "taken"),
+    [
+        (no_prompts, "no_prompts", "completions, solution"),
+        (no_prompts_async, "no_prompts_async", "completions"),
+        (WithoutKeywords(), "an_instance", "prompts, completions"),
+        (functools.partial(no_prompts, solution=[]), "no_prompts", "completions, solution"),
+    ],
+)
+def test_parameters_are_checked_before_anything_is_sampled(reward, name, taken, tmp_path):
+    message = (
+        rf"^The reward function '{name}' takes \({taken}\), but it is called with prompts, completions, "
+        r"completion_ids, trainer_state, log_extra, log_metric and the columns of the dataset.*add `\*\*kwargs`[^\n]*$"
+    )
+    for refuse in (
+        lambda: trainer_of([accuracy_reward, reward], tmp_path),
+        lambda: apply_recipe({name: reward}, {"a": [("rule", name, 1.0)]}),
+        lambda: evaluate(*load("qwen2_5_vl"), rows(), reward),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refuse()
+
+
+def test_a_parameter_that_is_no_column_is_named(tmp_path):
+    trainer = trainer_of(other_column, tmp_path)
+    with pytest.raises(ValueError, match=r"'other_column' needs 'answer', but it is called with .*solution.*column"):
+        trainer.train()
+
+
+# What they fail of
+
+
+def of_texts(completions, **kwargs):
+    return [float("x" in completion.lower()) for completion in completions]
+
+
+def of_texts_with_a_module(completions, **kwargs):
+    return [float(bool(re.search("x", completion))) for completion in completions]
+
+
+def of_messages(completions, **kwargs):
+    return [float("x" in completion[-1]["content"]) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "conversational", "note"),
+    [
+        (of_texts, True, "Completions are lists of messages here.*completion\\[-1\\]\\['content'\\]"),
+        (of_texts_with_a_module, True, "Completions are lists of messages here"),
+        (of_messages, False, "Completions are texts here"),
+    ],
+)
+def test_an_error_about_messages_says_what_completions_are(reward, conversational, note, tmp_path):
+    with pytest.raises((AttributeError, TypeError)) as raised:
+        trainer_of(reward, tmp_path, rows(conversational=conversational)).train()
+    (own,) = raised.value.__notes__
+    assert re.match(note, own)
+    assert reward.__name__ in "".join(traceback.format_exception(raised.value))
+
+
+def its_own_fault(completions, **kwargs):
+    return [completions.index(None)]
+
+
+def test_other_errors_have_no_note(tmp_path):
+    with pytest.raises(ValueError) as raised:
+        trainer_of(its_own_fault, tmp_path).train()
+    assert not getattr(raised.value, "__notes__", None)
+
+
+def test_a_wrong_reference_is_named_by_its_row_in_the_dataset(tmp_path):
+    bad = [{"prompt": "What?", "solution": {"value": "x"} if i == 5 else None} for i in range(8)]
+    trainer = trainer_of(accuracy_reward, tmp_path, Dataset.from_list(bad), max_steps=4)
+    with pytest.raises(ValueError, match=r"^row 5, column 'solution': accuracy_reward got a dict"):
+        trainer.train()
+    with pytest.raises(ValueError, match="^row 5, "):
+        rule = apply_recipe({"a": accuracy_reward}, {"use": [("rule", "a", 1.0)], "skip": []})[0]
+        rule(["?"] * 6, ["x"] * 6, label=["skip"] * 5 + ["use"], solution=[{}] * 6)
+
+
+# What prompts ask for
+
+
+def sounds(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+sounds.required_in_prompt = "<sound>"
+
+
+@pytest.mark.parametrize(
+    ("reward", "prompts", "unasked"),
+    [
+        ([accuracy_reward, format_reward], ["What is it?"], ["`<answer>`.*'format_reward'"]),
+        ([accuracy_reward], ["What is it?"], []),
+        ([format_reward], ["What is it?", "Answer in <answer> </answer>."], []),
+        (sounds, ["Answer in <answer> </answer>."], ["`<sound>`.*'sounds'"]),
+        (
+            apply_recipe({"form": format_reward}, {"x": [("rule", "form", 1.0)]}, label_column="solution"),
+            ["What is it?"],
+            ["`<answer>`.*'format_reward'"],
+        ),
+    ],
+)
+def test_what_no_prompt_asks_for_is_said_before_the_first_update(reward, prompts, unasked, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        multimodal.logger, "warning", lambda text: told.append((trainer and trainer.state.global_step, text))
+    )
+    made = [{"prompt": [{"role": "user", "content": prompts[i % len(prompts)]}], "solution": "x"} for i in range(8)]
+    trainer = None
+    trainer = trainer_of(reward, tmp_path, Dataset.from_list(made), max_steps=2)
+    told.clear()
+    trainer.train()
+    found = [(step, message) for step, message in told if "No prompt of the first batch" in message]
+    assert [step for step, _ in found] == [0] * len(unasked)
+    for (_, message), expected in zip(found, unasked, strict=True):
+        assert re.search(expected, message) and "--system_prompt" in message and "\n" not in message
