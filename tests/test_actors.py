@@ -35,7 +35,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import states
 from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.lightrft.bare_inputs import token_fields
+from trl_multimodal_rft.lightrft.models.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.columns import MediaError
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
-from ..families import MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
-from ..forward.scoring import to_model
+from ...data.columns import MediaError
+from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
+from ...families import MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
+from ...forward.scoring import to_model
 
 
 # Numbers of the modalities in per-token fields, as processors write them

@@ -5,7 +5,7 @@ import inspect
 
 import torch
 
-from ..families import AUDIO_FEATURES, AUDIO_MASKS, family_of
+from ...families import AUDIO_FEATURES, AUDIO_MASKS, family_of
 from .actor import Actor
 
 
