@@ -687,8 +687,10 @@ def test_the_mask_of_audio_travels():
         lambda media: actor.generate(batch.prompt_ids, **media, max_new_tokens=2),
     ):
         call(batch.media)
-        with pytest.raises(MediaError, match="row 0 holds 10 placeholders for audio"):
+        with pytest.raises(MediaError, match=r"^`audio_attention_mask` is missing.* `feature_attention_mask` as"):
             call(features)
+        with pytest.raises(MediaError, match="^there is audio but no `feature_attention_mask`; pass what"):
+            call({"input_features": batch.media["audio_values"]})
     with pytest.raises(MediaError, match="there is no audio; pass it"):
         actor(batch.sequences, N, audio_attention_mask=batch.media["audio_attention_mask"])
 
