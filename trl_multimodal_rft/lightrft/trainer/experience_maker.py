@@ -27,7 +27,7 @@ from ...policy import PolicyForward, Remedies
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
-from .experience import (
+from .experience import (  # noqa: F401  some are here for LightRFT's users alone
     Experience,
     ExperienceAL,
     ExperienceOmni,
@@ -42,17 +42,6 @@ from .experience_media import media_fields
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages
 
-
-# With the names that are in this module in LightRFT
-__all__ = [
-    "Experience",
-    "ExperienceConfig",
-    "NaiveExperienceMaker",
-    "Samples",
-    "clip_filter_like_weight_func",
-    "pin_memory",
-    "to",
-]
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
 
