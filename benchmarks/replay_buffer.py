@@ -33,8 +33,8 @@ from measuring import CLOCKS, MIB, command_line, conditions, count, parse_option
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_multimodal_rft.lightrft import ReplayBuffer
-from trl_multimodal_rft.lightrft.experience import ExperienceVL
-from trl_multimodal_rft.lightrft.replay_buffer_utils import (
+from trl_multimodal_rft.lightrft.trainer.experience import ExperienceVL
+from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     BufferItemVL,
     make_experience_batch,
     remove_padding_in_sequences,

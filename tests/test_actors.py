@@ -35,7 +35,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import states
 from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.lightrft.bare_inputs import token_fields
+from trl_multimodal_rft.lightrft.models.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
 
 
@@ -687,8 +687,10 @@ def test_the_mask_of_audio_travels():
         lambda media: actor.generate(batch.prompt_ids, **media, max_new_tokens=2),
     ):
         call(batch.media)
-        with pytest.raises(MediaError, match="row 0 holds 10 placeholders for audio"):
+        with pytest.raises(MediaError, match=r"^`audio_attention_mask` is missing.* `feature_attention_mask` as"):
             call(features)
+        with pytest.raises(MediaError, match="^there is audio but no `feature_attention_mask`; pass what"):
+            call({"input_features": batch.media["audio_values"]})
     with pytest.raises(MediaError, match="there is no audio; pass it"):
         actor(batch.sequences, N, audio_attention_mask=batch.media["audio_attention_mask"])
 

@@ -44,7 +44,7 @@ from trl_multimodal_rft.encoding.processors import check_processor, load_process
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
-from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
@@ -221,7 +221,7 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
         seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
         return seen[-1][1]
 
-    monkeypatch.setattr("trl_multimodal_rft.lightrft.experience_maker.encode_prompt", remember)
+    monkeypatch.setattr("trl_multimodal_rft.lightrft.trainer.experience_maker.encode_prompt", remember)
     processor, critic = load_processor(folder), Critic.from_pretrained(folder, type(actor.base_model))
     settings = ExperienceConfig("gae", n_samples_per_prompt=2, micro_rollout_batch_size=4, progress=False)
     maker = NaiveExperienceMaker(

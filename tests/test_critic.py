@@ -14,7 +14,7 @@ from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.scoring import completion_values
 from trl_multimodal_rft.lightrft import Actor, Critic
-from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
 def build(name):

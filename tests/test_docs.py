@@ -5,6 +5,7 @@ The documentation: its Python runs as it stands, its links lead somewhere, the e
 Code runs in an empty folder where the models and datasets that it names are folders, with tiny models and few rows.
 """
 
+import importlib
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,13 +23,26 @@ from urllib.parse import unquote
 import av
 import pytest
 import soundfile
+import torch
 from datasets import Dataset
 from helpers.chats import RATE, audio, image, video
-from helpers.trainer_utils import Injected, make_trainer, saved
+from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+from transformers import AutoProcessor
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
-from trl_multimodal_rft import MultimodalGRPOTrainer, data, evaluation, lightrft, models, rewards, trainers
+from trl_multimodal_rft import (
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    data,
+    evaluation,
+    lightrft,
+    models,
+    rewards,
+    trainers,
+)
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.reporting.model_card import PAPERS
@@ -98,7 +113,9 @@ def test_code_runs(page, folder, capsys, caplog):
     """
 
     def look(namespace):
-        history = namespace["trainer"].state.log_history if "trainer" in namespace else []
+        trainer = namespace.get("trainer")
+        trainer = getattr(trainer, "trainer", trainer)  # LightRFT's holds one
+        history = trainer.state.log_history if trainer else []
         logged = {name for logs in history for name in logs if not name.startswith("eval_")}
         assert not [name for name in logged if not is_explained(re.escape(name))]
 
@@ -114,6 +131,68 @@ def test_code_runs(page, folder, capsys, caplog):
 def test_commands_ask_for_what_they_reward(page):
     for command in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         assert "format_reward" not in command or "<answer>" in command, command
+
+
+def lightrft_with(strategy, task):
+    """Modules that LightRFT's scripts import, with `models` and `trainer` of ours."""
+    ours = {
+        f"lightrft.{name}": importlib.import_module(f"trl_multimodal_rft.lightrft.{name}")
+        for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl")
+    }
+    processor = AutoProcessor.from_pretrained(task["args"].pretrain)
+    theirs = {
+        "lightrft": {},
+        "lightrft.strategy": {"get_strategy": lambda args: strategy},
+        "lightrft.utils": {"get_tokenizer_processor_vl": lambda *args: (processor.tokenizer, processor)},
+        "task": task,
+    }
+    made = {name: types.ModuleType(name) for name in theirs}
+    for name, contents in theirs.items():
+        vars(made[name]).update(contents)
+    return {**ours, **made}
+
+
+def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
+    """The script for LightRFT, whose strategy is a stand-in, makes the updates of the script for this package."""
+    monkeypatch.setattr(rewards, "accuracy_reward", length_and_sum)  # rewards that differ
+    page = ROOT / "docs" / "from_lightrft.md"
+    (before,) = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    after = execute(page)
+
+    class Strategy(MultimodalPPOConfig):
+        pretrain, rollout_batch_size, save_path = after["pretrain"], 2, "saved"
+
+        def setup_dataloader(self, dataset, batch_size, pin_memory, shuffle, collate_fn):
+            return DataLoader(dataset, batch_size, shuffle, collate_fn=collate_fn, drop_last=True)
+
+        def prepare_models_and_optimizers(self, actor, critic, reward_models, initial_model, args, max_steps):
+            return (actor, None, None), (critic, None, None), reward_models, initial_model
+
+        def save_model(self, actor, tokenizer, path):
+            actor.save_pretrained(path)
+
+    class Prompts(list):
+        def collate_fn(self, rows):
+            """As LightRFT's: prompts, images, references and labels."""
+            return tuple([row[name] for row in rows] for name in ("prompt", "image", "solution", "solution"))
+
+    own = after["strategy"]
+    strategy = Strategy("out", **{name: getattr(own, name) for name in ("advantage_estimator", "num_generations")})
+    strategy.num_train_epochs = own.num_train_epochs
+    task = {"args": strategy, "prompts_dataset": Prompts(after["rows"]), "reward_fn": length_and_sum}
+    for name, module in lightrft_with(strategy, task).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    namespace = {}
+    torch.manual_seed(0)
+    exec(compile(before, str(page), "exec"), namespace)
+    states = [dict(each["actor"].model.named_parameters()) for each in (after, namespace)]
+    moved = {name: value for name, value in states[0].items() if "lora_B.default" in name}
+    assert any(value.any() for value in moved.values())
+    for name, value in moved.items():
+        assert_close(states[1][name], value, atol=1e-9, rtol=1e-3)  # the learning rate is 1e-6
+    assert (folder / "saved" / "adapter_model.safetensors").exists()
+    assert (folder / "Qwen2.5-VL-RLOO" / "adapter_model.safetensors").exists()
 
 
 class Trainer(Injected, MultimodalGRPOTrainer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_multimodal_rft.lightrft.experience import (
+from trl_multimodal_rft.lightrft.trainer.experience import (
     Experience,
     ExperienceAL,
     ExperienceOmni,

@@ -25,8 +25,14 @@ from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
-from trl_multimodal_rft.lightrft.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
-from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.experience import (
+    Experience,
+    ExperienceAL,
+    ExperienceOmni,
+    ExperienceVL,
+    Samples,
+)
+from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.rewards import accuracy_reward
 
 

@@ -3,19 +3,17 @@
 
 import ast
 import html
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
-import soundfile
-from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows
-from huggingface_hub import ModelCard
+from helpers.hub_worker import media_files
+from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows, video_rows
+from huggingface_hub import ModelCard, ModelCardData, constants
 from peft import LoraConfig
+from torch.testing import assert_close
 from trl import GRPOConfig
 
 from trl_multimodal_rft import (
@@ -25,25 +23,42 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
+    TrainingCurvesCallback,
 )
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
 from trl_multimodal_rft.algorithms.kl import KL_ESTIMATORS
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.reporting.model_card import PAPERS, held_out_lines, in_text, quick_start, training_lines
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.reporting.model_card import (
+    PAPERS,
+    held_out_lines,
+    held_out_results,
+    in_text,
+    quick_start,
+    training_lines,
+)
+from trl_multimodal_rft.reporting.origins import base_metadata, is_hub_name
 from trl_multimodal_rft.rewards import accuracy_reward
+
+
+FILES = {"audio": "audio.wav", "image": "image.png", "video": "video.mp4"}
 
 
 @pytest.mark.parametrize(
     ("trainer_class", "family", "rows", "kind", "pipeline"),
     [
         (MultimodalGRPOTrainer, "qwen2_audio", audio_rows, "audio", "audio-text-to-text"),
+        (MultimodalGRPOTrainer, "qwen2_5_vl", image_rows, "image", "image-text-to-text"),
+        (MultimodalGRPOTrainer, "qwen2_5_vl", video_rows, "video", "video-text-to-text"),
         pytest.param(
             MultimodalPPOTrainer, "qwen2_5_vl", image_rows, "image", "image-text-to-text", marks=pytest.mark.slow
         ),
         pytest.param(MultimodalRLOOTrainer, "qwen2_5_vl", text_rows, None, None, marks=pytest.mark.slow),
     ],
 )
-def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path):
+def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, monkeypatch):
+    """Its code gives the model what training gives it of the same file, and what the processor documents."""
     trainer = make_trainer(trainer_class, family, rows(8), tmp_path / "model", max_steps=1)
     trainer.train()
     trainer.save_model()
@@ -59,7 +74,27 @@ def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path):
     assert "- Rewards: `length_and_sum`" in card.text and "- Updates: 1" in card.text
     for package in ("TRL", "Transformers", "PyTorch", "trl-multimodal-rft"):
         assert re.search(rf"- {package}: \d+\.\d+", card.text)
-    assert run_code(card.text, tmp_path)
+    namespace = run_code(card.text, tmp_path, monkeypatch)
+    if kind is None:
+        return
+    monkeypatch.chdir(tmp_path)
+    block = {"type": kind, "path": FILES[kind]}
+    if kind == "image":  # torchvision, which reads its path, isn't built with image formats everywhere
+        block = {"type": kind, "image": PIL.ImageOps.exif_transpose(PIL.Image.open(FILES[kind]))}
+    documented = namespace["processor"].apply_chat_template(
+        [[{"role": "user", "content": [block, {"type": "text", "text": "What is this?"}]}]],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"load_audio_backend": "soundfile"} if kind == "audio" else {},
+    )
+    (row,) = rows_to_messages([{"prompt": "What is this?", kind: FILES[kind]}])
+    encoded = encode_prompt(row["prompt"], trainer.processing_class, trainer.model)
+    assert encoded.media.keys() <= namespace["inputs"].keys()
+    for name, value in {**encoded.media, "input_ids": encoded.input_ids[None]}.items():
+        assert_close(namespace["inputs"][name], value)
+        assert_close(namespace["inputs"][name], documented[name])
 
 
 def test_card_asks_what_was_asked(tmp_path):
@@ -72,7 +107,11 @@ def test_card_asks_what_was_asked(tmp_path):
         trainer.save_model()
         trainer.create_model_card()
         text = (tmp_path / name / "README.md").read_text()
-        assert re.search(r"- Held-out accuracy: 0.0% \(.*% to .*%, of 8 rows\)\n", text)
+        (interval,) = re.findall(r"- Held-out accuracy: 0.0% \((.*% to .*%, of 8 rows)\)\n", text)
+        (result,) = ModelCard(text).data.eval_results
+        assert result.metric_name == f"Held-out accuracy, confidence interval {interval}"
+        assert (result.metric_type, result.metric_value, result.dataset_name) == ("accuracy", 0.0, "held-out rows")
+        assert result.task_type == "image-text-to-text" and ModelCard(text).data.model_name == name
         (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         ast.parse(code)
         (line,) = re.findall(r"^messages = (.*)$", code, re.MULTILINE)
@@ -82,8 +121,74 @@ def test_card_asks_what_was_asked(tmp_path):
         assert [block["type"] for block in messages[-1]["content"]] == ["image", "text"]
 
 
+def test_results_are_those_of_the_schema(tmp_path):
+    """`model-index` as the Hub reads it, with the dataset where it is there."""
+    history = [{"step": 0, "eval_accuracy": 0.1}, AFTER]
+    (result,) = held_out_results(history, "audio-text-to-text", "someone/questions")
+    data = ModelCardData(model_name="mine", eval_results=[result])
+    metric = {"type": "accuracy", "value": 0.5}
+    metric["name"] = "Held-out accuracy, confidence interval 25.0% to 75.0%, of 12 rows"
+    results = {"task": {"type": "audio-text-to-text"}, "metrics": [metric]}
+    results["dataset"] = {"name": "someone/questions", "type": "someone/questions"}
+    assert data.to_dict() == {"model-index": [{"name": "mine", "results": [results]}]}
+    assert held_out_results([{"step": 1}], None, None) is None
+
+
+def test_origins(tmp_path, monkeypatch):
+    """Names of the Hub are those that aren't paths, and licenses are read from files on this machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for folder in ("someone/here", "ours", "broken"):
+        Path(folder).mkdir(parents=True)
+    for name, known in {"someone/model": True, "someone/here": False, "ours": False, "ours/": False}.items():
+        assert is_hub_name(name) is known
+    assert not any(map(is_hub_name, ["", "rows", "/abs/olute", "~/rows.jsonl", "./a/b", "a/b/c", "hf://datasets/a/b"]))
+
+    assert base_metadata("") == base_metadata("someone/here") == base_metadata("nowhere") == {}
+    assert base_metadata("someone/model") == {"base_model": "someone/model"}
+    snapshot = tmp_path / "cache" / "models--someone--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "README.md").write_text("---\nlicense: other\nlicense_name: own\nbase_model: someone/older\n---\n")
+    license = {"license": "other", "license_name": "own"}
+    assert base_metadata("someone/model") == {"base_model": "someone/model", **license}
+    text = "---\nlicense: mit\nbase_model: someone/model\ntags: [{}]\n---\n"
+    Path("someone/here/README.md").write_text(text.format("chat"))
+    assert base_metadata("someone/here") == {"license": "mit"}
+    Path("ours/README.md").write_text(text.format("trl-multimodal-rft"))
+    assert base_metadata("ours") == {"base_model": "someone/model", "license": "mit"}
+    Path("broken/README.md").write_text("---\na: [\n---\n")
+    assert base_metadata("broken") == {}
+
+
+def test_origins_on_the_card(tmp_path, monkeypatch):
+    """A folder is nobody's dataset on the Hub; the curves are shown where they are."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "private" / "questions"
+    folder.mkdir(parents=True)
+    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
+    base = Path(trainer.model.config._name_or_path)
+    trainer.create_model_card(dataset_name="private/questions")
+    card = ModelCard.load("model/README.md")
+    assert "datasets" not in card.data.to_dict() and "base_model" not in card.data.to_dict()
+    assert "- Training data: questions, columns" in card.text
+    for hidden in ("private", "huggingface.co/datasets", "training_curves.png", str(base)):
+        assert hidden not in card.content
+    trainer.add_callback(TrainingCurvesCallback())
+    trainer.train()
+    trainer.model.config._name_or_path = "someone/base"
+    trainer.create_model_card(dataset_name="someone/questions")
+    card = ModelCard.load("model/README.md")
+    assert card.data.datasets == "someone/questions" and card.data.base_model == "someone/base"
+    assert "[someone/questions](https://huggingface.co/datasets/someone/questions)" in card.text
+    assert "A fine-tuned version of [someone/base](https://huggingface.co/someone/base)" in card.text
+    assert "\n![Training curves](training_curves.png)\n" in card.text
+    assert (tmp_path / "model" / "training_curves.png").exists()
+
+
 @pytest.mark.slow
-def test_card_of_an_adapter(tmp_path):
+def test_card_of_an_adapter(tmp_path, monkeypatch):
     objects = {"peft_config": LoraConfig(target_modules=["q_proj"])}
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(8), tmp_path / "model", objects=objects, max_steps=1)
     trainer.train()
@@ -92,7 +197,7 @@ def test_card_of_an_adapter(tmp_path):
     text = (tmp_path / "model" / "README.md").read_text()
     assert "PeftModel" in text and str(saved("qwen2_5_vl")) in text
     assert ModelCard(text).data.library_name == "peft" and re.search(r"- PEFT: \d+\.\d+", text)
-    assert run_code(text, tmp_path)
+    run_code(text, tmp_path, monkeypatch)
 
 
 BAD = "<img src=x onerror=alert(1)>\n# Owned [here](https://evil.example) `{{ 7*7 }}` www.evil.example ```"
@@ -188,9 +293,11 @@ def test_papers_are_those_of_the_documentation():
     assert PAPERS["importance_sampling_level"]["sequence"].number in trl
 
 
+AFTER = {"step": 9, "eval_accuracy": 0.5, "eval_accuracy_low": 0.25, "eval_accuracy_high": 0.75, "eval_rows": 12}
+
+
 def test_held_out_lines():
-    before = {"step": 0, "eval_accuracy": 0.0}
-    after = {"step": 9, "eval_accuracy": 0.5, "eval_accuracy_low": 0.25, "eval_accuracy_high": 0.75, "eval_rows": 12}
+    before, after = {"step": 0, "eval_accuracy": 0.0}, AFTER
     assert held_out_lines([{"step": 1, "reward": 1.0}]) == []
     expected = "50.0% (25.0% to 75.0%, of 12 rows), 0.0% before training"
     assert held_out_lines([before, {"step": 1}, after]) == [("Held-out accuracy", expected)]
@@ -199,23 +306,16 @@ def test_held_out_lines():
 
 def test_quick_start_hands_over_the_template_arguments():
     code = quick_start("Model", "someone/model", ["audio"], 8, rate=24000, template_kwargs={"enable_thinking": False})
-    assert "    enable_thinking=False,\n).to(model.device, model.dtype)" in code and "24000 Hz" in code
+    assert "    enable_thinking=False,\n).to(model.device, model.dtype)" in code and "rate, 24000)" in code
 
 
-def run_code(text: str, folder) -> str:
-    """What the card's quick start prints, beside the files that it names."""
-    soundfile.write(folder / "audio.wav", np.random.default_rng(0).uniform(-0.1, 0.1, 8000).astype("float32"), 16000)
-    PIL.Image.new("RGB", (56, 84), "red").save(folder / "image.png")
+def run_code(text: str, folder, monkeypatch) -> dict:
+    """What the card's quick start leaves behind, in a folder with the files that it names."""
+    media_files(folder)
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", text, re.DOTALL)
-    code = code.replace("print(processor.decode(answer, ", "print('answer:', processor.decode(answer, ")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=folder,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "answer:" in result.stdout
-    return result.stdout
+    namespace = {"__name__": "__main__"}
+    with monkeypatch.context() as context:
+        context.chdir(folder)
+        exec(compile(code, "card", "exec"), namespace)
+    assert len(namespace["answer"]) > 0
+    return namespace

@@ -56,8 +56,8 @@ from trl_multimodal_rft.lightrft import (
     PPOTrainerVL,
     ReplayBuffer,
 )
-from trl_multimodal_rft.lightrft.experience import Experience
-from trl_multimodal_rft.lightrft.replay_buffer_utils import (
+from trl_multimodal_rft.lightrft.trainer.experience import Experience
+from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     BufferItem,
     make_experience_batch,
     remove_padding_in_sequences,

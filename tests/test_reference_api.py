@@ -16,6 +16,7 @@ from helpers.processes import python_command, python_environment
 from helpers.reference import media_of
 from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.losses import aggregate
@@ -25,12 +26,12 @@ from trl_multimodal_rft.lightrft import (
     ActorOmni,
     ActorVL,
     ReplayBuffer,
-    experience,
-    replay_buffer_utils,
 )
-from trl_multimodal_rft.lightrft.experience import Experience, ExperienceVL, Samples
-from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
-from trl_multimodal_rft.lightrft.replay_buffer_utils import (
+from trl_multimodal_rft.lightrft.models import compute_approx_kl, compute_reward, masked_mean
+from trl_multimodal_rft.lightrft.trainer import NaiveReplayBuffer, experience, replay_buffer_utils
+from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL, Samples
+from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     BufferItem,
     BufferItemVL,
     is_vl_experience,
@@ -70,18 +71,18 @@ PPO_METHODS = {
 }
 
 SIGNATURES = {
-    "lightrft.actor_al:ActorAL": ACTOR,
-    "lightrft.actor_al:ActorAL.forward": f"self, {FORWARD}, audio_values=None",
-    "lightrft.actor_al:ActorAL.generate": "self, input_ids, audio_values=None, **kwargs",
-    "lightrft.actor_omni:ActorOmni": ACTOR,
-    "lightrft.actor_omni:ActorOmni.forward": f"self, {FORWARD}, audio_values=None",
-    "lightrft.actor_omni:ActorOmni.generate": "self, input_ids, audio_values=None, **kwargs",
-    "lightrft.actor_vl:ActorVL": ACTOR,
-    "lightrft.actor_vl:ActorVL.forward": f"self, {FORWARD}",
-    "lightrft.actor_vl:ActorVL.generate": """self, input_ids, pixel_values=None, image_grid_thw=None,
+    "lightrft.models.actor_al:ActorAL": ACTOR,
+    "lightrft.models.actor_al:ActorAL.forward": f"self, {FORWARD}, audio_values=None",
+    "lightrft.models.actor_al:ActorAL.generate": "self, input_ids, audio_values=None, **kwargs",
+    "lightrft.models.actor_omni:ActorOmni": ACTOR,
+    "lightrft.models.actor_omni:ActorOmni.forward": f"self, {FORWARD}, audio_values=None",
+    "lightrft.models.actor_omni:ActorOmni.generate": "self, input_ids, audio_values=None, **kwargs",
+    "lightrft.models.actor_vl:ActorVL": ACTOR,
+    "lightrft.models.actor_vl:ActorVL.forward": f"self, {FORWARD}",
+    "lightrft.models.actor_vl:ActorVL.generate": """self, input_ids, pixel_values=None, image_grid_thw=None,
         pixel_values_videos=None, video_grid_thw=None, **kwargs""",
     **{
-        f"lightrft.{module}:{name}.{method}": signature
+        f"lightrft.models.{module}:{name}.{method}": signature
         for module, name in (("actor_al", "ActorAL"), ("actor_vl", "ActorVL"))
         for method, signature in {
             "process_sequences": "self, sequences, input_len, eos_token_id, pad_token_id",
@@ -90,29 +91,41 @@ SIGNATURES = {
             "print_trainable_parameters": "self",
         }.items()
     },
-    "lightrft.replay_buffer_utils:BufferItem": f"sequences, {ACTIONS}, action_entropy=None",
-    "lightrft.replay_buffer_utils:BufferItemVL": (
+    "lightrft.trainer.replay_buffer_utils:BufferItem": f"sequences, {ACTIONS}, action_entropy=None",
+    "lightrft.trainer.replay_buffer_utils:BufferItemVL": (
         f"sequences, {VISION}, {ACTIONS.replace(',', '=None,')}=None, action_entropy=None"
     ),
-    "lightrft.replay_buffer_utils:is_vl_experience": "experience",
-    "lightrft.replay_buffer_utils:make_experience_batch": "items, packing_samples=False",
-    "lightrft.replay_buffer_utils:remove_padding_in_sequences": "items",
-    "lightrft.replay_buffer_utils:split_experience_batch": "experience",
-    "lightrft.replay_buffer_utils:zero_pad_sequences": "sequences, side='left'",
+    "lightrft.trainer.replay_buffer_utils:is_vl_experience": "experience",
+    "lightrft.trainer.replay_buffer_utils:make_experience_batch": "items, packing_samples=False",
+    "lightrft.trainer.replay_buffer_utils:remove_padding_in_sequences": "items",
+    "lightrft.trainer.replay_buffer_utils:split_experience_batch": "experience",
+    "lightrft.trainer.replay_buffer_utils:zero_pad_sequences": "sequences, side='left'",
     # Here these take more than tensors, so the first argument has another name
-    "lightrft.experience:to": "tensor, device",
-    "lightrft.experience:pin_memory": "tensor",
-    "lightrft.experience:clip_filter_like_weight_func": "rewards, clip_filter_like_weight_clip_eps=3.0, lamda=1.0",
-    "lightrft.experience:Experience": f"sequences, {ACTIONS}, kl=None, action_entropy=None",
-    "lightrft.experience:Experience.to_device": "self, device",
-    "lightrft.experience:Experience.pin_memory": "self",
-    "lightrft.experience:Samples": """sequences, attention_mask, action_mask, num_actions, packed_seq_lens,
-        response_length, total_length, prompts, labels, pad_len""",
-    "lightrft.experience_maker:NaiveExperienceMaker": """actor, critic, reward_model, initial_model, tokenizer,
+    "lightrft.trainer.experience_maker:to": "tensor, device",
+    "lightrft.trainer.experience_maker:pin_memory": "tensor",
+    "lightrft.trainer.experience_maker:clip_filter_like_weight_func": """rewards, clip_filter_like_weight_clip_eps=3.0,
+        lamda=1.0""",
+    "lightrft.trainer.experience_maker:Experience": f"sequences, {ACTIONS}, kl=None, action_entropy=None",
+    "lightrft.trainer.experience_maker:Experience.to_device": "self, device",
+    "lightrft.trainer.experience_maker:Experience.pin_memory": "self",
+    "lightrft.trainer.experience_maker:Samples": """sequences, attention_mask, action_mask, num_actions,
+        packed_seq_lens, response_length, total_length, prompts, labels, pad_len""",
+    **{
+        f"lightrft.trainer.{module}": "sample_batch_size, limit=0, cpu_offload=True, packing_samples=False"
+        for module in ("replay_buffer:NaiveReplayBuffer", "replay_buffer_vl:NaiveReplayBufferVL")
+    },
+    "lightrft.trainer.replay_buffer:NaiveReplayBuffer.sample": "self",
+    "lightrft.trainer.replay_buffer:NaiveReplayBuffer.collate_fn": "self, batch",
+    "lightrft.trainer.replay_buffer:NaiveReplayBuffer.normalize": "self, attribute, strategy",
+    "lightrft.models.utils:compute_approx_kl": "log_probs, log_probs_base, action_mask=None, kl_estimator='k1'",
+    "lightrft.models.utils:compute_reward": """r, kl_coef, kl, action_mask=None, num_actions=None,
+        reward_clip_range=None""",
+    "lightrft.models.utils:masked_mean": "tensor, mask, dim=None",
+    "lightrft.trainer.experience_maker:NaiveExperienceMaker": """actor, critic, reward_model, initial_model, tokenizer,
         prompt_max_len, kl_controller, strategy, remote_rm_url=None, reward_fn=None, reward_fn_label_map=None,
         reward_recipe=None""",
     **{
-        f"lightrft.experience_maker:NaiveExperienceMaker.{method}": f"self, {signature}"
+        f"lightrft.trainer.experience_maker:NaiveExperienceMaker.{method}": f"self, {signature}"
         for method, signature in {
             "tokenize_fn": "texts, max_length, padding=True, device=None",
             "make_experience_list": "all_prompts, **generate_kwargs",
@@ -127,8 +140,8 @@ SIGNATURES = {
         path: signature
         for name in ("vl:PPOTrainerVL", "al:PPOTrainerAL")
         for path, signature in {
-            f"lightrft.ppo_trainer_{name}": PPO,
-            **{f"lightrft.ppo_trainer_{name}.{method}": f"self, {own}" for method, own in PPO_METHODS.items()},
+            f"lightrft.trainer.ppo_trainer_{name}": PPO,
+            **{f"lightrft.trainer.ppo_trainer_{name}.{method}": f"self, {own}" for method, own in PPO_METHODS.items()},
         }.items()
     },
 }
@@ -188,6 +201,98 @@ def test_order_of_fields(cls):
     assert list(vars(cls(*values)).values()) == list(values)
     if "extra_media" in FIELDS[cls]:
         assert [value for value in vars(cls("ids")).values() if value is not None] == ["ids"]
+
+
+def test_names_of_lightrft_import():
+    """By each path that LightRFT's own `__init__` files and pages have, each thing once."""
+    paths = """
+        models: ActorAL ActorLanguage ActorVL compute_approx_kl compute_reward masked_mean
+        models.actor_al: ActorAL
+        models.actor_language: ActorLanguage
+        models.actor_vl: ActorVL
+        models.utils: compute_approx_kl compute_reward masked_mean
+        trainer: AdaptiveKLController Experience ExperienceVL FixedKLController NaiveExperienceMaker
+        trainer: NaiveExperienceMakerVL NaiveReplayBuffer NaiveReplayBufferVL PPOTrainerVL
+        trainer.experience_maker: Experience NaiveExperienceMaker Samples clip_filter_like_weight_func pin_memory to
+        trainer.experience_maker_vl: ExperienceVL NaiveExperienceMakerVL SamplesVL
+        trainer.kl_controller: AdaptiveKLController FixedKLController
+        trainer.ppo_trainer_vl: PPOTrainerVL
+        trainer.replay_buffer: NaiveReplayBuffer
+        trainer.replay_buffer_utils: BufferItem BufferItemVL
+        trainer.replay_buffer_vl: NaiveReplayBufferVL
+    """
+    found = {}
+    for line in paths.split("\n")[1:-1]:
+        module, names = line.strip().split(": ")
+        for name in names.split():
+            namespace = {}
+            exec(f"from trl_multimodal_rft.lightrft.{module} import {name}", namespace)
+            assert found.setdefault(name, namespace[name]) is namespace[name]
+            assert name in dir(importlib.import_module(f"trl_multimodal_rft.lightrft.{module}"))
+    assert found["ActorLanguage"] is Actor and found["NaiveExperienceMakerVL"] is NaiveExperienceMaker
+    assert issubclass(found["NaiveReplayBuffer"], ReplayBuffer)
+
+
+# Helpers of `lightrft.models.utils`, compared with the published formulas
+
+
+def test_divergence_of_the_reference():
+    """http://joschu.net/blog/kl-approx.html, with infinities on padding."""
+    logps = torch.tensor([[-1.0, -2.0, -torch.inf], [-0.5, -0.25, -3.0]])
+    base = torch.tensor([[-1.5, -1.0, 0.0], [-0.5, -1.25, -2.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    formulas = {"k1": lambda r: -r.log(), "k2": lambda r: r.log() ** 2 / 2, "k3": lambda r: r - 1 - r.log()}
+    for kind, formula in formulas.items():
+        expected = torch.zeros(2, 3)
+        for row, column in mask.nonzero().tolist():
+            expected[row, column] = formula((base - logps)[row, column].exp())  # r is reference over policy
+        assert_close(compute_approx_kl(logps, base, mask, kind), expected)
+    assert_close(compute_approx_kl(logps[1:], base[1:]), logps[1:] - base[1:])
+
+
+def test_reward_of_the_reference():
+    """r on the last action, less the penalty on each; `reward_clip_range` is for r alone."""
+    kl = torch.tensor([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.5, 0.5, 0.5]])
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
+    expected = torch.tensor([[-0.01, 0.98, 0.0], [0.0, -0.01, 1.46], [0.0, 0.0, 0.0]])
+    assert_close(compute_reward(torch.tensor([1.0, 1.5, 9.0]), 0.1, kl, mask), expected)
+    clipped = compute_reward(torch.tensor([-7.0, 1.5, 9.0]), -1.0, kl, mask, reward_clip_range=(-1.0, 1.0))
+    assert clipped.tolist() == [[0, -1, 0], [0, 0, 1], [0, 0, 0]]
+    assert compute_reward(2.0, 0.0, kl, mask).tolist() == [[0, 2, 0], [0, 0, 2], [0, 0, 0]]
+    packed = compute_reward(torch.tensor([1.0, 2.0]), 0.1, [kl[0, :2], kl[1]], num_actions=[2, 3])
+    for row, reward in zip(packed, ([-0.01, 0.98], [-0.02, -0.01, 1.96]), strict=True):
+        assert_close(row, torch.tensor(reward))
+    assert compute_reward(torch.tensor([1.0]), 0.0, kl[:1], num_actions=2)[0].tolist() == [0, 1, 0]
+
+
+def test_masked_mean_of_the_reference():
+    values = torch.tensor([[1.0, 2.0, torch.nan], [4.0, 5.0, 6.0], [torch.inf, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    assert masked_mean(values, mask, dim=1).tolist() == [1.5, 4.0, 0.0]
+    assert masked_mean(values, mask).item() == pytest.approx(7 / 3)
+    assert masked_mean(values[1], None).item() == 5
+
+
+def test_buffer_of_the_reference():
+    """In the loop of LightRFT: append, normalize, a DataLoader over it, clear."""
+    experiences = sampled("qwen2_audio")
+    buffer, expected = NaiveReplayBuffer(3), filled("qwen2_audio")
+    for each in experiences:
+        buffer.append(each)
+    buffer.normalize("advantages", ExperienceConfig())
+    expected.normalize("advantages")
+    assert len(buffer) == 2 * GROUP and len(buffer.sample().sequences) == 3
+    batches = list(DataLoader(buffer, batch_size=buffer.sample_batch_size, collate_fn=buffer.collate_fn))
+    assert [len(batch.sequences) for batch in batches] == [3, 3, 2]
+    for batch, again in zip(batches, expected.batches(batch_size=3, shuffle=False), strict=True):
+        assert_close(batch.advantages, again.advantages, rtol=0, atol=0)
+        assert_close(batch.audio_values, again.audio_values, rtol=0, atol=0)
+    packed = NaiveReplayBuffer(2, limit=5, packing_samples=True)
+    for each in experiences:
+        packed.append(each)
+    assert len(packed) == 5 and isinstance(packed.sample().sequences, list)
+    buffer.clear()
+    assert len(buffer) == 0
 
 
 def test_modalities_of_the_pages():

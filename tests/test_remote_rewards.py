@@ -23,7 +23,7 @@ from helpers.trainer_utils import audio_rows, load, make_trainer, sound
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lightrft import ActorVL
-from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.rewards import RemoteReward
 
 

@@ -19,9 +19,9 @@ from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.returns import whiten
 from trl_multimodal_rft.lightrft import ReplayBuffer
-from trl_multimodal_rft.lightrft.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
-from trl_multimodal_rft.lightrft.replay_buffer import SAVED_CLASSES
-from trl_multimodal_rft.lightrft.replay_buffer_utils import (
+from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
+from trl_multimodal_rft.lightrft.trainer.replay_buffer import SAVED_CLASSES
+from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     BufferItem,
     BufferItemAL,
     BufferItemOmni,

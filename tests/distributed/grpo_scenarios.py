@@ -37,7 +37,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.lightrft import Actor
-from trl_multimodal_rft.lightrft.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, local_part, save_rollout_state
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import soundfile
 import torch
@@ -26,7 +27,6 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, TrainerCallback
 from transformers.utils.hub import hf_api
 
-from helpers.chats import RATE
 from helpers.trainer_utils import (
     InjectedOurs,
     audio_rows,
@@ -50,10 +50,13 @@ def same(loaded, trained) -> bool:
 
 
 def media_files(folder: Path) -> None:
-    """What quick starts ask about."""
-    waveform = np.random.default_rng(0).uniform(-0.1, 0.1, RATE // 2).astype("float32")
-    soundfile.write(folder / "audio.wav", waveform, RATE)
-    PIL.Image.new("RGB", (56, 84), "red").save(folder / "image.png")
+    """What quick starts ask about: stereo at a rate that no model takes, an image that lies on its side, a video."""
+    waveform = np.random.default_rng(0).uniform(-0.1, 0.1, (11025, 2)).astype("float32")
+    soundfile.write(folder / "audio.wav", waveform, 22050, subtype="FLOAT")
+    pixels = np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8)
+    exif = PIL.Image.Exif()
+    exif[PIL.ExifTags.Base.Orientation] = 6
+    PIL.Image.fromarray(pixels).save(folder / "image.png", exif=exif)
     with av.open(folder / "video.mp4", "w") as container:
         stream = container.add_stream("mpeg4", rate=2, width=84, height=56)
         for seed in range(8):

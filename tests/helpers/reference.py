@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from trl_multimodal_rft.lightrft.experience import Experience
+from trl_multimodal_rft.lightrft.trainer.experience import Experience
 
 
 def media_of(experience: Experience) -> dict[str, torch.Tensor]:

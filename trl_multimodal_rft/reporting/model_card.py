@@ -2,6 +2,7 @@
 """What a model card says, and code that asks the model."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 from transformers import is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
@@ -22,6 +23,8 @@ from ..algorithms.papers import Paper, paper_of
 from ..algorithms.shaping import RunningScale
 from ..data.columns import without_credentials
 from ..families import MODALITIES
+from .curves import FILE_NAME as CURVES
+from .origins import base_metadata, is_hub_name
 
 
 _VERSIONS = {
@@ -56,20 +59,23 @@ PAPERS: dict[str, Any] = {
     "replay_buffer_size": Paper("VL-Rethinker", "2504.08837"),
 }
 
-# For each kind, what is imported, how a file is read, and the block of the message
+# For each kind, what is imported, how a file is read as in training, and the block of the message
 _MEDIA = {
-    "image": ("import PIL.Image", 'image = PIL.Image.open("image.png")', '{"type": "image", "image": image}'),
+    "image": (
+        ["from transformers.image_utils import load_image"],
+        ['image = load_image("image.png")  # turned as its EXIF orientation says'],
+        '{"type": "image", "image": image}',
+    ),
     "audio": (
-        "import soundfile",
-        'audio, rate = soundfile.read("audio.wav", dtype="float32")  # mono, {rate} Hz',
+        ["import soundfile", "import soxr"],
+        [
+            'audio, rate = soundfile.read("audio.wav", dtype="float32", always_2d=True)',
+            "audio = soxr.resample(audio.mean(axis=1), rate, {rate})  # mono, {rate} Hz",
+        ],
         '{"type": "audio", "audio": audio}',
     ),
-    "video": ("", "", '{"type": "video", "video": "video.mp4"}'),
+    "video": ([], [], '{"type": "video", "video": "video.mp4"}'),
 }
-
-
-# Names of repositories on the Hub
-_REPOSITORY = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 def in_text(name: str) -> str:
@@ -105,7 +111,7 @@ def in_code(name: str) -> str:
 
 def linked_repository(name: str, kind: str = "") -> str:
     """
-    Links a repository on the Hub, and writes names of other things as they are.
+    Links a repository on the Hub. Of a path on this machine only the last part is shown, and other names as they are.
 
     Args:
         name (`str`):
@@ -116,7 +122,9 @@ def linked_repository(name: str, kind: str = "") -> str:
     Returns:
         `str`: Markdown.
     """
-    return f"[{name}](https://huggingface.co/{kind}{name})" if _REPOSITORY.fullmatch(name) else in_text(name)
+    if is_hub_name(name):
+        return f"[{name}](https://huggingface.co/{kind}{name})"
+    return in_text(os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name)
 
 
 def task_of(kinds: set[str]) -> str | None:
@@ -177,6 +185,39 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("Held-out accuracy", line + before)]
 
 
+def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
+    """
+    The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`].
+
+    Args:
+        history (`list[dict[str, Any]]`):
+            Logs of a trainer.
+        task (`str`, *optional*):
+            Task of the model on the Hub.
+        dataset (`str`, *optional*):
+            Name of the dataset on the Hub, if it is there.
+
+    Returns:
+        `list[EvalResult]`, *optional*: One result, `None` where nothing was measured.
+    """
+    measured = [logs for logs in history if "eval_accuracy" in logs]
+    if not measured:
+        return None
+    last, interval = measured[-1], ""
+    if "eval_accuracy_low" in last:
+        low, high, rows = (last[f"eval_{name}"] for name in ("accuracy_low", "accuracy_high", "rows"))
+        interval = f", confidence interval {low:.1%} to {high:.1%}, of {rows:.0f} rows"
+    result = EvalResult(
+        task_type=task or "text-generation",
+        dataset_type=dataset or "custom",
+        dataset_name=dataset or "held-out rows",
+        metric_type="accuracy",
+        metric_name=f"Held-out accuracy{interval}",
+        metric_value=round(last["eval_accuracy"], 4),
+    )
+    return [result]
+
+
 def quick_start(
     model_class: str,
     folder: str,
@@ -211,21 +252,19 @@ def quick_start(
     Returns:
         `str`: The code.
     """
-    imports, reads, blocks = (
-        ([part for part in column if part] for column in zip(*map(_MEDIA.get, kinds), strict=True))
-        if kinds
-        else ([], [], [])
-    )
     processor = "AutoProcessor" if kinds else "AutoTokenizer"
-    lines = [*imports]
+    imports = [line for kind in kinds for line in _MEDIA[kind][0]]
+    reads = [line.format(rate=rate) for kind in kinds for line in _MEDIA[kind][1]]
+    blocks = [_MEDIA[kind][2] for kind in kinds]
+    imports.append(f"from transformers import {', '.join(sorted([processor, model_class]))}")
     if base_model is not None:
-        lines.append("from peft import PeftModel")
-    lines += [f"from transformers import {', '.join(sorted([processor, model_class]))}", ""]
+        imports.append("from peft import PeftModel")
+    lines = [*sorted(imports, key=lambda line: (line.startswith("from"), line.lower())), ""]
     model, adapter = (json.dumps(name, ensure_ascii=False) for name in (base_model or folder, folder))
     lines.append(f'model = {model_class}.from_pretrained({model}, device_map="auto")')
     if base_model is not None:
         lines.append(f"model = PeftModel.from_pretrained(model, {adapter})")
-    lines += [f"processor = {processor}.from_pretrained({adapter})", *(line.format(rate=rate) for line in reads)]
+    lines += [f"processor = {processor}.from_pretrained({adapter})", *reads]
     messages = []
     for i, (role, text) in enumerate(conversation, 1):
         content = json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)  # would end the block of code
@@ -265,16 +304,21 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
             Name of the dataset.
     """
     path, kinds = Path(trainer.args.output_dir, "README.md"), trainer._kinds_seen
+    history, name = trainer.state.log_history, model_name or Path(trainer.args.output_dir).name
+    loaded_from = get_config_model_id(trainer.model.config)
+    on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
     data = ModelCard.load(path).data
     data.pop("licence", None)  # of which TRL knows as little
     # The Hub looks for what is named here
-    if dataset_name is not None and not _REPOSITORY.fullmatch(dataset_name):
-        data.pop("datasets")
-    data.model_name = None if model_name is None or in_text(model_name) != model_name else model_name
+    for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
+        data[key] = value
     data.pipeline_tag = data.pipeline_tag or task_of(kinds)
-    adapter, base_model = is_peft_model(trainer.model), None
+    data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
+    named = model_name is not None or data.eval_results is not None  # results are those of a name
+    data.model_name = (name if in_text(name) == name else "model") if named else None
+    adapter = is_peft_model(trainer.model)
+    base_model = loaded_from if adapter else None
     if adapter:
-        base_model = get_config_model_id(trainer.model.config)
         data.library_name = "peft"
     args, ordered = trainer.args, [kind for kind in MODALITIES if kind in kinds]
     model_class = type(trainer._unwrapped(trainer.model)).__name__
@@ -283,8 +327,8 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
     card = ModelCard.from_template(
         data,
         template_path=str(files("trl_multimodal_rft.reporting").joinpath("templates", "model_card.md")),
-        model_name=in_text(model_name or Path(args.output_dir).name),
-        base_model=data.base_model and linked_repository(data.base_model),
+        model_name=in_text(name),
+        base_model=data.get("base_model") and linked_repository(data["base_model"]),
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
         reports=_reports(),
         columns=_listed(in_code(name) for name in sorted(trainer._columns_seen)),
@@ -306,8 +350,9 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         training=[
             *trainer._training_lines(),
             ("Updates", trainer.state.global_step),
-            *held_out_lines(trainer.state.log_history),
+            *held_out_lines(history),
         ],
+        curves=CURVES if Path(args.output_dir, CURVES).exists() else None,
         beside=trainer._published_beside_model(model_class, folder),
         versions=[(name, version(package)) for name, package in packages.items()],
         trainer_name=trainer._name,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..algorithms.returns import whiten
-from ..forward.layout import first_fit
+from ...algorithms.returns import whiten
+from ...forward.layout import first_fit
 from .experience import Experience, VisionRecord
+from .experience_config import ExperienceConfig
 from .experience_media import share_media
 from .replay_buffer_utils import (
     BufferItem,
@@ -211,6 +212,63 @@ class ReplayBuffer:
         self._items = state["items"][-self.limit :]
         self._normalized = set(state["normalized"])
         self._generator.set_state(state["generator"])
+
+
+class NaiveReplayBuffer(ReplayBuffer):
+    """
+    A [`ReplayBuffer`] with the interface of LightRFT's, for all modalities.
+
+    Args:
+        sample_batch_size (`int`):
+            Number of samples in what [`sample`] returns.
+        limit (`int`, *optional*, defaults to `0`):
+            Number of samples kept at most; the oldest go first. 0 keeps all.
+        cpu_offload (`bool`, *optional*, defaults to `True`):
+            Whether to keep everything on the CPU, rather than where it came from.
+        packing_samples (`bool`, *optional*, defaults to `False`):
+            Whether experiences are packed rather than padded.
+    """
+
+    def __init__(
+        self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False
+    ):
+        super().__init__(max(limit, 0), cpu_offload=cpu_offload)
+        self.sample_batch_size = sample_batch_size
+        self.packing_samples = packing_samples
+
+    def sample(self) -> Experience:  # pyrefly: ignore[bad-override]  LightRFT's takes no number
+        """
+        Chooses different samples at random.
+
+        Returns:
+            [`Experience`]: At most `sample_batch_size` samples, which stay in the buffer.
+        """
+        return self.collate_fn(super().sample(self.sample_batch_size))
+
+    def collate_fn(self, batch: list[BufferItem]) -> Experience:
+        """
+        Makes an experience of samples, for a [`~torch.utils.data.DataLoader`] over the buffer.
+
+        Args:
+            batch (`list[BufferItem]`):
+                Samples.
+
+        Returns:
+            [`Experience`]: One batch, padded on the left or packed.
+        """
+        return make_experience_batch(batch, self.packing_samples)
+
+    def normalize(self, attribute: str = "advantages", strategy: ExperienceConfig | None = None) -> None:
+        """
+        Shifts and scales a field to mean 0 and variance 1, see [`ReplayBuffer.normalize`].
+
+        Args:
+            attribute (`str`, *optional*, defaults to `"advantages"`):
+                A field with one value per action.
+            strategy ([`ExperienceConfig`], *optional*):
+                Takes the mean and the variance over all processes of its accelerator.
+        """
+        super().normalize(attribute, None if strategy is None else strategy.accelerator)
 
 
 def _valid(item: BufferItem, attribute: str) -> torch.Tensor:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..trainers.ppo_config import MultimodalPPOConfig
-from .actor import Actor
+from ...trainers.ppo_config import MultimodalPPOConfig
+from ..models.actor import Actor
 
 
 # Options of the config that belong to the rollouts and the loop of `MultimodalPPOTrainer`

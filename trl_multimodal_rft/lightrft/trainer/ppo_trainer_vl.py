@@ -19,10 +19,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..trainers.ppo_config import MultimodalPPOConfig
-from ..trainers.random_state import kept_random_state
-from .actor_vl import ActorVL
-from .critic import Critic
+from ...trainers.ppo_config import MultimodalPPOConfig
+from ...trainers.random_state import kept_random_state
+from ..models.actor_vl import ActorVL
+from ..models.critic import Critic
 from .experience import Experience
 from .experience_config import ExperienceConfig, check_options
 from .experience_maker import NaiveExperienceMaker
@@ -125,7 +125,8 @@ class PPOTrainerVL:
         dataloader_pin_memory (`bool`, *optional*, defaults to `True`):
             Whether what an update needs is pinned on its way from the CPU to a GPU.
         remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe (*optional*):
-            Sources of reward and what makes one of several, see [`~lightrft.experience_maker.NaiveExperienceMaker`].
+            Sources of reward and what makes one of several, see
+            [`~lightrft.trainer.experience_maker.NaiveExperienceMaker`].
         save_hf_ckpt (`bool`, *optional*, defaults to `False`):
             Whether to write the models beside each checkpoint, in a folder `hf-checkpoint-...` that `save_total_limit`
             leaves alone.
@@ -423,7 +424,7 @@ class PPOTrainerVL:
         each `gradient_accumulation_steps`.
 
         Args:
-            experience ([`~lightrft.experience.Experience`]):
+            experience ([`~lightrft.trainer.experience.Experience`]):
                 Micro-batch, padded or packed.
             global_steps (`int`):
                 Optimizer steps so far: below `freezing_actor_steps` only the critic moves.

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ..encoding.prompts import cat_padded
-from ..families import media_padding
+from ...encoding.prompts import cat_padded
+from ...families import media_padding
 from .experience import (
     VISION_FIELDS,
     AudioRecord,

@@ -5,8 +5,10 @@ import inspect
 
 import torch
 
-from ..families import AUDIO_FEATURES, AUDIO_MASKS, family_of
+from ...data.columns import MediaError
+from ...families import AUDIO_FEATURES, AUDIO_MASKS, family_of
 from .actor import Actor
+from .bare_inputs import has_too_few_placeholders
 
 
 class ActorAL(Actor):
@@ -69,7 +71,7 @@ class ActorAL(Actor):
                 "pixel_values_videos": pixel_values_videos,
                 "video_grid_thw": video_grid_thw,
             }
-        audio = self._audio(audio_values, audio_attention_mask)
+        audio = self._audio(sequences, audio_values, audio_attention_mask)
         return super().forward(
             sequences, num_actions, attention_mask, return_output, packed_seq_lens, **audio, **media
         )
@@ -84,9 +86,12 @@ class ActorAL(Actor):
         """
         Samples completions to prompts with audio, see [`Actor.generate`]; for the media see [`ActorAL.forward`].
         """
-        return super().generate(input_ids, **self._audio(audio_values, audio_attention_mask), **kwargs)
+        audio = self._audio(input_ids, audio_values, audio_attention_mask)
+        return super().generate(input_ids, **audio, **kwargs)
 
-    def _audio(self, values: torch.Tensor | None, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _audio(
+        self, sequences: torch.Tensor, values: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
         """Features and mask under the names of the family."""
         model = self.base_model
         accepted = inspect.signature(type(model).forward).parameters
@@ -100,4 +105,9 @@ class ActorAL(Actor):
             # Bands come before frames for Whisper's features, after them for others
             bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
             mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
+            if has_too_few_placeholders(model, sequences, "audio", {mask_name: mask}):
+                raise MediaError(
+                    "`audio_attention_mask` is missing, and the clips are shorter than their padded features; pass "
+                    f"the processor's `{mask_name}` as `audio_attention_mask`."
+                )
         return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from transformers import GenerationConfig
 
-from ..algorithms.advantages import ALIASES, ESTIMATORS
-from ..data.rules import DEFAULT_RULES, MediaRules
-from ..data.unread import check_ignored
-from ..trainers.multimodal_config import check_choice, check_range
-from ..trainers.ppo_config import MultimodalPPOConfig
+from ...algorithms.advantages import ALIASES, ESTIMATORS
+from ...data.rules import DEFAULT_RULES, MediaRules
+from ...data.unread import check_ignored
+from ...trainers.multimodal_config import check_choice, check_range
+from ...trainers.ppo_config import MultimodalPPOConfig
 
 
 @dataclass

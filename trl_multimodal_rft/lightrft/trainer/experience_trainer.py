@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader, Subset
 from transformers import TrainerState
 from transformers.trainer_callback import ProgressCallback
 
-from ..algorithms.losses import LOSSES, explained_variance
-from ..data.features import undecoded
-from ..data.fetch import EndlessRows
-from ..encoding.prompts import EncodedPrompt
-from ..forward.scoring import left_pad
-from ..models.wrapped import is_whole
-from ..trainers import groups
-from ..trainers.ppo_config import MultimodalPPOConfig
-from ..trainers.ppo_trainer import MultimodalPPOTrainer
+from ...algorithms.losses import LOSSES, explained_variance
+from ...data.features import undecoded
+from ...data.fetch import EndlessRows
+from ...encoding.prompts import EncodedPrompt
+from ...forward.scoring import left_pad
+from ...models.wrapped import is_whole
+from ...trainers import groups
+from ...trainers.ppo_config import MultimodalPPOConfig
+from ...trainers.ppo_trainer import MultimodalPPOTrainer
+from ..models.actor import Actor
+from ..models.bare_inputs import bare_inputs, bare_prompt
+from ..models.critic import Critic
 from . import replay_buffer
-from .actor import Actor
-from .bare_inputs import bare_inputs, bare_prompt
-from .critic import Critic
 from .experience import Experience
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer

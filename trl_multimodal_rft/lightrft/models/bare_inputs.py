@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.columns import MediaError
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
-from ..families import MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
-from ..forward.scoring import to_model
+from ...data.columns import MediaError
+from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
+from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
+from ...forward.scoring import to_model
 
 
 # Numbers of the modalities in per-token fields, as processors write them
@@ -201,10 +201,22 @@ def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
             )
         if modality in given and grid in accepted and grid not in media:
             raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
+        masks_of_audio = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
+        if modality == "audio" and "audio" in given and masks_of_audio and not masks_of_audio & media.keys():
+            raise MediaError(f"there is audio but no `{min(masks_of_audio)}`; pass what the processor returns.")
     for modality in MODALITIES:
         tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
         if tensors and not (as_images and modality != "audio") and _token_counts(model, modality, tensors) is not None:
             _count_media(model, modality, masks[modality], tensors)
+
+
+def has_too_few_placeholders(
+    model: PreTrainedModel, rows: Any, modality: str, tensors: dict[str, torch.Tensor]
+) -> bool:
+    """Whether rows have placeholders for some of a modality's tokens only, as far as its tensors tell their number."""
+    counts = _token_counts(model, modality, tensors)
+    found = sum(int(mask.sum()) for mask in _masks(rows, _placeholders(model)[modality]))
+    return counts is not None and 0 < found < sum(counts)
 
 
 def _placeholders(model: PreTrainedModel) -> dict[str, set[int]]:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..algorithms.advantages import ESTIMATORS, estimate_advantages, gae
-from ..algorithms.kl import FixedKLController
-from ..algorithms.returns import cumulative_returns, token_rewards, whiten
-from ..algorithms.shaping import RunningScale
+from ...algorithms.advantages import ESTIMATORS, estimate_advantages, gae
+from ...algorithms.kl import FixedKLController
+from ...algorithms.returns import cumulative_returns, token_rewards, whiten
+from ...algorithms.shaping import RunningScale
 from .experience import Experience
 from .experience_config import ExperienceConfig
 

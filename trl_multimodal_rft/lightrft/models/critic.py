@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..forward.attention import install_prefix_attention
-from ..forward.masks import sharing_obstacle
-from ..models import critic as critic_module
+from ...forward.attention import install_prefix_attention
+from ...forward.masks import sharing_obstacle
+from ...models import critic as critic_module
 from .bare_inputs import bare_inputs, check_num_actions
 
 

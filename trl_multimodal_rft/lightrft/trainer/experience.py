@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..algorithms.advantages import clip_filter_like_weights, group_statistics
+from ...algorithms.advantages import clip_filter_like_weights, group_statistics
 
 
 Tokens = Any  # a tensor, or one for each row where rows are packed

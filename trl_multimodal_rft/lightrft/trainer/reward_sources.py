@@ -14,12 +14,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_callable_name
 
-from ..data.rules import DEFAULT_RULES, MediaRules
-from ..models.modes import evaluation_mode
-from ..rewards.calls import reward_arguments
-from ..rewards.checks import reward_tensor
-from ..rewards.recipe import add_rewards, combine_rewards
-from ..rewards.remote import RemoteReward
+from ...data.rules import DEFAULT_RULES, MediaRules
+from ...models.modes import evaluation_mode
+from ...rewards.calls import reward_arguments
+from ...rewards.checks import reward_tensor
+from ...rewards.recipe import add_rewards, combine_rewards
+from ...rewards.remote import RemoteReward
 from .experience import Samples
 
 

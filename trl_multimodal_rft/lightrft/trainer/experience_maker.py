@@ -13,21 +13,30 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
-from ..algorithms.completions import mask_completions
-from ..algorithms.kl import FixedKLController, approx_kl
-from ..data.columns import rows_to_messages
-from ..data.features import restore_media
-from ..data.unread import check_columns
-from ..encoding.processors import check_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
-from ..families import family_of
-from ..forward.scoring import left_pad
-from ..models.modes import evaluation_mode
-from ..policy import PolicyForward, Remedies
-from .actor import Actor
-from .bare_inputs import bare_prompt
-from .critic import Critic
-from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL, Samples
+from ...algorithms.completions import mask_completions
+from ...algorithms.kl import FixedKLController, approx_kl
+from ...data.columns import rows_to_messages
+from ...data.features import restore_media
+from ...data.unread import check_columns
+from ...encoding.processors import check_processor
+from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
+from ...families import family_of
+from ...forward.scoring import left_pad
+from ...models.modes import evaluation_mode
+from ...policy import PolicyForward, Remedies
+from ..models.actor import Actor
+from ..models.bare_inputs import bare_prompt
+from ..models.critic import Critic
+from .experience import (  # noqa: F401  some are here for LightRFT's users alone
+    Experience,
+    ExperienceAL,
+    ExperienceOmni,
+    ExperienceVL,
+    Samples,
+    clip_filter_like_weight_func,
+    pin_memory,
+    to,
+)
 from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
 from .reward_sources import RewardSources

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
-from ..models.pretrained import trained_part
-from ..models.towers import freeze_as_built
+from ...models.pretrained import trained_part
+from ...models.towers import freeze_as_built
 
 
 def cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -13,16 +13,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import ModelOutput
 
-from ..algorithms.completions import mask_completions
-from ..encoding.prompts import all_placeholder_ids
-from ..families import family_of, modality_of
-from ..forward.attention import install_prefix_attention
-from ..forward.head import add_fused_head, scores_of_logits
-from ..forward.masks import sharing_obstacle
-from ..models.modes import evaluation_mode
-from ..models.quantization import keep_differentiable
-from ..models.towers import find_tower
-from ..policy import PolicyForward, Remedies
+from ...algorithms.completions import mask_completions
+from ...encoding.prompts import all_placeholder_ids
+from ...families import family_of, modality_of
+from ...forward.attention import install_prefix_attention
+from ...forward.head import add_fused_head, scores_of_logits
+from ...forward.masks import sharing_obstacle
+from ...models.modes import evaluation_mode
+from ...models.quantization import keep_differentiable
+from ...models.towers import find_tower
+from ...policy import PolicyForward, Remedies
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 

@@ -1,0 +1,31 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Policies and critics: the names of `lightrft.models`."""
+
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_names
+
+
+if TYPE_CHECKING:
+    from .actor import Actor
+    from .actor_al import ActorAL
+    from .actor_language import ActorLanguage
+    from .actor_omni import ActorOmni
+    from .actor_vl import ActorVL
+    from .critic import Critic
+    from .utils import compute_approx_kl, compute_reward, masked_mean
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "Actor": "actor",
+        "ActorAL": "actor_al",
+        "ActorLanguage": "actor_language",
+        "ActorOmni": "actor_omni",
+        "ActorVL": "actor_vl",
+        "Critic": "critic",
+        "compute_approx_kl": "utils",
+        "compute_reward": "utils",
+        "masked_mean": "utils",
+    },
+)

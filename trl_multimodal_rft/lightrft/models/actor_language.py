@@ -1,0 +1,7 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A policy that reads: LightRFT's name of [`Actor`]."""
+
+from .actor import Actor as ActorLanguage
+
+
+__all__ = ["ActorLanguage"]

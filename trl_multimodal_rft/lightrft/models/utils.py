@@ -1,0 +1,98 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""KL divergence, token rewards and masked means with the signatures of `lightrft.models.utils`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from ...algorithms.kl import approx_kl
+from ...algorithms.returns import place_rewards
+
+
+def compute_approx_kl(
+    log_probs: torch.Tensor,
+    log_probs_base: torch.Tensor,
+    action_mask: torch.Tensor | None = None,
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+) -> torch.Tensor:
+    """
+    Estimates the KL divergence from the reference at each token, see [`~algorithms.kl.approx_kl`].
+
+    Args:
+        log_probs (`torch.Tensor`):
+            Log-probabilities under the policy, shape `(B, A)`.
+        log_probs_base (`torch.Tensor`):
+            Log-probabilities under the reference, shape `(B, A)`.
+        action_mask (`torch.Tensor`, *optional*):
+            1 on actions, shape `(B, A)`; all ones by default.
+        kl_estimator (`str`, *optional*, defaults to `"k1"`):
+            `"k1"`, `"k2"` or `"k3"`.
+
+    Returns:
+        `torch.Tensor`: The estimate, float32, shape `(B, A)`, 0 outside the mask.
+    """
+    mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+    return approx_kl(log_probs.float(), log_probs_base.float(), mask, kl_estimator)
+
+
+def compute_reward(
+    r: torch.Tensor | float,
+    kl_coef: float,
+    kl: torch.Tensor | list[torch.Tensor],
+    action_mask: torch.Tensor | None = None,
+    num_actions: int | Sequence[int] | None = None,
+    reward_clip_range: tuple[float, float] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """
+    Reward of each token: that of its completion on the last action, less the KL penalty of every action.
+
+    Args:
+        r (`torch.Tensor` or `float`):
+            Rewards of the completions, shape `(B,)`, or one for all.
+        kl_coef (`float`):
+            Coefficient of the penalty; below 0 it counts as 0.
+        kl (`torch.Tensor` or `list[torch.Tensor]`):
+            KL divergence of each token, shape `(B, A)`, or for each completion `(A,)`.
+        action_mask (`torch.Tensor`, *optional*):
+            1 on actions, shape `(B, A)`.
+        num_actions (`int` or `list[int]`, *optional*):
+            Without a mask, the number of actions of each completion, which come first; all tokens by default.
+        reward_clip_range (`tuple[float, float]`, *optional*):
+            Range to clip `r` to.
+
+    Returns:
+        `torch.Tensor` or `list[torch.Tensor]`: Rewards in the shape of `kl`, 0 outside the mask; without a mask one
+        tensor for each completion.
+    """
+    r = torch.as_tensor(r, dtype=kl[0].dtype, device=kl[0].device).expand(len(kl))
+    if reward_clip_range is not None:
+        r = r.clamp(*reward_clip_range)
+    if action_mask is None:
+        counts = [len(row) for row in kl] if num_actions is None else num_actions
+        counts = [counts] * len(kl) if isinstance(counts, int) else counts
+        return [
+            compute_reward(one, kl_coef, row[None], torch.arange(len(row), device=row.device)[None] < n)[0]
+            for one, row, n in zip(r, kl, counts, strict=True)
+        ]
+    divergence: Any = kl
+    return place_rewards(r, action_mask) - max(kl_coef, 0.0) * torch.where(action_mask.bool(), divergence, 0)
+
+
+def masked_mean(tensor: torch.Tensor, mask: torch.Tensor | None, dim: int | None = None) -> torch.Tensor:
+    """
+    Mean of the values that count.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Values.
+        mask (`torch.Tensor`, *optional*):
+            1 on those that count, of the same shape; `None` counts all.
+        dim (`int`, *optional*):
+            Dimension to take means along; all of them by default.
+
+    Returns:
+        `torch.Tensor`: The mean, 0 where nothing counts.
+    """
+    mask = torch.ones_like(tensor, dtype=torch.bool) if mask is None else mask.bool()
+    return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)

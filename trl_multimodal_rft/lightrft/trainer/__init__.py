@@ -1,0 +1,38 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Experience, buffers and PPO trainers: the names of `lightrft.trainer`."""
+
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_names
+
+
+if TYPE_CHECKING:
+    from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
+    from .experience_config import ExperienceConfig
+    from .experience_maker import NaiveExperienceMaker
+    from .experience_maker_vl import NaiveExperienceMakerVL
+    from .kl_controller import AdaptiveKLController, FixedKLController
+    from .ppo_trainer_al import PPOTrainerAL
+    from .ppo_trainer_vl import PPOTrainerVL
+    from .replay_buffer import NaiveReplayBuffer, ReplayBuffer
+    from .replay_buffer_vl import NaiveReplayBufferVL
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "AdaptiveKLController": "kl_controller",
+        "Experience": "experience",
+        "ExperienceAL": "experience",
+        "ExperienceConfig": "experience_config",
+        "ExperienceOmni": "experience",
+        "ExperienceVL": "experience",
+        "FixedKLController": "kl_controller",
+        "NaiveExperienceMaker": "experience_maker",
+        "NaiveExperienceMakerVL": "experience_maker_vl",
+        "NaiveReplayBuffer": "replay_buffer",
+        "NaiveReplayBufferVL": "replay_buffer_vl",
+        "PPOTrainerAL": "ppo_trainer_al",
+        "PPOTrainerVL": "ppo_trainer_vl",
+        "ReplayBuffer": "replay_buffer",
+    },
+)
