@@ -28,6 +28,7 @@ _MADE_BY: dict[str, Callable[[], Callable]] = {
     "think_format_reward": lambda: trl_rewards.think_format_reward,
     "get_soft_overlong_punishment": partial(trl_rewards.get_soft_overlong_punishment, 1280, 256),
 }
+REWARD_NAMES = tuple(_MADE_BY)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
