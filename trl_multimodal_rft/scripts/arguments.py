@@ -1,13 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
 
+import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
-from .launching import launcher_arguments
+from .launching import launcher_arguments, read_keys
 
 
 @dataclass
@@ -33,6 +35,31 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
     system_prompt: str | None = field(
         default=None, metadata={"help": "Text of the system message that every prompt begins with."}
     )
+
+
+@dataclass
+class RunArguments:
+    """
+    Arguments of scripts that train.
+
+    Args:
+        disable_compact_log (`bool`, *optional*, defaults to `False`):
+            Whether the progress bar and the dictionaries of transformers are shown instead of one line per log.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Whether to build everything, take one step, show it and stop without saving anything.
+    """
+
+    disable_compact_log: bool = field(
+        default=False,
+        metadata={"help": "Show transformers' progress bar and dictionaries instead of one line per log."},
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Build everything, take one step, show it and stop without saving anything."},
+    )
+    # Of the command line and its config file: what the user set, and what starts the run
+    given: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    command: str | None = field(default=None, init=False, repr=False)
 
 
 @dataclass
@@ -67,7 +94,12 @@ class RFTScriptArguments(PromptArguments):
 
 
 @dataclass
-class SFTScriptArguments(PromptArguments):
+class RLScriptArguments(RunArguments, RFTScriptArguments):
+    """Script arguments of training with rewards."""
+
+
+@dataclass
+class SFTScriptArguments(RunArguments, PromptArguments):
     """
     Script arguments of supervised training.
 
@@ -82,7 +114,7 @@ class SFTScriptArguments(PromptArguments):
 
 
 @dataclass
-class PPOScriptArguments(RFTScriptArguments):
+class PPOScriptArguments(RLScriptArguments):
     """
     Script arguments of PPO.
 
@@ -132,4 +164,19 @@ def parse(parser: TrlParser, argv: Sequence[str] | None = None) -> tuple[Any, ..
     """
     *parsed, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     launcher_arguments(rest)
+    if isinstance(parsed[0], RunArguments):
+        parsed[0].given = _given(parser, sys.argv[1:] if argv is None else list(argv))
     return tuple(parsed)
+
+
+def _given(parser: TrlParser, argv: list[str]) -> dict[str, Any]:
+    """What a command line and its config file set, of which the command line wins."""
+    keys: dict[str, Any] = {}
+    if "--config" in argv:
+        place = argv.index("--config")
+        keys = read_keys(argv[place + 1])
+        argv = [*argv[:place], *argv[place + 2 :]]
+    bare = TrlParser(parser.dataclass_types)
+    for action in bare._actions:
+        action.default, action.required = argparse.SUPPRESS, False
+    return {**keys, **vars(bare.parse_known_args(argv)[0])}
