@@ -7,6 +7,7 @@ what is measured on held-out rows, and questions that nobody can answer.
 import io
 import json
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from datasets import Dataset, DatasetDict, Value
 from PIL import Image as PILImage
 from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ModelConfig, TrlParser
 
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
@@ -29,9 +30,9 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.arguments import RunArguments, parse
 from trl_multimodal_rft.scripts.inputs import adapter_inputs
-from trl_multimodal_rft.scripts.training import finish, train
+from trl_multimodal_rft.scripts.training import finish, output_folder, train
 
 
 # What the demos have in common
@@ -98,8 +99,10 @@ def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object])
             Names and values of the demo's arguments.
     """
     arguments = parse(DemoParser(script.ARGUMENTS, demo_arguments))
+    arguments[0].command = f"accelerate launch {sys.argv[0]}"
     by_name = arguments[-1].model_name_or_path is not None
-    (script.main if by_name else demo)(*arguments)
+    with output_folder(*arguments[:2]):
+        (script.main if by_name else demo)(*arguments)
 
 
 def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path) -> str:
@@ -260,26 +263,26 @@ class HeldOutAccuracy(GenerationEvalCallback):
         )
 
 
-def train_and_measure(
-    trainer: MultimodalGRPOTrainer, script_args: ScriptArguments, held_out: Dataset, name: str
-) -> None:
+def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments, held_out: Dataset, name: str) -> None:
     """
     Runs a demo's training, with accuracies on held-out rows.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`]):
             Trainer.
-        script_args ([`~trl.ScriptArguments`]):
+        script_args ([`RunArguments`]):
             Arguments.
         held_out ([`~datasets.Dataset`]):
             Rows with the columns `prompt` and `solution` and their media.
         name (`str`):
             What they are, for what is printed.
     """
-    accuracy = HeldOutAccuracy(trainer, held_out, name)
-    trainer.add_callback(accuracy)
+    accuracy = None if script_args.dry_run else HeldOutAccuracy(trainer, held_out, name)
+    if accuracy is not None:
+        trainer.add_callback(accuracy)
     train(trainer, script_args)
-    accuracy.write()
+    if accuracy is not None:
+        accuracy.write()
     finish(trainer, script_args)
 
 

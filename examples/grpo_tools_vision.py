@@ -46,7 +46,7 @@ from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_d
 from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig
-from trl_multimodal_rft.scripts.arguments import RFTScriptArguments
+from trl_multimodal_rft.scripts.arguments import RLScriptArguments
 
 
 DEMO = {
@@ -59,7 +59,7 @@ DEMO = {
 
 
 @dataclass
-class ToolScriptArguments(RFTScriptArguments):
+class ToolScriptArguments(RLScriptArguments):
     """
     Script arguments of this example.
 

@@ -11,7 +11,7 @@ from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.arguments import RFTScriptArguments
+from trl_multimodal_rft.scripts.arguments import RLScriptArguments
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.training import curves, finish, train
 
@@ -84,7 +84,7 @@ def train_demo(
     epochs: int,
     environment: Callable,
     name: str,
-    script_args: RFTScriptArguments,
+    script_args: RLScriptArguments,
     training_args: MultimodalGRPOConfig,
     model_args: ModelConfig,
 ) -> None:
@@ -106,7 +106,7 @@ def train_demo(
             Makes what has the tool.
         name (`str`):
             What rows are, for what is printed.
-        script_args (`RFTScriptArguments`):
+        script_args (`RLScriptArguments`):
             Arguments of the script.
         training_args ([`MultimodalGRPOConfig`]):
             Arguments of the training.
@@ -137,7 +137,7 @@ def train_demo(
 def train_by_name(
     prepare: Callable[[Dataset], Dataset],
     environment: Callable,
-    script_args: RFTScriptArguments,
+    script_args: RLScriptArguments,
     training_args: MultimodalGRPOConfig,
     model_args: ModelConfig,
 ) -> None:
@@ -149,7 +149,7 @@ def train_by_name(
             Makes of a split what is seen or heard without the tool, and what the tool shows.
         environment (`Callable`):
             Makes what has the tool.
-        script_args (`RFTScriptArguments`):
+        script_args (`RLScriptArguments`):
             Arguments of the script.
         training_args ([`MultimodalGRPOConfig`]):
             Arguments of the training.

@@ -9,6 +9,7 @@ from .lazy import lazy_names
 if TYPE_CHECKING:
     from .evaluation import GenerationEvalCallback
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
+    from .reporting.console import CompactLogCallback
     from .reporting.curves import TrainingCurvesCallback
     from .trainers.grpo_config import MultimodalGRPOConfig
     from .trainers.grpo_trainer import MultimodalGRPOTrainer
@@ -31,6 +32,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "PPOTrainerAL": "lightrft",
         "PPOTrainerVL": "lightrft",
         "ReplayBuffer": "lightrft",
+        "CompactLogCallback": "reporting.console",
         "TrainingCurvesCallback": "reporting.curves",
         "MultimodalGRPOConfig": "trainers.grpo_config",
         "MultimodalGRPOTrainer": "trainers.grpo_trainer",

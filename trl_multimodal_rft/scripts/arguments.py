@@ -38,6 +38,31 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
 
 
 @dataclass
+class RunArguments:
+    """
+    Arguments of scripts that train.
+
+    Args:
+        disable_compact_log (`bool`, *optional*, defaults to `False`):
+            Whether the progress bar and the dictionaries of transformers are shown instead of one line per log.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Whether to build everything, take one step, show it and stop without saving anything.
+    """
+
+    disable_compact_log: bool = field(
+        default=False,
+        metadata={"help": "Show transformers' progress bar and dictionaries instead of one line per log."},
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Build everything, take one step, show it and stop without saving anything."},
+    )
+    # Of the command line and its config file: what the user set, and what starts the run
+    given: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    command: str | None = field(default=None, init=False, repr=False)
+
+
+@dataclass
 class RFTScriptArguments(PromptArguments):
     """
     Script arguments of what samples completions.
@@ -70,7 +95,12 @@ class RFTScriptArguments(PromptArguments):
 
 
 @dataclass
-class SFTScriptArguments(PromptArguments):
+class RLScriptArguments(RunArguments, RFTScriptArguments):
+    """Script arguments of training with rewards."""
+
+
+@dataclass
+class SFTScriptArguments(RunArguments, PromptArguments):
     """
     Script arguments of supervised training.
 
@@ -85,7 +115,7 @@ class SFTScriptArguments(PromptArguments):
 
 
 @dataclass
-class PPOScriptArguments(RFTScriptArguments):
+class PPOScriptArguments(RLScriptArguments):
     """
     Script arguments of PPO.
 
@@ -141,4 +171,7 @@ def parse(arguments: Sequence[type], argv: Sequence[str] | None = None) -> tuple
         parsed["debug"] = " ".join(debug)
     names = [[each.name for each in fields(cls) if each.init] for cls in arguments]
     values = [{name: parsed[name] for name in own if name in parsed} for own in names]
-    return tuple(cls(**own) for cls, own in zip(arguments, values, strict=True))
+    made = tuple(cls(**own) for cls, own in zip(arguments, values, strict=True))
+    if isinstance(made[0], RunArguments):
+        made[0].given = parsed
+    return made

@@ -9,8 +9,7 @@ from ..data.named import load_rows
 from ..trainers.ppo_config import MultimodalPPOConfig
 from ..trainers.ppo_trainer import MultimodalPPOTrainer
 from .arguments import PPOScriptArguments, parse
-from .inputs import trainer_inputs
-from .training import curves, finish, train
+from .training import run
 
 
 ARGUMENTS = (PPOScriptArguments, MultimodalPPOConfig, ModelConfig)
@@ -28,11 +27,7 @@ def main(script_args: PPOScriptArguments, training_args: MultimodalPPOConfig, mo
         model_args ([`~trl.ModelConfig`]):
             The model.
     """
-    trainer = MultimodalPPOTrainer(
-        **trainer_inputs(script_args, training_args, model_args), **critic_inputs(script_args), callbacks=curves()
-    )
-    train(trainer, script_args)
-    finish(trainer, script_args)
+    run("ppo", MultimodalPPOTrainer, script_args, training_args, model_args, **critic_inputs(script_args))
 
 
 def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:

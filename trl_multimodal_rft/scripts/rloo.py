@@ -5,29 +5,26 @@ from trl import ModelConfig
 
 from ..trainers.rloo_config import MultimodalRLOOConfig
 from ..trainers.rloo_trainer import MultimodalRLOOTrainer
-from .arguments import RFTScriptArguments, parse
-from .inputs import trainer_inputs
-from .training import curves, finish, train
+from .arguments import RLScriptArguments, parse
+from .training import run
 
 
-ARGUMENTS = (RFTScriptArguments, MultimodalRLOOConfig, ModelConfig)
+ARGUMENTS = (RLScriptArguments, MultimodalRLOOConfig, ModelConfig)
 
 
-def main(script_args: RFTScriptArguments, training_args: MultimodalRLOOConfig, model_args: ModelConfig) -> None:
+def main(script_args: RLScriptArguments, training_args: MultimodalRLOOConfig, model_args: ModelConfig) -> None:
     """
     Trains and saves a model.
 
     Args:
-        script_args ([`RFTScriptArguments`]):
+        script_args ([`RLScriptArguments`]):
             Dataset, prompts and rewards.
         training_args ([`MultimodalRLOOConfig`]):
             The trainer's config.
         model_args ([`~trl.ModelConfig`]):
             The model.
     """
-    trainer = MultimodalRLOOTrainer(**trainer_inputs(script_args, training_args, model_args), callbacks=curves())
-    train(trainer, script_args)
-    finish(trainer, script_args)
+    run("rloo", MultimodalRLOOTrainer, script_args, training_args, model_args)
 
 
 if __name__ == "__main__":

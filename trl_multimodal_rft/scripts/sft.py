@@ -6,8 +6,7 @@ from trl import ModelConfig
 from ..trainers.sft_config import MultimodalSFTConfig
 from ..trainers.sft_trainer import MultimodalSFTTrainer
 from .arguments import SFTScriptArguments, parse
-from .inputs import trainer_inputs
-from .training import curves, finish, train
+from .training import run
 
 
 ARGUMENTS = (SFTScriptArguments, MultimodalSFTConfig, ModelConfig)
@@ -25,9 +24,7 @@ def main(script_args: SFTScriptArguments, training_args: MultimodalSFTConfig, mo
         model_args ([`~trl.ModelConfig`]):
             The model.
     """
-    trainer = MultimodalSFTTrainer(**trainer_inputs(script_args, training_args, model_args), callbacks=curves())
-    train(trainer, script_args)
-    finish(trainer, script_args)
+    run("sft", MultimodalSFTTrainer, script_args, training_args, model_args)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from ..models.modes import fix_encoders
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_whole, unwrapped
 from ..policy import PolicyForward, Remedies
+from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
@@ -64,6 +65,7 @@ from .setup import (
     check_takes_media,
     check_takes_tools,
     has_unread_rows,
+    ignore_deprecated_names,
     image_token_id,
     load_policy,
     load_reference,
@@ -100,6 +102,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
+        ignore_deprecated_names()
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
@@ -338,7 +341,21 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 output["encoded_prompts"] = batch.prompts
                 output["packed"] = [batch.packed] * len(inputs)
                 self._log_contribution(batch, output)
+            self._show_first(batch, output)
         return output, batch
+
+    def _show_first(self, batch: Batch, output: dict[str, Any]) -> None:
+        display = waiting_display(self) if self.model.training else None
+        if display is not None:
+            ids, mask = output["completion_ids"][0], output["completion_mask"][0].bool()
+            prompt_ids = output["prompt_ids"][0][output["prompt_mask"][0].bool()]
+            display.show_example(
+                prompt_ids.tolist() if batch.prompts is None else batch.prompts[0].input_ids.tolist(),
+                None if batch.messages is None else batch.messages[0],
+                ids[mask].tolist(),
+                reference=(batch.rows or [{}])[0].get("solution"),
+                rewards=dict(zip(self.reward_func_names, batch.rewards_per_func[0].tolist(), strict=True)),
+            )
 
     def _log_contribution(self, batch: Batch, output: dict[str, Any]) -> None:
         every = self.args.media_contribution_steps

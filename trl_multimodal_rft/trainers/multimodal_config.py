@@ -198,6 +198,10 @@ class MediaArguments:
     )
 
     def __post_init__(self):
+        # TRL's defaults have the deprecated names, which transformers would warn of
+        for name in ("checkpointing", "checkpointing_kwargs"):
+            if getattr(self, f"activation_{name}") is None:
+                setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
         if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False

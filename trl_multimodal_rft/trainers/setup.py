@@ -5,6 +5,7 @@ import logging
 import os
 import reprlib
 import sys
+import warnings
 from collections.abc import Collection
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -44,6 +45,15 @@ _NEUTRAL_OPTIONS |= {"max_new_tokens", "stop_strings", "use_cache", "cache_imple
 # What a checkpoint's generation config says that training takes from elsewhere, or that isn't about sampling
 _NOT_RECOMMENDATIONS = {"max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
 _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "transformers_version"}
+
+
+def ignore_deprecated_names() -> None:
+    """
+    Hides warnings that users can't act on: TRL calls methods of models by names that transformers has deprecated, and
+    transformers reports these as its own use.
+    """
+    names = "is_gradient_checkpointing|gradient_checkpointing_(en|dis)able"
+    warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning, r"transformers\.modeling_utils")
 
 
 def own_config(config_class: type[Config], args: Any, model) -> Config:

@@ -29,7 +29,7 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
-from ..data.columns import MEDIA_COLUMNS, MediaError
+from ..data.columns import MEDIA_COLUMNS, MediaError, rows_to_messages
 from ..data.fetch import Row
 from ..data.unread import columns_known
 from ..encoding.processors import check_processor, load_processor
@@ -43,6 +43,7 @@ from ..forward.token_budget import backward_by_parts
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward, Remedies
+from ..reporting.console import waiting_display
 from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
 from .finite_updates import FiniteMixin
@@ -52,6 +53,7 @@ from .setup import (
     check_family,
     check_processor_name,
     has_unread_rows,
+    ignore_deprecated_names,
     load_policy,
     measured_head,
     modalities,
@@ -178,6 +180,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):  # as TRL takes them
             args = MultimodalSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
         args = own_config(MultimodalSFTConfig, args, model)
+        ignore_deprecated_names()
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -389,8 +392,25 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         self._columns_seen.update(*read)
         if len(self._asked) < 2 and "input_ids" not in read[0]:
             self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)
+        if self.model.training:
+            self._show_first(read[0], sequences[0])
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
         return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+
+    def _show_first(self, row: Row, sequence: SupervisedSequence) -> None:
+        display = waiting_display(self)
+        if display is not None:
+            messages = None
+            if sequence.modalities:
+                (placed,) = rows_to_messages(
+                    [{**row, "prompt": row.get("messages") or row["prompt"]}],
+                    self.args.ignored_media_columns or (),
+                    self._own_tokens,
+                    self.args.media_rules,
+                )
+                messages = placed["prompt"]
+            ids, learned = sequence.input_ids, sequence.learned
+            display.show_example(ids[: int(learned.int().argmax())].tolist(), messages, ids[learned].tolist())
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self.model.train()  # which `training_step` does later: these are rows to train on

@@ -21,6 +21,10 @@ logger = get_logger(__name__)
 # Those that ask a run to end, as far as the system has them: Slurm sends SIGUSR1, a terminal that closes SIGHUP
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 
+_MESSAGE = (
+    b"\nThis run saves a checkpoint after its current step, and ends; `resume_from_checkpoint=True` resumes it.\n"
+)
+
 # Programs, or modules of Python, that start processes and wait for them
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 
@@ -62,7 +66,7 @@ class EndOnSignal(TrainerCallback):
             for output in terminals:
                 if not os.isatty(output):  # closed, so that whatever is printed would be an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-            os.write(2, b"\nThis run saves a checkpoint after its current step, and ends.\n")  # `print` may be busy
+            os.write(2, _MESSAGE)  # `print` may be busy
 
         for each in before:
             signal.signal(each, ask)

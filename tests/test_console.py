@@ -1,0 +1,269 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a run shows on the console, `run.yaml`, dry runs and interrupted runs."""
+
+import io
+import re
+import shlex
+import signal
+import warnings
+from dataclasses import fields
+
+import pytest
+import soundfile
+import yaml
+from datasets import Dataset
+from helpers.chats import RATE, audio, image, video
+from helpers.trainer_utils import audio_rows, load, make_trainer, saved
+from peft import LoraConfig, get_peft_model
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import TrlParser
+
+from trl_multimodal_rft import CompactLogCallback, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
+from trl_multimodal_rft.reporting.console import (
+    described_media,
+    evaluation_parts,
+    metric_parts,
+    model_parts,
+    prompt_text,
+)
+from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.run_file import write_run_file
+
+
+def masked(text: str) -> str:
+    """The lines from the first of ours on, without numbers, the self-check, and what a random model says."""
+    text = re.sub(r"(completion \(\d+ tokens\)): .*?(?=\nrewards:)", r"\1: ...", text, flags=re.DOTALL)
+    text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w.])", "#", text)
+    text = re.sub(r" {2,}#", "  #", re.sub(r"# (s|min|h)\b", "# s", re.sub(r"# [kM] ", "# ", text)))
+    text = text[re.search(r"Multimodal\w+ trains", text).start() :]
+    return re.sub(r"self-check: .*", "self-check: ...", text)
+
+
+def deprecations_are_errors():
+    warnings.resetwarnings()
+    for category in (FutureWarning, UserWarning):
+        warnings.simplefilter("error", category)
+
+
+# The callback
+
+RUN = """\
+MultimodalGRPOTrainer trains Qwen2AudioForConditionalGeneration for # steps:
+  language model  #  trained
+  LM head  #  trained
+  audio encoder  #  trained
+  projector  #  trained
+  total  #  # trained
+self-check: ...
+first prompt (# tokens), as the model gets it:
+  <|im_start|>user
+  <|audio_bos|><audio: # tokens, # s><|audio_eos|>What do you hear in the audio? Is there a cat? Is there a cat? #\
+<|im_end|>
+  <|im_start|>assistant
+reference: a bird
+completion (# tokens): ...
+rewards: length_and_sum #
+step #/# | # s/step | # s left
+step #/# | reward # ± # | length #, # % clipped | # s/step | # s left
+step #/# | eval reward # ± # | length #, # % clipped
+step #/# | eval reward # ± # | length #, # % clipped
+step #/# | trained in # s
+"""
+
+
+def test_what_a_run_shows(tmp_path, capsys):
+    rows, held_out = audio_rows(4).add_column("solution", ["a bird"] * 4), audio_rows(1)
+    options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": False}
+    options |= {"per_device_eval_batch_size": 4, "gradient_checkpointing": True}
+    with warnings.catch_warnings():
+        deprecations_are_errors()
+        trainer = make_trainer(
+            MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, objects={"eval_dataset": held_out}, **options
+        )
+        trainer.add_callback(CompactLogCallback(trainer))
+        assert not {PrinterCallback, ProgressCallback} & {type(each) for each in trainer.callback_handler.callbacks}
+        trainer.train()
+    shown = capsys.readouterr()
+    assert masked(shown.out) == RUN and "/3 [" not in shown.err
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert {"entropy", "packing/shared_frac", "rewards/length_and_sum/mean", "step_time"} <= logged[0].keys()
+    assert f"reward {logged[0]['reward']:.2f} ± {logged[0]['reward_std']:.2f} | length" in shown.out
+
+
+def test_parts_add_up():
+    model = load("qwen2_5_omni")[0]
+    for parameter in model.model.visual.parameters():
+        parameter.requires_grad_(False)
+    parts = model_parts(model)
+    names = ["language model", "LM head", "vision encoder", "audio encoder", "projector"]
+    assert list(parts) == names
+    assert sum(total for total, _ in parts.values()) == sum(p.numel() for p in model.parameters())
+    assert parts["vision encoder"][1] == 0 < parts["audio encoder"][1] and parts["projector"][1] == 0
+    adapted = model_parts(get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])))
+    trained = {name: sizes for name, sizes in adapted.items() if sizes[1]}
+    lora = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert trained == {"adapter": (lora + parts["LM head"][0],) * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "expected"),
+    [
+        ("qwen2_audio", audio(0.5), r"<audio: \d+ tokens, 0\.50 s>"),
+        (
+            "qwen2_5_vl",
+            {"images": [image(56, 84)["image"], image(112, 56)["image"]]},
+            "<image: 6 tokens, 56x84>.*x56>",
+        ),
+        # Several runs of placeholders for a medium: tiles of an image, times between frames
+        ("idefics3", {"images": [image(96, 64)["image"], image(64, 64)["image"]]}, r"<image: \d+ tokens, 96x64>"),
+        ("qwen3_vl", video(4, 84, 56), r"<video: \d+ tokens, 4 frames, 84x56>"),
+    ],
+)
+def test_placeholders_of_a_prompt(family, row, expected):
+    model, processor = load(family)
+    if "audio" in row:
+        row = {"audio": {"array": row["audio"], "sampling_rate": RATE}}
+    (placed,) = rows_to_messages([{"prompt": [{"role": "user", "content": "What is it?"}], **row}])
+    encoded = encode_prompt(placed["prompt"], processor, model)
+    placeholders, media = placeholder_token_ids(model, processor), described_media(placed["prompt"])
+    text = prompt_text(encoded.input_ids.tolist(), processor.tokenizer, placeholders, media)
+    assert re.search(expected, text, re.DOTALL), text
+    kinds = re.findall(r"<(image|audio|video): (\d+) tokens, ", text)
+    assert len(kinds) == sum(map(len, media.values())) and "What is it?" in text
+    tokens = processor.tokenizer.convert_ids_to_tokens(sorted(set().union(*placeholders.values())))
+    assert not any(token in text for token in tokens if token)
+
+
+def test_lines_of_metrics():
+    logs = {"reward": 0.314, "reward_std": 0.4, "rewards/accuracy_reward/mean": 0.12, "loss": 0.1}
+    logs |= {"completions/mean_length": 3.04, "completions/clipped_ratio": 0.8}
+    assert metric_parts(logs) == ["reward 0.31 ± 0.40", "accuracy 0.12", "length 3.0, 80 % clipped"]
+    others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001, "rewards/format_reward/mean": 1.0}
+    assert metric_parts(others) == ["reward 1.00 ± -", "brief 1e-03"]
+    assert metric_parts({"loss": 2.3, "mean_token_accuracy": 0.41}) == ["loss 2.30", "token accuracy 0.41"]
+    held_out = {"eval_accuracy": 0.62, "eval_accuracy_low": 0.58, "eval_accuracy_high": 0.66, "eval_pass@4": 0.8}
+    assert evaluation_parts(held_out, None) == ["eval accuracy 0.62 (0.58 to 0.66)", "pass@4 0.80"]
+    named = {"eval_clean_loss": 2.0, "eval_clean_runtime": 1.0, "eval_mean_token_accuracy": 0.5}
+    assert evaluation_parts(named, {"noisy": 0, "clean": 1}) == ["eval clean loss 2.00", "token accuracy 0.50"]
+
+
+# Scripts
+
+
+def interrupting(completions, trainer_state, **kwargs):
+    if trainer_state.global_step == 2:
+        signal.raise_signal(signal.SIGINT)
+    return [float(len(each) % 3) for each in completions]
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Arguments of a run in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for i in range(4):
+        file = io.BytesIO()
+        soundfile.write(file, audio(0.5, seed=i)["audio"], RATE, format="WAV")
+        rows.append({"prompt": "What do you hear?", "audio": {"bytes": file.getvalue(), "path": None}})
+        rows[-1] |= {"solution": "a bird", "completion": "A bird."}
+    Dataset.from_list(rows).to_parquet("data/train.parquet")
+    arguments = {"model_name_or_path": str(saved("qwen2_audio")), "dataset_name": "data", "output_dir": "out"}
+    arguments |= {"max_steps": 3, "logging_steps": 1, "save_steps": 1, "per_device_train_batch_size": 4}
+    return arguments | {"dtype": "float32", "use_cpu": True, "bf16": False, "report_to": "none"}
+
+
+REWARDED = {"num_generations": 2, "max_completion_length": 4}
+
+
+def words_of(keys) -> list[str]:
+    return [word for name, value in keys.items() for word in (f"--{name}", str(value))]
+
+
+def start(script, *argv):
+    script.main(*parse(TrlParser(script.ARGUMENTS), list(argv)))
+
+
+@pytest.mark.parametrize("script", [grpo, rloo, ppo, sft])
+def test_dry_run(script, given, tmp_path, capsys):
+    rewarded = {} if script is sft else {**REWARDED, "reward_funcs": "accuracy_reward"}
+    options = {**given, **rewarded, "eval_strategy": "steps", "eval_steps": 1, "dataset_test_split": "train"}
+    start(script, *words_of(options), "--dry_run", "--log_completions" if script is not sft else "--use_cpu")
+    lines = masked(capsys.readouterr().out).splitlines()
+    assert any("<audio: # tokens, # s>" in line for line in lines)
+    metrics = "loss # | token accuracy #" if script is sft else "reward # ± # | accuracy # | length #, # % clipped"
+    assert [line for line in lines if line.startswith("step")] == [
+        f"step #/# | {metrics} | # s/step | # s left",
+        "step #/# | trained in # s",
+    ]
+    assert lines[-1] == "Dry run: # step of #; nothing was saved."
+    assert ("target (# tokens): A bird.<|im_end|>" in lines) == (script is sft)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_interrupted_run_says_how_to_resume(given, capsys):
+    options = {**given, **REWARDED, "reward_funcs": "test_console.interrupting"}
+    with warnings.catch_warnings():
+        deprecations_are_errors()
+        with pytest.raises(SystemExit) as ended:
+            start(grpo, *words_of(options))
+    assert ended.value.code == 130
+    line = capsys.readouterr().out.splitlines()[-1]
+    prefix = "Interrupted after step 2. Resume with: trl-multimodal-rft grpo "
+    assert line == prefix + "--config out/run.yaml --resume_from_checkpoint True"
+
+    start(grpo, *shlex.split(line.removeprefix(prefix)), "--reward_funcs", "accuracy_reward")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("step")] == ["step 3/3"] * 2
+    asked = "--model_name_or_path out"
+    assert lines[-5:-2] == [
+        "The model is in out.",
+        f"  ask:      trl-multimodal-rft chat {asked}",
+        f"  evaluate: trl-multimodal-rft evaluate {asked} --dataset_name data --reward_funcs accuracy_reward",
+    ]
+    assert lines[-2].endswith("grpo --config out/run.yaml --resume_from_checkpoint True --max_steps 6")
+    assert lines[-1].startswith("  publish:  hf upload USER/out out . --exclude")
+    assert "resume" not in yaml.safe_load(open("out/run.yaml"))
+
+
+def test_run_file_starts_the_same_run(given):
+    """What a config file and the command line set, in the types of either."""
+    from_file = {"learning_rate": "1e-5", "reward_funcs": "accuracy_reward", "dtype": "float32", "max_steps": 7}
+    from_file |= {"chat_template_kwargs": {"enable_thinking": False}, "env": {"HF_TOKEN": "hf_1", "SHOWN": "yes"}}
+    with open("recipe.yaml", "w") as file:
+        yaml.safe_dump(from_file, file)
+    argv = ["--config", "recipe.yaml", *words_of({**given, **REWARDED}), "--save_strategy", "no"]
+    argv += ["--prompt", 'Say: "{solution}" # \\boxed{}\nNow.', "--hub_token", "hf_2", "--reward_weights", "0.5"]
+    argv += ["--model_init_kwargs", '{"token": "hf_3", "use_safetensors": true}', "--resume_from_checkpoint", "True"]
+    first = parse(TrlParser(grpo.ARGUMENTS), argv)
+    words = ["--num_processes=2", "--multi_gpu", "--mixed-precision", "bf16"]
+    write_run_file("out", "trl-multimodal-rft grpo", {**first[0].given, "launch": words})
+    text = open("out/run.yaml").read()
+    assert text.startswith("# trl-multimodal-rft grpo --config out/run.yaml\nmodel_name_or_path: ")
+    assert not re.search("hf_[123]", text) and "SHOWN" in text and "resume" not in text
+    keys = yaml.safe_load(text)
+    launched = {name: keys.pop(name) for name in ("num_processes", "multi_gpu", "mixed_precision")}
+    assert launched == {"num_processes": 2, "multi_gpu": True, "mixed_precision": "bf16"}
+    with open("again.yaml", "w") as file:
+        yaml.safe_dump(keys, file)
+    again = parse(TrlParser(grpo.ARGUMENTS), ["--config", "again.yaml"])
+    changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "given"}
+    for before, after in zip(first, again, strict=True):
+        for each in fields(before):
+            if each.name not in changed:
+                assert getattr(after, each.name) == getattr(before, each.name), each.name
+    assert again[1].model_init_kwargs == {"use_safetensors": True} and again[1].max_steps == 3
+
+
+def test_other_display(given, capsys):
+    """`--disable_compact_log` is as transformers does it."""
+    start(
+        grpo,
+        *words_of({**given, **REWARDED, "max_steps": 1, "reward_funcs": "accuracy_reward"}),
+        "--disable_compact_log",
+    )
+    shown = capsys.readouterr()
+    assert "'rewards/accuracy_reward/mean'" in shown.out and "1/1 [" in shown.err
+    assert "step 1/1" not in shown.out and "trains" not in shown.out

@@ -1,0 +1,417 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a run shows on the console: what it trains, the first example, and one line per log."""
+
+import math
+import re
+import textwrap
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ..data.columns import MediaError, MediaRef, iter_refs
+from ..data.encode import spread_frames
+from ..data.loading import load_image, read_audio
+from ..encoding.prompts import placeholder_token_ids
+from ..models.towers import find_tower
+from ..models.wrapped import unwrapped
+
+
+_LONGEST_TEXT = 2000  # characters of a prompt or completion
+# Rewards that are 1 for a right answer and 0 for a wrong one
+_ACCURACIES = ("accuracy_reward", "choice_reward")
+_PARTS = ("language model", "LM head", "vision encoder", "audio encoder", "projector", "critic", "adapter")
+
+
+class CompactLogCallback(TrainerCallback):
+    """
+    A [`~transformers.TrainerCallback`] that shows a run on the console of its main process: the parts of the model and
+    which of them are trained, the first prompt as the model gets it with one completion and its rewards, and one line
+    per log.
+
+    It replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and `log_history`
+    have all metrics as without it.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer of this package to which the callback will be added. Its callbacks that print logs are removed.
+
+    Example:
+    ```python
+    trainer = MultimodalGRPOTrainer(...)
+    trainer.add_callback(CompactLogCallback(trainer))
+    trainer.train()
+    ```
+    """
+
+    def __init__(self, trainer: Trainer):
+        for printer in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
+            trainer.remove_callback(printer)
+        self.trainer = trainer
+        self._needs_example = True
+        self._since = 0.0  # when the time of training was last counted
+        self._seconds, self._steps = 0.0, 0  # of training since the last line
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._needs_example, self._since, self._seconds, self._steps = True, time.perf_counter(), 0.0, 0
+        if state.is_world_process_zero and model is not None:
+            trained = type(unwrapped(None, model)).__name__
+            print(f"{type(self.trainer).__name__} trains {trained} for {state.max_steps} steps:")
+            print(*parts_lines(model_parts(model)), sep="\n", flush=True)
+
+    def show_example(
+        self,
+        input_ids: Sequence[int],
+        messages: Any,
+        answer_ids: Sequence[int],
+        reference: Any = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:
+        """
+        Shows what the model gets and gives, or is to give, once for each run. Trainers call it with the first example.
+
+        Args:
+            input_ids (`Sequence[int]`):
+                Prompt, with expanded placeholders.
+            messages (`Any`):
+                What the prompt was encoded from, with its media.
+            answer_ids (`Sequence[int]`):
+                A completion, or the tokens that are learned.
+            reference (`Any`, *optional*):
+                Solution of the row.
+            rewards (`Mapping[str, float]`, *optional*):
+                Rewards of the completion by function. If `None`, the answer is a target.
+        """
+        if not self._needs_example or not self.trainer.is_world_process_zero():
+            return
+        self._needs_example = False
+        model: Any = unwrapped(self.trainer.accelerator, self.trainer.model)
+        processor: Any = self.trainer.processing_class
+        tokenizer = getattr(processor, "tokenizer", processor)
+        placeholders = placeholder_token_ids(model, processor)
+        media = described_media(messages)
+        prompt = prompt_text(input_ids, tokenizer, placeholders, media)
+        answer = prompt_text(answer_ids, tokenizer, placeholders, {} if len(input_ids) else media)
+        if len(input_ids):
+            print(f"first prompt ({len(input_ids)} tokens), as the model gets it:")
+            print(textwrap.indent(_shortened(prompt), "  "))
+        if reference is not None:
+            print(f"reference: {_shortened(str(reference))}")
+        print(f"{'target' if rewards is None else 'completion'} ({len(answer_ids)} tokens): {_shortened(answer)}")
+        if rewards is not None:
+            shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
+            print(f"rewards: {', '.join(shown)}")
+        print(end="", flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
+        if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
+            self._print(state, self._pace(state))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._since = time.perf_counter()
+
+    def on_save(self, args, state, control, **kwargs):
+        self._since = time.perf_counter()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        if "train_runtime" in logs:
+            self._print(state, [f"trained in {_duration(logs['train_runtime'])}"])
+        elif any(name.startswith("eval_") for name in logs):
+            self._print(state, evaluation_parts(logs, self.trainer.eval_dataset))
+        else:
+            self._print(state, [*metric_parts(logs), *self._pace(state)])
+            self._seconds, self._steps = 0.0, 0
+
+    def _pace(self, state) -> list[str]:
+        if not self._steps:
+            return []
+        pace = self._seconds / self._steps
+        seconds = f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
+        return [f"{seconds} s/step", f"{_duration(pace * (state.max_steps - state.global_step))} left"]
+
+    @staticmethod
+    def _print(state, parts: Iterable[str]) -> None:
+        print(" | ".join([f"step {state.global_step}/{state.max_steps}", *parts]), flush=True)
+
+
+def waiting_display(trainer: Any) -> CompactLogCallback | None:
+    """
+    The display of a trainer that hasn't shown an example yet.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer.
+
+    Returns:
+        [`CompactLogCallback`], *optional*: The callback, on the main process only.
+    """
+    for callback in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
+        if isinstance(callback, CompactLogCallback) and callback._needs_example:
+            return callback
+    return None
+
+
+# Parts of the model
+
+
+def model_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """
+    Parameters of a model's parts.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model of a trainer, without the wrappers of an engine.
+
+    Returns:
+        `dict[str, tuple[int, int]]`: How many parameters each part has, and how many of them are trained.
+    """
+    base: Any = unwrapped(None, model)
+    adapter = getattr(getattr(model, "base_model", None), "prefix", None) or "lora_"
+    encoders = {}
+    for kind, label in (("image", "vision encoder"), ("audio", "audio encoder")):
+        if kind in base.input_modalities:
+            try:
+                tower = base.get_submodule(find_tower(base, kind))
+            except ValueError:  # a model without an encoder
+                continue
+            encoders.update({id(parameter): label for parameter in tower.parameters()})
+    language = {}
+    for module, label in (
+        (base.get_output_embeddings(), "LM head"),
+        (base.get_decoder(), "language model"),
+        (base.get_input_embeddings(), "language model"),
+    ):
+        language.update({id(each): label for each in (module.parameters() if module is not None else ())})
+
+    def part(name: str, parameter: nn.Parameter) -> str:
+        if re.search(r"(^|\.)critic\.", name):
+            return "critic"
+        if adapter in name or re.search(r"(^|\.)(modules_to_save|prompt_encoder|trainable_tokens_layer)\.", name):
+            return "adapter"
+        if re.search(r"(^|\.)(merger|deepstack_merger_list)\.", name):  # within encoders of Qwen
+            return "projector"
+        if re.search(r"vision_(model|tower|encoder)\.", name) and id(parameter) not in language:
+            return "vision encoder"
+        return encoders.get(id(parameter)) or language.get(id(parameter)) or "projector"
+
+    counts = dict.fromkeys(_PARTS, (0, 0))
+    for name, parameter in model.named_parameters():
+        size, (total, trained) = _size(parameter), counts[label := part(name, parameter)]
+        counts[label] = total + size, trained + size * parameter.requires_grad
+    return {label: sizes for label, sizes in counts.items() if sizes[0]}
+
+
+def _size(parameter: Any) -> int:
+    size = getattr(parameter, "ds_numel", None) or parameter.numel()  # of DeepSpeed's shards, all together
+    if type(parameter).__name__ == "Params4bit":  # holds two numbers in a byte
+        size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize
+    return size
+
+
+def parts_lines(parts: Mapping[str, tuple[int, int]]) -> list[str]:
+    """
+    Writes parts of a model.
+
+    Args:
+        parts (`Mapping[str, tuple[int, int]]`):
+            Of [`model_parts`].
+
+    Returns:
+        `list[str]`: A line for each, and one for all.
+    """
+    total, trained = (sum(each) for each in zip(*parts.values(), strict=True))
+    return [f"  {label:<15}{_count(n):>8}  {_trained(n, t)}" for label, (n, t) in parts.items()] + [
+        f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"
+    ]
+
+
+def _trained(total: int, trained: int) -> str:
+    return "trained" if trained == total else f"{_count(trained)} trained" if trained else "frozen"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}" if number < 999.5 * size else f"{number / size:.0f} {unit}"
+    return str(number)
+
+
+# Prompts
+
+
+def described_media(messages: Any) -> dict[str, list[str | None]]:
+    """
+    Says how long or large media are.
+
+    Args:
+        messages (`Any`):
+            Messages with references to media.
+
+    Returns:
+        `dict[str, list[str | None]]`: By kind, in the order of the prompt; `None` where that can't be read.
+    """
+    described: dict[str, list[str | None]] = {}
+    for ref in iter_refs(messages):
+        try:
+            text = _described(ref)
+        except (MediaError, ImportError):
+            text = None
+        described.setdefault(ref.kind, []).append(text)
+    return described
+
+
+def _described(ref: MediaRef) -> str | None:
+    if ref.kind == "audio":
+        samples, rate = read_audio(ref)
+        return f"{len(samples) / rate:.2f} s" if rate else None
+    if ref.kind == "image":
+        return "{}x{}".format(*load_image(ref).size)
+    frames, metadata = spread_frames(ref, 1)
+    return f"{metadata['total_num_frames']} frames, {frames.shape[2]}x{frames.shape[1]}"
+
+
+def prompt_text(
+    input_ids: Sequence[int],
+    tokenizer: Any,
+    placeholders: Mapping[str, set[int]],
+    media: Mapping[str, Sequence[str | None]],
+) -> str:
+    """
+    Decodes token ids, with `<audio: 13 tokens, 0.62 s>` for the placeholders of a medium.
+
+    Args:
+        input_ids (`Sequence[int]`):
+            Token ids.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer.
+        placeholders (`Mapping[str, set[int]]`):
+            Ids of placeholders by kind of media.
+        media (`Mapping[str, Sequence[str | None]]`):
+            Of [`described_media`].
+
+    Returns:
+        `str`: The text.
+    """
+    ids, spans = list(map(int, input_ids)), []
+    for kind, own in placeholders.items():
+        described = media.get(kind, ())
+        found = _spans(ids, own, len(described))
+        texts = described if len(found) == len(described) else [None] * len(found)
+        spans += [(start, stop, kind, text) for (start, stop), text in zip(found, texts, strict=True)]
+    pieces, done = [], 0
+    for start, stop, kind, text in sorted(spans):
+        if start < done:  # of media that take turns, such as a video with its sound
+            continue
+        pieces.append(tokenizer.decode(ids[done:start], skip_special_tokens=False))
+        pieces.append(f"<{kind}: {stop - start} tokens{f', {text}' if text else ''}>")
+        done = stop
+    return "".join([*pieces, tokenizer.decode(ids[done:], skip_special_tokens=False)])
+
+
+def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
+    """
+    Where placeholders are: as many spans as there are media, if there are enough. A medium with something between its
+    placeholders, such as ends of rows or times of frames, has the smaller gaps.
+    """
+    places = [place for place, token in enumerate(ids) if token in placeholders]
+    gaps = [(after - before, i) for i, (before, after) in enumerate(zip(places, places[1:], strict=False))]
+    between = {i for gap, i in gaps if gap > 1}
+    if 0 < n_media <= len(between):
+        between = {i for _, i in sorted(gaps, key=lambda each: (-each[0], each[1]))[: n_media - 1]}
+    starts = [place for i, place in enumerate(places) if i == 0 or i - 1 in between]
+    stops = [place + 1 for i, place in enumerate(places) if i in between or i == len(places) - 1]
+    return list(zip(starts, stops, strict=True))
+
+
+def _shortened(text: str) -> str:
+    text = text.rstrip("\n")
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
+# Logs
+
+
+def metric_parts(logs: Mapping[str, Any]) -> list[str]:
+    """
+    The metrics of a log that tell how a run does.
+
+    Args:
+        logs (`Mapping[str, Any]`):
+            What a trainer logs, of an evaluation without prefixes.
+
+    Returns:
+        `list[str]`: Such as `["reward 0.31 ± 0.40", "accuracy 0.12", "length 3.0, 80 % clipped"]`.
+    """
+    parts = []
+    rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
+    if "reward" in logs:
+        parts.append(f"reward {_number(logs['reward'])} ± {_number(logs.get('reward_std'))}")
+    elif "loss" in logs:
+        parts.append(f"loss {_number(logs['loss'])}")
+    if "accuracy" in logs:
+        bounds = [logs.get(f"accuracy_{end}") for end in ("low", "high")]
+        interval = "" if None in bounds else " ({} to {})".format(*map(_number, bounds))
+        parts.append(f"accuracy {_number(logs['accuracy'])}{interval}")
+    elif accuracy := next((name for name in _ACCURACIES if name in rewards), None):
+        parts.append(f"accuracy {_number(rewards[accuracy])}")
+    elif len(rewards) > 1:
+        name = next(iter(rewards))
+        parts.append(f"{name} {_number(rewards[name])}")
+    parts += [f"{name} {_number(logs[name])}" for name in logs if re.fullmatch(r"(pass|majority)@\d+", name)]
+    if "mean_token_accuracy" in logs:
+        parts.append(f"token accuracy {_number(logs['mean_token_accuracy'])}")
+    if "completions/mean_length" in logs:
+        clipped = logs.get("completions/clipped_ratio")
+        share = "" if clipped is None else f", {100 * clipped:.0f} % clipped"
+        parts.append(f"length {logs['completions/mean_length']:.1f}{share}")
+    if logs.get("explained_variance") is not None:  # `None` where all returns are equal
+        parts.append(f"explained variance {_number(logs['explained_variance'])}")
+    return parts
+
+
+def evaluation_parts(logs: Mapping[str, Any], datasets: Any) -> list[str]:
+    """
+    The same of an evaluation.
+
+    Args:
+        logs (`Mapping[str, Any]`):
+            What a trainer logs.
+        datasets (`Any`):
+            The trainer's dataset, or several by their names.
+
+    Returns:
+        `list[str]`: Parts, of which the first begins with `eval`.
+    """
+    names = [name for name in (datasets if isinstance(datasets, dict) else ()) if f"eval_{name}_runtime" in logs]
+    prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
+    plain = {}
+    for name, value in logs.items():
+        prefix = next((each for each in prefixes if name.startswith(each)), None)
+        if prefix is not None:
+            plain[name.removeprefix(prefix)] = value
+    first, *others = metric_parts(plain) or ["done"]
+    return [" ".join(["eval", *names[:1], first]), *others]
+
+
+def _number(value: Any) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.0e}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,104 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`run.yaml` in the output folder of a run: what its user set, for `--config` to start the same run."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+NAME = "run.yaml"
+
+_FIRST = ("model_name_or_path", "dataset_name", "output_dir")
+# Of one start, not of the run
+_NOT_KEPT = {"config", "resume_from_checkpoint", "dry_run", "launch"}
+_SECRET = re.compile(r"(^|_)(hub_token|auth_token|access_token|api_?key|secret|password)$|^token$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
+
+
+def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
+    """
+    Writes what the user of a run set.
+
+    Args:
+        folder (`str` or `Path`):
+            Output folder of the run.
+        command (`str`):
+            What starts it.
+        given (`Mapping[str, Any]`):
+            Values by name, those of a config file among them. Below `launch` words for `accelerate launch`.
+    """
+    keys = {**given, **launch_keys(given.get("launch") or ())}
+    keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
+    path = Path(folder, NAME)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(_plain(without_secrets(keys)), sort_keys=False, allow_unicode=True, width=119)
+    path.write_text(f"# {command} --config {path}\n{text}", encoding="utf-8")
+
+
+def launch_keys(words: Sequence[str]) -> dict[str, Any]:
+    """
+    Arguments of `accelerate launch` as a config file has them.
+
+    Args:
+        words (`Sequence[str]`):
+            Such as `["--num_processes=2", "--multi_gpu"]`, or with values as words of their own.
+
+    Returns:
+        `dict[str, Any]`: Such as `{"num_processes": 2, "multi_gpu": True}`.
+    """
+    keys: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, separator, value = word.partition("=")
+            name = name.removeprefix("--").replace("-", "_")
+            keys[name] = yaml.safe_load(value) if separator else True
+        elif name:
+            keys[name] = yaml.safe_load(word)
+    return keys
+
+
+def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
+    """
+    Values without tokens, keys and passwords, also of dictionaries that are written as JSON.
+
+    Args:
+        value (`Any`):
+            A value, or a dictionary of them.
+        is_environment (`bool`, *optional*, defaults to `False`):
+            Whether names are those of environment variables.
+
+    Returns:
+        `Any`: The same without them.
+    """
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        kept = without_secrets(parsed)
+        return value if kept == parsed else json.dumps(kept)
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    secret = _SECRET_VARIABLE if is_environment else _SECRET
+    return {
+        name: without_secrets(each, is_environment=name == "env")
+        for name, each in value.items()
+        if not secret.search(str(name))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Of types that YAML has."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    value = getattr(value, "value", value)  # of an enumeration
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
