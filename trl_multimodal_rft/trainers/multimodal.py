@@ -47,6 +47,7 @@ from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.model import RewardModel, read_as_text
+from .arguments import KnownKeywords, check_arguments
 from .batch import Batch
 from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
@@ -82,7 +83,9 @@ from .tools import WHOLE_ROW, ToolsMixin, with_media, with_whole_rows
 logger = get_logger(__name__)
 
 
-class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalMixin(
+    KnownKeywords, RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
+):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -98,6 +101,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
+        check_arguments(reward_funcs, processing_class=processing_class, ref_model=ref_model, **kwargs)
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         warn_of_truncation(args)
