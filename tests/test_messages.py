@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import transformers as hf
-from datasets import DatasetDict
-from helpers.trainer_utils import image_rows, length_and_sum, saved
+from datasets import Dataset, DatasetDict
+from helpers.trainer_utils import image_rows, length_and_sum, load, saved
 
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
@@ -306,3 +306,24 @@ def test_model_without_its_processor(tmp_path, rows):
             path.unlink()
     with pytest.raises(OSError, match=r"The processor of '.*/model' can't be loaded: the folder has none of processor_"):
         MultimodalGRPOTrainer(str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
+    """Is named once; all is trained."""
+    model, processor = load("qwen2_5_vl")
+    model.config.get_text_config().max_position_embeddings = 30
+    prompts = ["A cat?", "A dog? " * 40, "A dog? " * 50, "A bird?"]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, "self_check": False, "num_generations": 2}
+    options |= {"gradient_accumulation_steps": 2, "shuffle_dataset": False, "max_completion_length": 4}
+    arguments = {"reward_funcs": length_and_sum}
+    if kind == "sft":
+        rows = rows.map(lambda row: {"completion": [{"role": "assistant", "content": "A cat."}]})
+        options, arguments = {"max_steps": 1, "per_device_train_batch_size": 4}, {}
+    args = config(kind, tmp_path, **options)
+    trainer = TRAINERS[kind](model, args=args, train_dataset=rows, processing_class=processor, **arguments)
+    trainer.train()
+    (warning,) = [each.message for each in caplog.records if "max_position_embeddings" in each.message]
+    number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 of the model", warning).groups()
+    assert number in "12" and int(taken) > 100

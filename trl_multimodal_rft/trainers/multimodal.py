@@ -317,6 +317,7 @@ class MultimodalMixin(
 
     def _roll_out(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], Batch]:
         """Samples, scores and rewards completions with TRL's code; what it returns, and what it worked on."""
+        self._check_policy()
         rows, inputs, numbers, encoded = self._read_rows(inputs)
         branches = Branches() if self.tools else None
         with self._at_hand(rows=inputs, numbers=numbers, encoded=encoded, branches=branches) as batch:
@@ -401,6 +402,7 @@ class MultimodalMixin(
                 encoded.append(self._encode(prompt, self._batch.numbers[i], **self._environment_tools(i)))
         self._batch.prompts, self._batch.messages = encoded, prompts
         self._kinds_seen.update(*(each.modalities for each in encoded))
+        self._warn_of_positions(encoded, self._batch.numbers)
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):
             self._run_self_check(prompts, encoded)
         return [each.input_ids.tolist() for each in encoded], None, {}
@@ -457,7 +459,7 @@ class MultimodalMixin(
     def _sample_completions(
         self, prompts, generation_config, share_prefill: bool | None = None, branches: Branches | None = None
     ):
-        with profiling_context(self, "transformers.generate"):
+        with profiling_context(self, "transformers.generate"), self._naming_broken_logits():
             return self._policy.sample(
                 self.model_wrapped,
                 prompts,

@@ -371,9 +371,10 @@ class MultimodalArguments(MediaArguments):
             given = ["per_device_train_batch_size", steps]
         try:
             super().__post_init__()
-        except ValueError as error:
-            self._check_batches(given)
-            raise error
+        except ValueError:
+            if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
+                self._check_batches(given)
+            raise
         check_choice(self, "packing")
         # vLLM has others
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})

@@ -398,6 +398,7 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
             self._unseen.remove(name)
             warn_of_unread(self.args, {name: [dict(row) for row in read]}, supervised=True, whole=False)
         self._kinds_seen.update(*(each.modalities for each in sequences))
+        self._warn_of_positions(sequences, [row.number for row in read])
         self._columns_seen.update(*read)
         if len(self._asked) < 2 and "input_ids" not in read[0]:
             self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)
