@@ -265,6 +265,6 @@ def test_no_average_without_a_decay(tmp_path):
 @pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
 def test_invalid_decay(decay, tmp_path):
     with pytest.raises(
-        ValueError, match=rf"`ema_decay` must be between 0 and 1, got {decay}; `None` keeps no average"
+        ValueError, match=rf"`ema_decay` must be above 0 and below 1, got {decay}; `None` keeps no average"
     ):
         make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, ema_decay=decay)

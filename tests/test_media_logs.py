@@ -554,7 +554,7 @@ def test_the_bound_is_that_of_a_prompt(tmp_path):
     ("options", "message"),
     [
         ({"max_logged_media": 0}, "`max_logged_media` must be at least 1, got 0; `log_multimodal=False`"),
-        ({"max_logged_megabytes": 0.0}, "`max_logged_megabytes` must be positive, got 0.0"),
+        ({"max_logged_megabytes": 0.0}, "`max_logged_megabytes` must be above 0, got 0.0"),
     ],
 )
 def test_bounds_that_make_no_sense(options, message):

@@ -12,7 +12,7 @@ from helpers.trainer_utils import InjectedOurs as InjectedGRPO
 from helpers.trainer_utils import image_rows, logged, make_trainer, run
 from transformers import TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalRLOOConfig
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig
 
 
 TRAINERS = {"grpo": InjectedGRPO, "rloo": InjectedRLOO}
@@ -214,3 +214,35 @@ def test_broken_weights_are_not_saved(name, tmp_path):
     with pytest.raises(FloatingPointError, match="isn't saved in '.*final'; what is saved there stays"):
         trainer.save_model(str(tmp_path / "final"))
     assert {path: path.read_bytes() for path in (tmp_path / "final").iterdir()} == files
+
+
+class BreakFrozen(TrainerCallback):
+    """Breaks one weight that isn't trained."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.lm_head.requires_grad_(False)
+        with torch.no_grad():
+            model.lm_head.weight[7] = torch.nan
+
+
+@pytest.mark.parametrize(
+    "callback, message",
+    [
+        (
+            Poison(2),
+            "Weights aren't finite after step 2, such as 'lm_head.weight', so no completions can be sampled. Go on from "
+            "an earlier checkpoint, with a lower `learning_rate`",
+        ),
+        (
+            BreakFrozen(),
+            "Logits aren't finite after step 0, so no completions can be sampled, although .* torch.float32",
+        ),
+    ],
+)
+def test_nothing_is_sampled_from_broken_weights(callback, message, tmp_path):
+    """Without the error of torch, which names neither the step nor the remedy."""
+    objects = {"callbacks": [callback]}
+    options = {**OPTIONS, "max_steps": 4}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, objects=objects, **options)
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.train()

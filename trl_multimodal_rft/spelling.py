@@ -32,6 +32,7 @@ REMOVED = {
     "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
     # Arguments of trainers
     "tokenizer": "use `processing_class`",
+    "processor": "use `processing_class`",
     "policy": "use `model`",
     "dataset": "use `train_dataset`",
     "reward_model": "use `reward_funcs`",

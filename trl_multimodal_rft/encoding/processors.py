@@ -4,6 +4,7 @@
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..families import AUDIO_EXTRACTORS
+from .model_folders import naming_what_is_missing
 
 
 def load_processor(
@@ -25,9 +26,11 @@ def load_processor(
         of a model for text.
 
     Raises:
+        `OSError`: If there is none.
         `ValueError`: If it pads audio on the wrong side, see [`check_processor`].
     """
-    processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    with naming_what_is_missing(name, "processor"):
+        processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
     return processor
 

@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
+from ..encoding.model_folders import check_model_folder, naming_what_is_missing
 from ..encoding.processors import load_processor
 from ..families import family_of
 
@@ -49,8 +50,13 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
 
     Returns:
         [`~transformers.PreTrainedModel`]: The model.
+
+    Raises:
+        `OSError`: If there is no such model. The message names what is missing.
     """
-    kwargs.setdefault("architecture", trained_part(name, **kwargs))
+    check_model_folder(name, kwargs.get("subfolder", ""))
+    with naming_what_is_missing(name):
+        kwargs.setdefault("architecture", trained_part(name, **kwargs))
     return create_model_from_path(name, **kwargs)
 
 

@@ -2,6 +2,7 @@
 """Updates and weights that aren't finite."""
 
 import math
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ class FiniteMixin(TrainerMixin):
     """Lets a trainer skip updates that aren't finite, and refuse to save weights that aren't."""
 
     _n_skipped = 0  # successive updates
+    _checked_step: int | None = None  # the latest whose weights were looked at before sampling
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Leaves out an update whose gradient isn't finite."""
@@ -47,9 +49,18 @@ class FiniteMixin(TrainerMixin):
             )
         self.optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
 
-    @torch.no_grad()
     def _check_weights(self, folder: str | None) -> None:
         """Refuses to save what can't be trained or used any more. All processes have to call this."""
+        self._refuse_broken(f"the model isn't saved in {folder or self.args.output_dir!r}; what is saved there stays")
+
+    def _check_policy(self) -> None:
+        """Refuses to sample from weights that aren't finite, once for each update. All processes have to call this."""
+        if self._checked_step != self.state.global_step:
+            self._refuse_broken("no completions can be sampled")
+            self._checked_step = self.state.global_step
+
+    @torch.no_grad()
+    def _refuse_broken(self, consequence: str) -> None:
         trained = {name: local_part(p) for name, p in self.model.named_parameters() if p.requires_grad}
         trained = {name: value for name, value in trained.items() if value.numel() > 0}
         # The largest weight isn't finite if one isn't
@@ -58,10 +69,24 @@ class FiniteMixin(TrainerMixin):
             broken = [name for name, value in trained.items() if not value.isfinite().all()]
             raise FloatingPointError(
                 f"Weights aren't finite after step "
-                f"{self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so the model isn't saved in "
-                f"{folder or self.args.output_dir!r}; what is saved there stays. Go on from an earlier checkpoint, "
-                "with a lower `learning_rate` or `max_grad_norm`."
+                f"{self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so {consequence}. Go on from "
+                "an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
             )
+
+    @contextmanager
+    def _naming_broken_logits(self):
+        """Names the step and the remedy where torch can't sample from logits."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            raise FloatingPointError(
+                f"Logits aren't finite after step {self.state.global_step}, so no completions can be sampled, although "
+                "the weights that are trained are finite. Frozen weights aren't, or activations are too large for "
+                f"{self.model.dtype}: load the model in bfloat16 or float32 (`model_init_kwargs={{'dtype': 'bfloat16'}}`)"
+                ", and set `bf16=True` in the place of `fp16`."
+            ) from error
 
     def _any_process(self, condition: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())

@@ -10,7 +10,8 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions, LossType
-from .multimodal_config import MultimodalArguments, check_choice, check_least, check_range
+from .arguments import check_values
+from .multimodal_config import MultimodalArguments, check_choice, check_range
 
 
 # Estimators without a critic whose KL divergence belongs to the reward, and those with k2 in the loss
@@ -214,6 +215,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         max_completion_length: Any = None
 
     def __post_init__(self):
+        check_values(self)
         if callable(self.advantage_estimator):
             check_estimator(self.advantage_estimator)
         else:
@@ -232,10 +234,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         self._check_rewards()
         self._check_kl()
         self._check_loss()
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise ValueError(
-                f"`top_entropy_quantile` must be above 0 and at most 1 (all tokens), got {self.top_entropy_quantile}."
-            )
         whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
         if self.top_entropy_quantile < 1 and self.entropy_scope == "batch" and not whole_steps:
             raise ValueError(
@@ -253,7 +251,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return Estimator(self._estimator_name(), None, function) if callable(function) else ESTIMATORS[function]
 
     def _post_init_trl(self) -> None:
-        if self.num_generations > 1:
+        group = self.num_generations or 0
+        if group > 1:
             super().__post_init__()
             return
         if self._estimator.needs == "group":
@@ -261,11 +260,18 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
                 f"`num_generations` must be at least 2, got {self.num_generations}. Raise it, or use 'reinforce'."
             )
+        if group < 1:
+            raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
         # TRL asks every estimator for two. All its checks but that hold for one completion per prompt if they hold for
         # as many as a process samples, and in evaluation for one.
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
         self.num_generations_eval = self.num_generations_eval or 1
+        if self.num_generations == 1:
+            raise ValueError(
+                "`per_device_train_batch_size=1` x `gradient_accumulation_steps=1` is one completion at a time, and TRL "
+                "needs two; raise one of them."
+            )
         super().__post_init__()
         self.num_generations = 1
 
@@ -316,10 +322,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "`kl_estimator='k1'` in the loss has a gradient of 0 on average, so it would regularize nothing. Use "
                 "'k2' or 'k3', or `kl_in_reward=True`."
             )
-        if self.kl_target is not None and self.kl_target <= 0:
-            raise ValueError(f"`kl_target` must be above 0, got {self.kl_target}; `None` keeps the coefficient.")
-        if self.kl_horizon <= 0:
-            raise ValueError(f"`kl_horizon` must be above 0, got {self.kl_horizon}.")
 
     def _check_loss(self) -> None:
         check_choice(self, "loss_type", tuple(LOSSES))  # TRL checks it only after sampling
@@ -365,11 +367,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`entropy_renormalize` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is "
                 "over the tokens that are trained on anyway; remove it."
             )
-        if self.cpgd_drift_coef < 0 or self.cpgd_drift_clamp <= 0:
-            raise ValueError(
-                f"`cpgd_drift_coef` ({self.cpgd_drift_coef}) must be at least 0 and `cpgd_drift_clamp` "
-                f"({self.cpgd_drift_clamp}) above 0."
-            )
         if self.loss_type == "cpgd" and self.epsilon >= 1:
             raise ValueError(
                 f"`loss_type='cpgd'` clips at log(1 - epsilon), so `epsilon` ({self.epsilon}) must be below 1."
@@ -390,7 +387,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
 
     def _check_sampling(self) -> None:
-        check_least(self, dynamic_sampling_max_rounds=1, replay_buffer_size=0, replay_max_age=1)
         for name in ("dynamic_sampling", "replay_buffer_size"):
             if not getattr(self, name):
                 continue

@@ -109,6 +109,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
     _sampling_logps_expected = _tool_mask_expected = True
+    _config_class = MultimodalGRPOConfig
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         ref_model: PreTrainedModel | None = None,
     ):
-        args = own_config(MultimodalGRPOConfig, args, model)
+        args = own_config(self._config_class, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
             raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
         super().__init__(

@@ -49,6 +49,7 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, unasked
 from ..rewards.model import RewardModel, read_as_text
 from ..rewards.named import as_reward_funcs
+from .arguments import KnownKeywords, check_arguments
 from .batch import Batch
 from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
@@ -86,7 +87,9 @@ from .tools import WHOLE_ROW, ToolsMixin, with_media, with_whole_rows
 logger = get_logger(__name__)
 
 
-class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalMixin(
+    KnownKeywords, RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
+):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -103,6 +106,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
         ignore_deprecated_names()
+        check_arguments(reward_funcs, processing_class=processing_class, ref_model=ref_model, **kwargs)
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
@@ -319,6 +323,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
 
     def _roll_out(self, inputs: Sequence[Any]) -> tuple[dict[str, Any], Batch]:
         """Samples, scores and rewards completions with TRL's code; what it returns, and what it worked on."""
+        self._check_policy()
         rows, inputs, numbers, encoded = self._read_rows(inputs)
         branches = Branches() if self.tools else None
         with self._at_hand(rows=inputs, numbers=numbers, encoded=encoded, branches=branches) as batch:
@@ -418,6 +423,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
                 encoded.append(self._encode(prompt, self._batch.numbers[i], **self._environment_tools(i)))
         self._batch.prompts, self._batch.messages = encoded, prompts
         self._kinds_seen.update(*(each.modalities for each in encoded))
+        self._warn_of_positions(encoded, self._batch.numbers)
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):
             self._run_self_check(prompts, encoded)
         return [each.input_ids.tolist() for each in encoded], None, {}
@@ -474,7 +480,7 @@ class MultimodalMixin(RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteM
     def _sample_completions(
         self, prompts, generation_config, share_prefill: bool | None = None, branches: Branches | None = None
     ):
-        with profiling_context(self, "transformers.generate"):
+        with profiling_context(self, "transformers.generate"), self._naming_broken_logits():
             return self._policy.sample(
                 self.model_wrapped,
                 prompts,

@@ -3,19 +3,22 @@
 
 import copy
 import logging
+import math
 from dataclasses import dataclass, field
 
+from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
+from .arguments import KnownKeywords, check_generation_kwargs, check_values
 
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class MediaArguments:
+class MediaArguments(KnownKeywords):
     r"""
     Arguments about media, and about runs that go on, for a TRL config to inherit.
 
@@ -202,23 +205,23 @@ class MediaArguments:
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}") is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
+        check_values(self)
         if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
             logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
         super().__post_init__()
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError(
+                "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`. `bf16=True` with `use_cpu=True` "
+                "computes in bfloat16 there."
+            )
         for name in ("audio_overlong", "on_media_error"):
             check_choice(self, name)
         if self.special_tokens_in_text is not None:
             check_choice(self, "special_tokens_in_text")
         check_ignored(self.ignored_media_columns)
         _ = self.media_rules  # which checks them
-        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
-            raise ValueError(
-                f"`max_tokens_per_microbatch` must be at least 1, got {self.max_tokens_per_microbatch}; `None` "
-                "doesn't split."
-            )
-        check_least(self, max_skipped_updates=0, media_prefetch=0, max_skipped_rows=0)
 
     @property
     def media_rules(self) -> MediaRules:
@@ -372,9 +375,20 @@ class MultimodalArguments(MediaArguments):
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
-        super().__post_init__()
+        if self.generation_batch_size is not None:
+            given = ["generation_batch_size"]
+        else:
+            steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
+            given = ["per_device_train_batch_size", steps]
+        try:
+            super().__post_init__()
+        except ValueError:
+            if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
+                self._check_batches(given)
+            raise
         check_choice(self, "packing")
-        check_least(self, media_contribution_steps=0)
+        # vLLM has others
+        check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
@@ -385,36 +399,49 @@ class MultimodalArguments(MediaArguments):
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
                 f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
-        if self.max_logged_media is not None and self.max_logged_media < 1:
+
+    def _check_batches(self, given: list[str]) -> None:
+        """Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product."""
+        size, group, processes = self.generation_batch_size, self.num_generations, self.world_size
+        if self.do_eval and self.eval_strategy != "no":
+            name, group_eval = "per_device_eval_batch_size", self.num_generations_eval or group
+            rows = getattr(self, name) * processes
+            if rows % group_eval != 0:
+                raise ValueError(
+                    f"{_product(self, [name], processes)} must be a multiple of `num_generations"
+                    f"{'_eval' if self.num_generations_eval else ''}={group_eval}`, so that prompts keep all their "
+                    f"completions. Set `{name}={_multiple(getattr(self, name), group_eval, processes)}`."
+                ) from None
+        if size is None or size % group == 0:
+            return
+        if len(given) == 1:
+            whole = math.lcm(group, self.per_device_train_batch_size * processes)
             raise ValueError(
-                f"`max_logged_media` must be at least 1, got {self.max_logged_media}; `log_multimodal=False` logs no "
-                "media."
-            )
-        if self.max_logged_megabytes <= 0:
-            raise ValueError(f"`max_logged_megabytes` must be positive, got {self.max_logged_megabytes}.")
+                f"`generation_batch_size={size}` must be a multiple of `num_generations={group}`, so that prompts keep "
+                f"all their completions. Set `generation_batch_size={_multiple(size, whole, 1)}`."
+            ) from None
+        sizes = [f"`{name}={_multiple(getattr(self, name), group, size // getattr(self, name))}`" for name in given]
+        smaller = max(each for each in range(1, min(size, group) + 1) if size % each == 0)
+        sizes += [f"`num_generations={smaller}`"] if smaller > 1 else []
+        raise ValueError(
+            f"{_product(self, given, processes)} must be a multiple of "
+            f"`num_generations={group}`, so that prompts keep all their completions. Set {' or '.join(sizes)}."
+        ) from None
+
+
+def _product(config, names: list[str], processes: int) -> str:
+    factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{processes} processes"] * (processes > 1)
+    return " x ".join(factors)
+
+
+def _multiple(value: int, group: int, others: int) -> int:
+    """The smallest number from a value on whose product with others is a multiple of a group."""
+    step = group // math.gcd(group, others)
+    return -(-value // step) * step
 
 
 def _has_bf16() -> bool:
     return is_torch_bf16_gpu_available() or is_torch_xla_available()
-
-
-def check_least(config, **least: float) -> None:
-    """
-    Checks arguments that have a smallest value, or are `None`.
-
-    Args:
-        config (`MultimodalArguments`):
-            The config.
-        least (`float`):
-            Smallest values by the arguments' names.
-
-    Raises:
-        `ValueError`: If an argument is below its smallest value.
-    """
-    for name, smallest in least.items():
-        value = getattr(config, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
 
 
 def check_choice(config, name: str, choices: tuple[str, ...] | None = None) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from transformers import SchedulerType
 
 from ..algorithms.advantages import described
+from .arguments import check_values
 from .grpo_config import MultimodalGRPOConfig
-from .multimodal_config import check_choice, check_least
+from .multimodal_config import check_choice
 
 
 @dataclass
@@ -119,6 +120,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     _has_critic = True
 
     def __post_init__(self):
+        check_values(self)
         if self.num_iterations not in (1, self.num_ppo_epochs):
             raise ValueError(
                 f"`num_iterations` ({self.num_iterations}) is called `num_ppo_epochs` here; set that instead."
@@ -126,25 +128,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
 
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
-        for name in ("vf_coef", "cliprange_value", "value_learning_rate"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}` must be above 0, got {value}.")
-        check_least(
-            self,
-            value_warmup_steps=0,
-            freezing_actor_steps=0,
-            num_ppo_epochs=1,
-            ptx_coef=0,
-            per_device_ptx_batch_size=1,
-        )
         if self.value_lr_scheduler_type is not None:
             check_choice(self, "value_lr_scheduler_type", tuple(schedule.value for schedule in SchedulerType))
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"`ema_decay` must be between 0 and 1, got {self.ema_decay}; `None` keeps no average.")
         if self.ptx_coef > 0 and self.temperature != 1:
             raise ValueError(
                 f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "

@@ -33,6 +33,7 @@ from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..models.modes import fix_encoders
 from ..models.towers import freeze_as_built
+from .arguments import check_arguments
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer, old_logps
 from .ppo_config import MultimodalPPOConfig
@@ -117,6 +118,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
     _name = "PPO"
+    _config_class = MultimodalPPOConfig
     _paper = {
         "title": "Proximal Policy Optimization Algorithms",
         "id": "1707.06347",
@@ -151,7 +153,8 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         ref_model: PreTrainedModel | None = None,
         ptx_dataset: Dataset | None = None,
     ):
-        args = own_config(MultimodalPPOConfig, args, model)
+        args = own_config(self._config_class, args, model)
+        check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
         if value_model is not None and (args.advantage_estimator != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` has no use for; change one of them.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from trl import RLOOConfig
 
+from .arguments import check_values
 from .multimodal_config import MultimodalArguments, check_choice
 
 
@@ -70,6 +71,12 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
     )
 
     def __post_init__(self):
+        check_values(self)
+        if (self.num_generations or 0) < 2:
+            raise ValueError(
+                "RLOO compares the completions of a prompt, so `num_generations` must be at least 2, got "
+                f"{self.num_generations}."
+            )
         super().__post_init__()
         if self.advantage_estimator is not None:
             raise ValueError(

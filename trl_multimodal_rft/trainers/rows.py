@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Subset
@@ -28,6 +29,8 @@ from ..encoding.prompts import DecodedPrompt, EncodedPrompt, encode_prompt
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import unwrapped
 
+
+logger = get_logger(__name__)
 
 # In the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
@@ -47,6 +50,7 @@ class RowsMixin(TrainerMixin):
     _kinds_seen: set[str]
     _order: LookAhead  # of the training rows, where they are read ahead
     _ahead: ReadAhead | None = None
+    _warned_of_positions = False
 
     def __init__(self, *args, **kwargs):
         self._train_rows: Any = None  # what the loader of training rows reads
@@ -248,6 +252,22 @@ class RowsMixin(TrainerMixin):
             ablation=ablation,
             row=row,
         )
+
+    def _warn_of_positions(self, prompts: Sequence[EncodedPrompt], numbers: Sequence[int]) -> None:
+        """Warns once of a row that is longer than what the model was made for."""
+        config = unwrapped(self.accelerator, self.model).config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None)
+        for prompt, number in zip(prompts, numbers, strict=True) if most and not self._warned_of_positions else ():
+            taken = int(prompt.position_ids.max()) + 1
+            if taken > most:
+                self._warned_of_positions = True
+                logger.warning(
+                    f"Row {number} takes {taken} positions, more than the {most} of the model "
+                    "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their media "
+                    "smaller, or scale its positions (`rope_scaling` of its config).",
+                    main_process_only=False,
+                )
+                return
 
     def _checked_prompt(self, prompt: Any, row: int) -> Any:
         return checked_prompt(prompt, self.processing_class, self.args.special_tokens_in_text, row)

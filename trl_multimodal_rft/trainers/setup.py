@@ -28,6 +28,7 @@ from ..forward.processes import refuse_runs_apart
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
 from ..policy import training_obstacle
+from .arguments import check_output_dir, refuse_classes
 
 
 logger = get_logger(__name__)
@@ -72,17 +73,24 @@ def own_config(config_class: type[Config], args: Any, model) -> Config:
         `config_class`: The user's config, or a default one.
 
     Raises:
-        `TypeError`: If it is another config, such as TRL's own, which lacks arguments that are read.
+        `TypeError`: If it is another config, such as TRL's own, which lacks arguments that are read, or a class.
+        `NotADirectoryError`: If its output folder is a file.
     """
+    refuse_classes(model=model, args=args)
+    if model is None or isinstance(model, os.PathLike):
+        raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
-        return config_class(f"{name.split('/')[-1]}-{algorithm}")
-    if not isinstance(args, config_class):
+        args = config_class(f"{name.split('/')[-1]}-{algorithm}")
+    # PPO's config is one of GRPO, which would ignore the critic
+    has_critic = getattr(args, "_has_critic", False) and not getattr(config_class, "_has_critic", False)
+    if not isinstance(args, config_class) or has_critic:
         raise TypeError(
             f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
             "of this package."
         )
+    check_output_dir(args.output_dir)
     return args
 
 

@@ -84,5 +84,3 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
                 "The noise of `neftune_noise_alpha` depends on the length of a row, which packed rows don't have; set "
                 "`packing=False`."
             )
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"`max_length` must be at least 2, got {self.max_length}; `None` takes rows as they are.")

@@ -46,6 +46,7 @@ from ..policy import PolicyForward, Remedies
 from ..reporting.console import waiting_display
 from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
+from .arguments import KnownKeywords, check_arguments
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
 from .rows import RowsMixin
@@ -86,7 +87,13 @@ _TO_TRL: dict[str, Any] = {
 }
 
 
-class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
+def _is_general(args: TrainingArguments) -> bool:
+    """Whether a config is that of no trainer in particular."""
+    of_sft = MultimodalSFTConfig.__dataclass_fields__
+    return not isinstance(args, SFTConfig) and all(name in of_sft for name in args.__dataclass_fields__)
+
+
+class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
@@ -177,10 +184,18 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
-        if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):  # as TRL takes them
+        if isinstance(args, TrainingArguments) and _is_general(args):  # as TRL takes them
             args = MultimodalSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
         args = own_config(MultimodalSFTConfig, args, model)
         ignore_deprecated_names()
+        check_arguments(
+            callbacks=callbacks,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -389,6 +404,7 @@ class MultimodalSFTTrainer(RowsMixin, ResumingMixin, FiniteMixin, PublishingMixi
             first = {name: [dict(row) for row in read]}
             warn_of_unread(self.args, first, takes, extent="first", supervised=True)
         self._kinds_seen.update(*(each.modalities for each in sequences))
+        self._warn_of_positions(sequences, [row.number for row in read])
         self._columns_seen.update(*read)
         if len(self._asked) < 2 and "input_ids" not in read[0]:
             self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)

@@ -1,0 +1,348 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What is wrong with a constructor's arguments is said in one line, with the remedy, before a model is loaded."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers as hf
+from datasets import Dataset, DatasetDict
+from helpers.trainer_utils import image_rows, length_and_sum, load, saved
+
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
+
+
+CONFIGS = {
+    "grpo": MultimodalGRPOConfig,
+    "rloo": MultimodalRLOOConfig,
+    "ppo": MultimodalPPOConfig,
+    "sft": MultimodalSFTConfig,
+}
+TRAINERS = {
+    "grpo": MultimodalGRPOTrainer,
+    "rloo": MultimodalRLOOTrainer,
+    "ppo": MultimodalPPOTrainer,
+    "sft": MultimodalSFTTrainer,
+}
+RUN = {"use_cpu": True, "bf16": False, "report_to": []}
+
+
+def config(kind, folder="out", **options):
+    return CONFIGS[kind](str(folder), **{**RUN, **options})
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return image_rows(2)
+
+
+@pytest.fixture
+def refused(tmp_path, rows):
+    """What a trainer's constructor says of arguments, none of which it may load a model for."""
+
+    def says(kind, error, options=None, **arguments):
+        arguments = {"model": str(saved("qwen2_5_vl")), "train_dataset": rows, **arguments}
+        if kind != "sft":
+            arguments.setdefault("reward_funcs", length_and_sum)
+        if "args" not in arguments:
+            arguments["args"] = config(kind, **{"folder": tmp_path / "out", **(options or {})})
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(error) as caught:
+            patch.setattr(hf.PreTrainedModel, "from_pretrained", lambda *args, **kwargs: pytest.fail("was loaded"))
+            TRAINERS[kind](**arguments)
+        message = str(caught.value)
+        assert "\n" not in message
+        return message
+
+    return says
+
+
+# Configs
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_values_that_no_config_takes(kind):
+    for options, message in [
+        ({"learning_rate": "1e-5"}, "`learning_rate` must be a number, got the text '1e-5'; write it without quotes."),
+        ({"use_cpu": "true"}, "`use_cpu` must be `True` or `False`, got the text 'true'"),
+        ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05; the default is"),
+        ({"learning_rate": float("inf")}, "`learning_rate` must be at least 0 and finite, got inf"),
+        ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
+        ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
+        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
+        ({"max_tokens_per_microbatch": 0}, "`max_tokens_per_microbatch` must be at least 1, got 0; `None` doesn't"),
+        ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            config(kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
+def test_values_that_no_sampling_config_takes(kind):
+    for options, message in [
+        (
+            {"temperature": 0},
+            "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a low",
+        ),
+        ({"temperature": None}, "`temperature` must be above 0, got None; "),
+        ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
+        ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
+        ({"min_p": 1.5}, "`min_p` must be between 0 and 1, got 1.5; the default is None."),
+        ({"epsilon": -0.1}, "`epsilon` must be at least 0, got -0.1; the default is 0.2."),
+        ({"epsilon_high": -0.1}, "`epsilon_high` must be at least 0, got -0.1"),
+        ({"beta": -0.1}, "`beta` must be at least 0, got -0.1; the default is 0.0"),
+        ({"max_completion_length": 0}, "`max_completion_length` must be at least 1, got 0"),
+        ({"num_generations": 0}, "got 0"),
+        ({"num_generations": None}, "got None"),
+        ({"vllm_gpu_memory_utilization": 1.1}, "must be above 0 and at most 1, got 1.1"),
+        ({"generation_kwargs": {"top_pp": 1}}, "`generation_kwargs` has 'top_pp', which is no option of"),
+        ({"generation_kwargs": '{"topp": 1}'}, "remove it. Did you mean `top_p`?"),
+        ({"generation_kwargs": {"top_p": 2}}, "`generation_kwargs['top_p']` must be above 0 and at most 1, got 2"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            config(kind, **options)
+    with pytest.raises(ValueError, match="`num_generations` must be at least [12], got 0"):
+        config(kind, num_generations=0)
+
+
+def test_values_of_trl_that_mean_nothing_is_left_out():
+    """They aren't out of range."""
+    for options in (
+        {"top_k": -1},
+        {"top_k": None},
+        {"top_p": None},
+        {"min_p": 0.0},
+        {"epsilon_high": 5.0},
+        {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "sequence_mask"},
+        {"generation_kwargs": {"typical_p": 0.9, "stop_strings": ["."]}},
+        {"use_vllm": True, "generation_kwargs": {"detokenize": True}},  # of vLLM
+        {"learning_rate": 0},
+    ):
+        assert config("grpo", **options)
+    assert config("ppo", num_generations=1).num_generations == 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_batches_without_whole_groups(kind):
+    """The arguments that were set, and values with which it works."""
+    for options, message in [
+        (
+            {"per_device_train_batch_size": 1},
+            "`per_device_train_batch_size=1` x `gradient_accumulation_steps=1` must be a multiple of "
+            "`num_generations=8`, so that prompts keep all their completions. Set `per_device_train_batch_size=8` or "
+            "`gradient_accumulation_steps=8`.",
+        ),
+        (
+            {"per_device_train_batch_size": 2, "steps_per_generation": 3},
+            "`per_device_train_batch_size=2` x `steps_per_generation=3` must be a multiple of `num_generations=8`, so "
+            "that prompts keep all their completions. Set `per_device_train_batch_size=8` or `steps_per_generation=4` "
+            "or `num_generations=6`.",
+        ),
+        (
+            {"generation_batch_size": 12},
+            "`generation_batch_size=12` must be a multiple of `num_generations=8`, so that prompts keep all their "
+            "completions. Set `generation_batch_size=16`.",
+        ),
+        (
+            {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+            "`per_device_eval_batch_size=4` must be a multiple of `num_generations=8`, so that prompts keep all their "
+            "completions. Set `per_device_eval_batch_size=8`.",
+        ),
+    ]:
+        options = {"num_generations": 8, **options}
+        with pytest.raises(ValueError) as caught:
+            config(kind, **options)
+        assert str(caught.value) == message
+        sets = re.findall(r"`(\w+)=(\d+)`", message.split("Set ")[1])
+        for name, value in sets:
+            assert config(kind, **{**options, name: int(value)})
+
+
+def test_batches_of_processes_without_whole_groups(monkeypatch):
+    monkeypatch.setattr(MultimodalGRPOConfig, "world_size", 2)
+    with pytest.raises(
+        ValueError, match=r"`gradient_accumulation_steps=1` x 2 processes must .*steps=4` or"
+    ) as caught:
+        config("grpo", per_device_train_batch_size=3, num_generations=8)
+    assert "Set `per_device_train_batch_size=4` or `gradient_accumulation_steps=4` or `num_generations=6`" in str(
+        caught.value
+    )
+
+
+# Keyword arguments
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_unknown_keyword_arguments(kind, refused):
+    for name, hint in {
+        "max_prompt_length": " It was removed: remove long prompts from the dataset",
+        "evaluation_strategy": " It was removed: use `eval_strategy`.",
+        "learning_rte": " Did you mean `learning_rate`?",
+        "xyz": "",
+    }.items():
+        with pytest.raises(TypeError) as caught:
+            config(kind, **{name: 1})
+        start = f"{CONFIGS[kind].__name__} got an unexpected keyword argument '{name}'."
+        assert str(caught.value).startswith(start + hint) and (hint or str(caught.value) == start)
+    hints = {
+        "tokenizer": "It was removed: use `processing_class`.",
+        "processor": "It was removed: use `processing_class`.",
+        "train_datset": "Did you mean `train_dataset`?",
+    }
+    for name, hint in hints.items() if kind == "sft" else {**hints, "reward_function": "mean `reward_funcs`?"}.items():
+        message = refused(kind, TypeError, **{name: None})
+        assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")
+        assert message.endswith(hint)
+
+
+def test_constructor_of_a_subclass_takes_its_own_arguments(tmp_path, rows):
+    class Mine(MultimodalSFTTrainer):
+        def __init__(self, *args, **kwargs):
+            self.mine = kwargs.pop("mine")
+            super().__init__(*args, **kwargs)
+
+    rows = rows.map(lambda row: {"completion": "A cat."})
+    args = config("sft", tmp_path)
+    assert Mine(str(saved("qwen2_5_vl")), args, train_dataset=rows, mine=3).mine == 3
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        Mine(str(saved("qwen2_5_vl")), args, train_dataset=rows, mine=3, tokenizer=None)
+
+
+# Trainers
+
+
+class Needs(hf.TrainerCallback):
+    def __init__(self, patience):
+        self.patience = patience
+
+
+class Reward:
+    def __call__(self, **kwargs):
+        return [0.0]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_arguments_of_another_type(kind, refused, rows):
+    splits = DatasetDict(train=rows, test=rows)
+    for name, value, message in [
+        ("model", hf.Qwen2_5_VLForConditionalGeneration, "ForConditionalGeneration.from_pretrained(...)`."),
+        ("model", Path("models"), "`model` is a PosixPath; pass a name or folder as a text, or a model."),
+        ("model", None, "`model` is a NoneType; pass a name or folder"),
+        ("processing_class", hf.AutoProcessor, "`processing_class` is the class AutoProcessor; pass an instance"),
+        (
+            "args",
+            CONFIGS[kind],
+            f"`args` is the class {CONFIGS[kind].__name__}; pass an instance, such as `Multimodal",
+        ),
+        ("train_dataset", splits, "DatasetDict with the splits 'train', 'test'; pass one of them, such as `dataset["),
+        (
+            "train_dataset",
+            rows.to_list(),
+            "`train_dataset` is a list, and must be a dataset; pass `Dataset.from_list(",
+        ),
+        ("eval_dataset", [{}], "`eval_dataset` is a list, and must be a dataset; pass `Dataset.from_list(rows)`."),
+        ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` is a list"),
+        ("train_dataset", "rows", "`train_dataset` is a str, and must be a dataset; pass `train_dataset=load_dataset"),
+        (
+            "callbacks",
+            hf.TrainerCallback(),
+            "`callbacks` must be a list, got TrainerCallback; write `callbacks=[...]`.",
+        ),
+        ("callbacks", [Needs], "`callbacks[0]` is the class Needs, which needs `patience`; pass an instance, such as"),
+        ("callbacks", [3], "`callbacks[0]` must be a `TrainerCallback`, got int."),
+    ]:
+        assert message in refused(kind, TypeError, **{name: value})
+    for value, message in [
+        ([Reward], "`reward_funcs[0]` is the class Reward; pass an instance, such as `Reward(...)`."),
+        (Reward, "`reward_funcs` is the class Reward; pass an instance"),
+        ((length_and_sum,), "`reward_funcs` is a tuple; pass a list."),
+        ([3], "`reward_funcs[0]` is of type int; pass a function, a model, or the name of a reward model."),
+    ]:
+        if kind != "sft":
+            assert refused(kind, TypeError, reward_funcs=value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_config_of_another_trainer(kind, refused, tmp_path):
+    for other in CONFIGS.keys() - {kind}:
+        message = refused(kind, TypeError, args=config(other, tmp_path))
+        assert message.startswith(f"`args` is a {CONFIGS[other].__name__}; use {CONFIGS[kind].__name__}, which")
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_output_folder_that_is_a_file(kind, refused, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    message = refused(kind, NotADirectoryError, {"folder": file})
+    assert message == f"`output_dir={str(file)!r}` is a file; name a folder."
+    message = refused(kind, NotADirectoryError, {"folder": file / "run"})
+    assert message == f"`output_dir={str(file / 'run')!r}` is within {str(file)!r}, which is a file; name a folder."
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("audio", "no-weights", "no-processor"):
+        shutil.copytree(saved("qwen2_5_vl"), f"models/{name}")
+    os.remove("models/no-weights/model.safetensors")
+    shutil.copytree("models/audio", "models/run/checkpoint-20")
+    adapter = Path("models", "adapter", "adapter_config.json")
+    adapter.parent.mkdir()
+    adapter.write_text("{}")
+    for name, message in {
+        "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. Did you mean "
+        "'models/audio'?",
+        "modls/audio": f"There is no such folder in '{tmp_path}'. Did you mean 'models/audio'? On the Hub: We couldn't",
+        "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
+        "./x/y": "'.' holds 'models'.",
+        "~/x": "`~` isn't replaced; write",
+        "models/no-weights": "'models/no-weights' can't be loaded: the folder has no weights (*.safetensors); name a",
+        "models/run": "the folder has no config.json; it holds 'checkpoint-20'; name one, such as "
+        "'models/run/checkpoint-20'.",
+        "models/adapter": "the folder has no config.json; it holds an adapter; pass its base model, wrapped by",
+        "models/audio/config.json": "The model 'models/audio/config.json' is a file; name the folder that holds it.",
+    }.items():
+        assert message.replace("'.'", repr(str(tmp_path))) in refused(kind, OSError, model=name), name
+
+
+def test_model_without_its_processor(tmp_path, rows):
+    folder = tmp_path / "model"
+    shutil.copytree(saved("qwen2_5_vl"), folder)
+    for path in folder.iterdir():
+        if not path.name.startswith(("model", "config")):
+            path.unlink()
+    with pytest.raises(
+        OSError, match=r"The processor of '.*/model' can't be loaded: the folder has none of processor_"
+    ):
+        MultimodalGRPOTrainer(str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
+    """Is named once; all is trained."""
+    model, processor = load("qwen2_5_vl")
+    model.config.get_text_config().max_position_embeddings = 30
+    prompts = ["A cat?", "A dog? " * 40, "A dog? " * 50, "A bird?"]
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, "self_check": False, "num_generations": 2}
+    options |= {"gradient_accumulation_steps": 2, "shuffle_dataset": False, "max_completion_length": 4}
+    arguments = {"reward_funcs": length_and_sum}
+    if kind == "sft":
+        rows = rows.map(lambda row: {"completion": [{"role": "assistant", "content": "A cat."}]})
+        options, arguments = {"max_steps": 1, "per_device_train_batch_size": 4}, {}
+    args = config(kind, tmp_path, **options)
+    trainer = TRAINERS[kind](model, args=args, train_dataset=rows, processing_class=processor, **arguments)
+    trainer.train()
+    (warning,) = [each.message for each in caplog.records if "max_position_embeddings" in each.message]
+    number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 of the model", warning).groups()
+    assert number in "12" and int(taken) > 100

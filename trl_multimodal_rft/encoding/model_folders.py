@@ -1,0 +1,112 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What is missing where a model or its processor can't be loaded by its name."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import is_offline_mode
+
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
+_WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json", ".gguf", ".pt")
+
+
+def check_model_folder(name: str, subfolder: str = "") -> None:
+    """
+    Refuses a path without a model.
+
+    Args:
+        name (`str`):
+            Name or folder of a model.
+        subfolder (`str`, *optional*):
+            Folder within it.
+
+    Raises:
+        `FileNotFoundError`: If it is a path, and there is no folder, or no model in it. The message names what is
+            missing and what is near.
+    """
+    folder = os.path.join(name, subfolder) if subfolder else name
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise FileNotFoundError(f"The model {name!r} is a file; name the folder that holds it.")
+        if _is_path(name):
+            raise FileNotFoundError(f"The model {name!r} can't be loaded: there is no such folder.{_near(name)}")
+        return
+    files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if "config.json" in files and any(each.endswith(_WEIGHTS) for each in files):
+        return
+    remedy = "name a folder that `save_pretrained` wrote"
+    inner = sorted(each for each in files if os.path.isfile(os.path.join(folder, each, "config.json")))
+    if "adapter_config.json" in files:
+        remedy = "it holds an adapter; pass its base model, wrapped by `PeftModel.from_pretrained(base, folder)`"
+    elif inner:
+        remedy = f"it holds {', '.join(map(repr, inner[-3:]))}; name one, such as {os.path.join(name, inner[-1])!r}"
+    missing = "weights (*.safetensors)" if "config.json" in files else "config.json"
+    raise FileNotFoundError(f"The model {folder!r} can't be loaded: the folder has no {missing}; {remedy}.")
+
+
+@contextmanager
+def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
+    """
+    Within the context, errors about files that can't be found name them and the folder.
+
+    Args:
+        name (`str`):
+            Name or folder of a model.
+        what (`str`, *optional*, defaults to `"model"`):
+            What is loaded.
+
+    Raises:
+        `OSError`: In the place of an error of transformers.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if os.path.isdir(name):
+            found = [each for each in _PROCESSOR_FILES if os.path.isfile(os.path.join(name, each))]
+            if what != "processor" or found:
+                raise
+            raise OSError(
+                f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(_PROCESSOR_FILES)}. "
+                f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`), "
+                "or pass `processing_class`."
+            ) from error
+        if isinstance(error, OSError) and repr(name) not in reason[: len(name) + 20]:
+            offline = " `HF_HUB_OFFLINE` is set." if is_offline_mode() else ""
+            raise OSError(
+                f"The {what} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}.{_near(name)} On the "
+                f"Hub: {reason}{offline}"
+            ) from error
+        raise
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can't be one on the Hub, or starts with a folder that is here."""
+    parts = name.replace(os.sep, "/").split("/")
+    return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
+
+
+def _near(name: str) -> str:
+    """What is where a path ends to be one."""
+    if name.startswith("~"):
+        return f" `~` isn't replaced; write {os.path.expanduser(name)!r}."
+    parent, missing = os.path.split(os.path.normpath(name))
+    rest = ""
+    while parent and not os.path.isdir(parent):
+        rest = os.path.join(missing, rest)
+        parent, missing = os.path.split(parent)
+    try:
+        folders = [each.name for each in os.scandir(parent or ".") if each.is_dir() and each.name[0] != "."]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(missing, folders, n=1)
+    if close:
+        found = os.path.join(parent, close[0], rest)
+        return f" Did you mean {(found if os.path.isdir(found) else os.path.join(parent, close[0])).rstrip('/')!r}?"
+    if not _is_path(name):
+        return ""
+    held = f"holds {', '.join(map(repr, sorted(folders)[:5]))}" if folders else "holds no folders"
+    return f" {os.path.abspath(parent)!r} {held}."

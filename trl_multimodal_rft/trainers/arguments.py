@@ -1,0 +1,325 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Names, types and ranges of arguments, of TRL's and of this package's."""
+
+import functools
+import inspect
+import math
+import os
+import typing
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import TrainerCallback
+
+from ..spelling import did_you_mean
+
+
+_POSITIVE, _NOT_NEGATIVE, _ONE_OR_MORE, _SHARE = "(0, inf]", "[0, inf]", "[1, inf]", "[0, 1]"
+
+# Interval of each argument
+RANGES = {
+    # transformers
+    "adam_beta1": "[0, 1)",
+    "adam_beta2": "[0, 1)",
+    "adam_epsilon": _NOT_NEGATIVE,
+    "gradient_accumulation_steps": _ONE_OR_MORE,
+    "learning_rate": "[0, inf)",
+    "num_train_epochs": "[0, inf)",
+    "per_device_eval_batch_size": _ONE_OR_MORE,
+    "per_device_train_batch_size": _ONE_OR_MORE,
+    "weight_decay": _NOT_NEGATIVE,
+    # Sampling
+    "generation_batch_size": _ONE_OR_MORE,
+    "max_completion_length": _ONE_OR_MORE,
+    "max_tool_media": _NOT_NEGATIVE,
+    "min_p": _SHARE,
+    "num_generations_eval": _ONE_OR_MORE,
+    "repetition_penalty": "(0, inf)",
+    "steps_per_generation": _ONE_OR_MORE,
+    "temperature": "(0, inf)",
+    "top_k": "[-1, inf]",
+    "top_p": "(0, 1]",
+    "vllm_gpu_memory_utilization": "(0, 1]",
+    "vllm_importance_sampling_clip_max": _POSITIVE,
+    "vllm_importance_sampling_clip_min": _NOT_NEGATIVE,
+    "vllm_max_model_length": _ONE_OR_MORE,
+    "vllm_tensor_parallel_size": _ONE_OR_MORE,
+    # Loss and updates
+    "beta": "[0, inf)",
+    "cliprange_value": _POSITIVE,
+    "cpgd_drift_clamp": _POSITIVE,
+    "cpgd_drift_coef": _NOT_NEGATIVE,
+    "delta": _POSITIVE,
+    "ema_decay": "(0, 1)",
+    "epsilon": _NOT_NEGATIVE,
+    "epsilon_high": _NOT_NEGATIVE,
+    "freezing_actor_steps": _NOT_NEGATIVE,
+    "gamma": _SHARE,
+    "kl_horizon": _POSITIVE,
+    "kl_target": _POSITIVE,
+    "lam": _SHARE,
+    "max_length": "[2, inf]",
+    "max_skipped_updates": _NOT_NEGATIVE,
+    "num_iterations": _ONE_OR_MORE,
+    "num_ppo_epochs": _ONE_OR_MORE,
+    "off_policy_mask_threshold": _NOT_NEGATIVE,
+    "per_device_ptx_batch_size": _ONE_OR_MORE,
+    "ptx_coef": "[0, inf)",
+    "ref_model_mixup_alpha": _SHARE,
+    "ref_model_sync_steps": _ONE_OR_MORE,
+    "router_aux_loss_coef": _NOT_NEGATIVE,
+    "sapo_temperature_neg": _POSITIVE,
+    "sapo_temperature_pos": _POSITIVE,
+    "top_entropy_quantile": "(0, 1]",
+    "value_learning_rate": "(0, inf)",
+    "value_warmup_steps": _NOT_NEGATIVE,
+    "vf_coef": "(0, inf)",
+    # Batches, media and logs
+    "dynamic_sampling_max_rounds": _ONE_OR_MORE,
+    "max_logged_media": _ONE_OR_MORE,
+    "max_logged_megabytes": _POSITIVE,
+    "max_skipped_rows": _NOT_NEGATIVE,
+    "max_tokens_per_microbatch": _ONE_OR_MORE,
+    "media_contribution_steps": _NOT_NEGATIVE,
+    "media_prefetch": _NOT_NEGATIVE,
+    "replay_buffer_size": _NOT_NEGATIVE,
+    "replay_max_age": _ONE_OR_MORE,
+}
+
+# What to do instead, where it isn't the default
+_REMEDIES = {
+    "ema_decay": "`None` keeps no average",
+    "kl_target": "`None` keeps the coefficient",
+    "max_length": "`None` takes rows as they are",
+    "max_logged_media": "`log_multimodal=False` logs no media",
+    "max_tokens_per_microbatch": "`None` doesn't split",
+    "temperature": "completions of a prompt must differ, so take a low one such as 0.1; `trl-multimodal-rft evaluate` "
+    "decodes greedily",
+    "top_entropy_quantile": "1 trains on all tokens",
+    "top_k": "0 samples from all tokens",
+    "top_p": "1 samples from all tokens",
+}
+
+
+class KnownKeywords:
+    """Lets the error about an unknown keyword argument of a constructor name what to use instead."""
+
+    def __new__(cls, *args, **kwargs):
+        parameters = inspect.signature(cls.__init__).parameters
+        unknown = kwargs.keys() - parameters.keys()
+        # A constructor with `**kwargs` may take them itself
+        if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            name = min(unknown)
+            message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
+            raise TypeError(message + did_you_mean(name, parameters))
+        return super().__new__(cls)
+
+
+def check_values(config) -> None:
+    """
+    Checks the types and ranges of numeric arguments.
+
+    Args:
+        config (`TrainingArguments`):
+            A dataclass of arguments.
+
+    Raises:
+        `ValueError`: If a text is in the place of a number or of a truth value, or if a number is out of range.
+    """
+    given = vars(config)
+    for name, types in _plain_types(type(config)).items():
+        value = given[name]
+        if isinstance(value, str):
+            wanted = "`True` or `False`" if bool in types else "a number"
+            raise ValueError(f"`{name}` must be {wanted}, got the text {value!r}; write it without quotes.")
+        if value is None and name in RANGES and NoneType not in types and name not in ("top_k", "top_p"):
+            raise ValueError(f"`{name}` must be {_words(RANGES[name])}, got None; {_remedy(config, name)}.")
+    _check_ranges(config, given)
+
+
+def check_generation_kwargs(config, known: set[str] | None) -> None:
+    """
+    Checks options of sampling.
+
+    Args:
+        config (`MultimodalArguments`):
+            The config.
+        known (`set[str]`, *optional*):
+            Names of the options that there are. `None` leaves names to the engine.
+
+    Raises:
+        `ValueError`: If there is no such option, or if it is out of range.
+    """
+    options = config.generation_kwargs or {}
+    for name in options if known is not None else ():
+        if name not in known:
+            raise ValueError(
+                f"`generation_kwargs` has {name!r}, which is no option of `transformers.GenerationConfig`; correct or "
+                f"remove it.{did_you_mean(name, known)}"
+            )
+    _check_ranges(config, options, "generation_kwargs[{!r}]")
+
+
+def _check_ranges(config, given: dict[str, Any], place: str = "{}") -> None:
+    for name, interval in RANGES.items():
+        value = given.get(name)
+        if isinstance(value, (int, float)) and not _is_within(value, interval):
+            words = _words(interval) if math.isfinite(value) else f"{_words(interval)} and finite"
+            raise ValueError(f"`{place.format(name)}` must be {words}, got {value}; {_remedy(config, name)}.")
+
+
+def _remedy(config, name: str) -> str:
+    defaults = {field.name: field.default for field in fields(config)}
+    return _REMEDIES.get(name, f"the default is {defaults[name]}")
+
+
+@functools.cache
+def _plain_types(config_class: type) -> dict[str, set[type]]:
+    """Arguments that are numbers or truth values and nothing else, with their types."""
+    hints = typing.get_type_hints(config_class)
+    types = {field.name: hints[field.name] for field in fields(config_class)}
+    types = {
+        name: set(typing.get_args(hint)) if isinstance(hint, UnionType) or typing.get_origin(hint) else {hint}
+        for name, hint in types.items()
+    }
+    return {name: each for name, each in types.items() if each - {NoneType} and each <= {int, float, bool, NoneType}}
+
+
+def _bounds(interval: str) -> tuple[float, float]:
+    low, high = interval[1:-1].split(", ")
+    return float(low), float(high)
+
+
+def _is_within(value: float, interval: str) -> bool:
+    low, high = _bounds(interval)
+    return (value >= low if interval[0] == "[" else value > low) and (
+        value <= high if interval[-1] == "]" else value < high
+    )
+
+
+def _words(interval: str) -> str:
+    low, high = _bounds(interval)
+    if high < math.inf and interval[0] == "[" and interval[-1] == "]":
+        return f"between {low:g} and {high:g}"
+    lower = f"{'at least' if interval[0] == '[' else 'above'} {low:g}"
+    return lower if high == math.inf else f"{lower} and {'at most' if interval[-1] == ']' else 'below'} {high:g}"
+
+
+def refuse_classes(**given: Any) -> None:
+    """
+    Refuses a class where an instance is needed.
+
+    Args:
+        given:
+            Arguments of a constructor.
+
+    Raises:
+        `TypeError`: If one is a class.
+    """
+    for name, value in given.items():
+        if isinstance(value, type):
+            make = "from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)"
+            joined = f"{value.__name__}{'.' if make[0] != '(' else ''}{make}"
+            raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{joined}`.")
+
+
+def check_arguments(reward_funcs: Any = None, callbacks: Any = None, **given: Any) -> None:
+    """
+    Checks the types of a trainer's arguments.
+
+    Args:
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            Reward functions.
+        callbacks (`list[TrainerCallback]`, *optional*):
+            Callbacks.
+        given:
+            Other arguments.
+
+    Raises:
+        `TypeError`: If one has another type.
+    """
+    names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
+    refuse_classes(**{name: given.get(name) for name in names})
+    for name in ("train_dataset", "ptx_dataset"):
+        _check_dataset(name, given.get(name))
+    of_evaluation = given.get("eval_dataset")
+    several = of_evaluation if isinstance(of_evaluation, dict) else {None: of_evaluation}
+    for key, dataset in several.items():
+        _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
+
+    if callbacks is not None and not isinstance(callbacks, list):
+        name = getattr(callbacks, "__name__", type(callbacks).__name__)
+        raise TypeError(f"`callbacks` must be a list, got {name}; write `callbacks=[...]`.")
+    for index, callback in enumerate(callbacks or ()):
+        _check_callback(f"callbacks[{index}]", callback)
+
+    if isinstance(reward_funcs, tuple):
+        raise TypeError("`reward_funcs` is a tuple; pass a list.")
+    several = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    for index, each in enumerate(several if reward_funcs is not None else ()):
+        name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"
+        refuse_classes(**{name: each})
+        if not isinstance(each, str) and not callable(each):
+            raise TypeError(
+                f"`{name}` is of type {type(each).__name__}; pass a function, a model, or the name of a reward model."
+            )
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
+        splits = list(dataset)
+        raise TypeError(
+            f"`{name}` is a {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
+            + (f", such as `dataset[{splits[0]!r}]`." if splits else ".")
+        )
+    remedies: dict[str, str] = {
+        "str": f"`{name}=load_dataset(...)`",
+        "list": "`Dataset.from_list(rows)`",
+        "tuple": "`Dataset.from_list(list(rows))`",
+        "DataFrame": "`Dataset.from_pandas(frame)`",
+    }
+    kind = type(dataset).__name__
+    if kind in remedies and not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(f"`{name}` is a {kind}, and must be a dataset; pass {remedies[kind]}.")
+    refuse_classes(**{name: dataset})
+
+
+def _check_callback(name: str, callback: Any) -> None:
+    """As `Trainer` takes them: instances, and classes that it makes instances of."""
+    if isinstance(callback, TrainerCallback):
+        return
+    if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
+        given = getattr(callback, "__name__", type(callback).__name__)
+        raise TypeError(f"`{name}` must be a `TrainerCallback`, got {given}.")
+    parameters = inspect.signature(callback).parameters.values()
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TypeError(
+            f"`{name}` is the class {callback.__name__}, which needs `{needed[0]}`; pass an instance, such as "
+            f"`{callback.__name__}({needed[0]}=...)`."
+        )
+
+
+def check_output_dir(folder: str) -> None:
+    """
+    Refuses an output folder that can't be one.
+
+    Args:
+        folder (`str`):
+            Path of the output folder.
+
+    Raises:
+        `NotADirectoryError`: If it is a file, or within one.
+    """
+    path = os.path.abspath(folder)
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path):
+        within = "is a file" if path == os.path.abspath(folder) else f"is within {path!r}, which is a file"
+        raise NotADirectoryError(f"`output_dir={folder!r}` {within}; name a folder.")
