@@ -4,6 +4,8 @@
 import argparse
 import http.client
 import io
+import re
+import shutil
 import socket
 import tempfile
 from contextlib import nullcontext
@@ -31,6 +33,7 @@ gradio = pytest.importorskip("gradio", exc_type=ImportError)
 # Of gradio, about its use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+SERVING = Path(__file__).parents[1] / "docs" / "serving.md"
 QUESTION = "What do you hear in the audio?"
 
 
@@ -67,7 +70,7 @@ def greedy(model, processor, messages, length=6):
     return processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
 
 
-def test_adapter_and_its_base_hear(served, tmp_path):
+def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
 
@@ -86,6 +89,13 @@ def test_adapter_and_its_base_hear(served, tmp_path):
         answers = client.predict(QUESTION, handle_file(tmp_path / f"{i}.wav"), api_name="/ask")
         assert answers == (by_adapter[i], by_base[i])
         client.predict(api_name="/clear")
+    # What the docs show
+    shutil.copy(tmp_path / "0.wav", tmp_path / "seven.wav")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```py\n(.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE)
+    exec(code.replace("http://127.0.0.1:7860", client.src), namespace := {})
+    digit = "Which digit is spoken?"
+    assert namespace["answer"] == client.predict(digit, handle_file(tmp_path / "0.wav"), api_name="/ask")
     (tmp_path / "none.wav").write_text("no sound")
     with pytest.raises(AppError, match="^this is no file of audio that is read"):
         client.predict(QUESTION, handle_file(tmp_path / "none.wav"), api_name="/ask")
@@ -137,7 +147,7 @@ def test_conversation(served, tmp_path):
     )
     assert second == expected(asked)
     asked.append(([text("Is there a bird?")], 6))
-    third = client.predict("Is there a bird?", None, api_name="/ask")
+    third = client.predict("Is there a bird?", api_name="/ask")
     assert third == expected(asked)
     # Nobody else's conversation, nor one that was cleared
     other = Client(client.src, verbose=False).predict("Is there a bird?", None, api_name="/ask")
@@ -172,7 +182,7 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
     messages = [{"role": "system", "content": [text(prompt[0]["content"])]}]
     messages += chat({"type": "image", "image": picture}, text(question))
     expected = greedy(trainer.model, trainer.processing_class, messages)
-    assert client.predict(question, handle_file(image_path), None, api_name="/ask") == expected
+    assert client.predict(question, image=handle_file(image_path), api_name="/ask") == expected
     # A model without a card of this package has none
     with pytest.raises(ValueError, match="/example"):
         served(str(saved("qwen2_audio"))).predict(api_name="/example")

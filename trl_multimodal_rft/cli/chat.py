@@ -206,9 +206,11 @@ def page(
             raise gradio.Error(shown_error(error)) from error
         return *answers, [*turns, (question, answers)]
 
-    # Names of the endpoint's parameters
-    names = ["question", *kinds, "system_prompt", "temperature", "max_completion_length", "turns"]
-    ask.__signature__ = Signature([Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in names])
+    # What the endpoint's parameters are called, all of which its clients may leave out but the question
+    defaults = {**dict.fromkeys(kinds), "system_prompt": system, "temperature": config.temperature}
+    defaults |= {"max_completion_length": config.max_completion_length, "turns": None}
+    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=defaults[each]) for each in defaults]
+    ask.__signature__ = Signature([Parameter("question", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
 
     def show(turns: list) -> Any:
         """The conversation with each model, and empty inputs for the next question."""
