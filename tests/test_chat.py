@@ -4,20 +4,28 @@
 import argparse
 import http.client
 import io
+import re
+import shutil
 import socket
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
-from helpers.chats import RATE, audio, chat, text
+from helpers.chats import RATE, audio, chat, image, text
 from helpers.families import encode
-from helpers.trainer_utils import load, saved
+from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from PIL import EpsImagePlugin, Image
 from transformers import GenerationConfig
 
+from trl_multimodal_rft import TrainingCurvesCallback
 from trl_multimodal_rft.cli import chat as command
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+from trl_multimodal_rft.evaluation import EvaluationConfig
+from trl_multimodal_rft.reporting.curves import FILE_NAME
 
 
 gradio = pytest.importorskip("gradio", exc_type=ImportError)
@@ -25,6 +33,7 @@ gradio = pytest.importorskip("gradio", exc_type=ImportError)
 # Of gradio, about its use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+SERVING = Path(__file__).parents[1] / "docs" / "serving.md"
 QUESTION = "What do you hear in the audio?"
 
 
@@ -38,9 +47,9 @@ def served():
     def serve(*argv):
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        page = command.page(*command.load(parser.parse_args([*argv, "--max_completion_length", "6"])))
-        pages.append(page)
-        _, url, shared = command.serve(page, "127.0.0.1", prevent_thread_lock=True, quiet=True)
+        args = parser.parse_args([*argv, "--max_completion_length", "6"])
+        app, url, shared = command.open_page(args, prevent_thread_lock=True, quiet=True)
+        pages.append(app.get_blocks())
         assert url.startswith("http://127.0.0.1:") and shared is None
         return Client(url, verbose=False)
 
@@ -49,27 +58,28 @@ def served():
         page.close()
 
 
-def greedy(model, processor, sound):
+def greedy(model, processor, messages, length=6):
     config = GenerationConfig(
-        max_new_tokens=6,
+        max_new_tokens=length,
         eos_token_id=processor.tokenizer.eos_token_id,
         pad_token_id=processor.tokenizer.pad_token_id,
-        suppress_tokens=[model.config.audio_token_id],
+        suppress_tokens=sorted(all_placeholder_ids(model, processor)),
     )
-    inputs = encode(processor, chat({"type": "audio", "audio": sound}, text(QUESTION)))
+    inputs = encode(processor, messages)
     output = model.generate(**inputs, generation_config=config)
     return processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
 
 
-def test_adapter_and_its_base_hear(served, tmp_path):
+def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
 
     model, processor = load("qwen2_audio")
     sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
-    by_base = [greedy(model, processor, sound) for sound in sounds]
+    prompts = [chat({"type": "audio", "audio": sound}, text(QUESTION)) for sound in sounds]
+    by_base = [greedy(model, processor, prompt) for prompt in prompts]
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    by_adapter = [greedy(model, processor, sound) for sound in sounds]
+    by_adapter = [greedy(model, processor, prompt) for prompt in prompts]
     assert len({*by_base, *by_adapter}) == 4
     model.save_pretrained(tmp_path / "adapter")
 
@@ -78,8 +88,16 @@ def test_adapter_and_its_base_hear(served, tmp_path):
         soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
         answers = client.predict(QUESTION, handle_file(tmp_path / f"{i}.wav"), api_name="/ask")
         assert answers == (by_adapter[i], by_base[i])
+        client.predict(api_name="/clear")
+    # What the docs show
+    shutil.copy(tmp_path / "0.wav", tmp_path / "seven.wav")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```py\n(.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE)
+    exec(code.replace("http://127.0.0.1:7860", client.src), namespace := {})
+    digit = "Which digit is spoken?"
+    assert namespace["answer"] == client.predict(digit, handle_file(tmp_path / "0.wav"), api_name="/ask")
     (tmp_path / "none.wav").write_text("no sound")
-    with pytest.raises(AppError, match="column 'audio'"):
+    with pytest.raises(AppError, match="^this is no file of audio that is read"):
         client.predict(QUESTION, handle_file(tmp_path / "none.wav"), api_name="/ask")
     with pytest.raises(AppError, match="There is no question"):
         client.predict(" ", None, api_name="/ask")
@@ -92,6 +110,84 @@ def test_model_beside_another(served):
     assert served(folder).predict("Is there a cat?", None, api_name="/ask") == answers[0]
 
 
+def test_conversation(served, tmp_path):
+    """Each model hears what was asked before, with its sounds, and reads its own answers."""
+    from gradio_client import Client, handle_file
+
+    model, processor = load("qwen2_audio")
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    client = served(str(tmp_path / "adapter"), "--system_prompt", "Is there a cat?")
+    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
+    for i, sound in enumerate(sounds):
+        soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
+    told = {"role": "system", "content": [text("Is there a cat?")]}
+
+    def expected(asked):
+        said = []
+        for adapted in (True, False):
+            messages = [told]
+            for blocks, length in asked:
+                with nullcontext() if adapted else model.disable_adapter():
+                    messages += chat(*blocks)
+                    answer = greedy(model, processor, messages, length)
+                messages.append({"role": "assistant", "content": [text(answer)]})
+            said.append(answer)
+        return tuple(said)
+
+    def heard(i):
+        return {"type": "audio", "audio": sounds[i]}
+
+    asked = [([heard(0), text(QUESTION)], 6)]
+    assert client.predict(QUESTION, handle_file(tmp_path / "0.wav"), api_name="/ask") == expected(asked)
+    # A place in the text, and a length of its own
+    asked.append(([text("Is it "), heard(1), text(" ?")], 4))
+    second = client.predict(
+        "Is it <audio> ?", handle_file(tmp_path / "1.wav"), max_completion_length=4, api_name="/ask"
+    )
+    assert second == expected(asked)
+    asked.append(([text("Is there a bird?")], 6))
+    third = client.predict("Is there a bird?", api_name="/ask")
+    assert third == expected(asked)
+    # Nobody else's conversation, nor one that was cleared
+    other = Client(client.src, verbose=False).predict("Is there a bird?", None, api_name="/ask")
+    client.predict(api_name="/clear")
+    assert client.predict("Is there a bird?", None, api_name="/ask") == other == expected(asked[2:]) != third
+    drawn = {client.predict(QUESTION, None, temperature=2.0, api_name="/ask") for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_example_of_the_card(served, tmp_path, monkeypatch):
+    """What a trained model's card asks, about the picture in its folder; of a folder that no page may read else."""
+    from gradio_client import handle_file
+
+    prompt = [{"role": "system", "content": "Is it a bird?"}, {"role": "user", "content": "What is in the image?"}]
+    rows, folder = image_rows(8).map(lambda row: {"prompt": prompt}), tmp_path / "seen"
+    callbacks = {"callbacks": [TrainingCurvesCallback()]}
+    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", rows, folder, objects=callbacks, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    picture = image(84, 56)["image"]
+    picture.save(folder / "view.png")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    client = served(str(folder))
+    assert client.config["title"].startswith("seen")
+    parts = [component["props"] for component in client.config["components"]]
+    assert "# Ask seen" in {part.get("value") for part in parts if isinstance(part.get("value"), str)}
+    question, image_path, _ = client.predict(api_name="/example")
+    assert (folder / FILE_NAME).exists() and Path(image_path).read_bytes() == (folder / "view.png").read_bytes()
+    messages = [{"role": "system", "content": [text(prompt[0]["content"])]}]
+    messages += chat({"type": "image", "image": picture}, text(question))
+    expected = greedy(trainer.model, trainer.processing_class, messages)
+    assert client.predict(question, image=handle_file(image_path), api_name="/ask") == expected
+    # A model without a card of this package has none
+    with pytest.raises(ValueError, match="/example"):
+        served(str(saved("qwen2_audio"))).predict(api_name="/example")
+
+
 SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own@h/c?own as hf_own123456"
 
 
@@ -99,12 +195,13 @@ SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own
 def port():
     """Of a page whose model repeats what it is asked, or fails as it is told."""
 
-    def answer(text, **media):
+    def answer(questions, answers, system, config):
+        text, media = questions[-1]
         if text in ("ValueError", "RuntimeError"):
             raise {"ValueError": ValueError, "RuntimeError": RuntimeError}[text](SECRETS)
         return "".join(Path(path).read_bytes().hex() for path in media.values()) or text
 
-    page = command.page({"echo": answer}, ("image",))
+    page = command.page({"echo": answer}, ("image",), EvaluationConfig())
     command.serve(page, "127.0.0.1", prevent_thread_lock=True, quiet=True)
     yield page.server_port
     page.close()

@@ -36,7 +36,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
     add("--model_name_or_path", required=True, help=argparse.SUPPRESS)  # the name in other commands
     add("--base", help="model that is asked beside it; of an adapter, by default what it was trained on")
-    add("--system_prompt", help="text of the system message that questions begin with")
+    add("--system_prompt", help="system message; by default the one in the model card")
     add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
     add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")
     add("--dtype", default="auto", help="precision of the weights, such as bfloat16; auto is as they are saved")

@@ -1,82 +1,150 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`trl-multimodal-rft chat`: a page on which to ask a trained model, and its base beside it."""
+"""`trl-multimodal-rft chat`: web page to talk to a trained model, and to compare it with its base."""
 
 import argparse
+import ast
 import ipaddress
 import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from inspect import Parameter, Signature
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import cached_file
 
-from ..data.columns import without_credentials
+from ..data.columns import MediaRef, file_kind, rows_to_messages, without_credentials
 from ..data.loading import require_module
+from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES
 from ..models.pretrained import load_trained
+from ..reporting.curves import FILE_NAME
+from ..reporting.model_card import conversation_of, in_text
 
 
 _MOST_UPLOADED = 2**28  # bytes of a request
 _KEPT = 3600  # seconds until an upload is deleted
+_LONGEST = 2048  # tokens of an answer that the page lets choose, unless the command says more
 
 
 def answerer(
-    model: PreTrainedModel,
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
-    config: EvaluationConfig,
-    *,
-    system: str | None = None,
-    adapted: bool = True,
+    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
 ) -> Callable[..., str]:
     """
-    A model that is asked one question at a time, as evaluations ask.
+    A model that continues one conversation at a time, as evaluations ask.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             Its processor.
-        config ([`EvaluationConfig`]):
-            How it answers.
-        system (`str`, *optional*):
-            Text of the system message.
         adapted (`bool`, *optional*, defaults to `True`):
             Whether the model answers with its adapter, if it has one.
 
     Returns:
-        `Callable`: Gives the answer to `(text, **media)`, with media by their kind.
+        `Callable`: Gives the answer to `(questions, answers, system, config)`: the text and the media by kind of each
+        question so far, the model's answers to all but the last, the text of the system message, and the
+        [`EvaluationConfig`].
     """
     accelerator = Accelerator()
+    own_tokens = placeholder_tokens(model, processor)
 
     def unscored(completions, **columns):
         return [None] * len(completions)
 
-    def answer(text: str, **media: Any) -> str:
+    def answer(
+        questions: list[tuple[str, dict[str, str]]], answers: list[str], system: str, config: EvaluationConfig
+    ) -> str:
         messages = [{"role": "system", "content": system}] if system else []
-        row = {"prompt": [*messages, {"role": "user", "content": text}], **media}
-        config.seed = secrets.randbits(31)
+        for (text, media), said in zip_longest(questions, answers):
+            messages.append({"role": "user", "content": _content(text, media, own_tokens)})
+            messages += [] if said is None else [{"role": "assistant", "content": said}]
         with nullcontext() if adapted else model.disable_adapter():
-            result = evaluate(model, processor, [row], unscored, config, accelerator=accelerator)
+            result = evaluate(model, processor, [{"prompt": messages}], unscored, config, accelerator=accelerator)
         return result.rows[0]["completions"][0]
 
     return answer
 
 
-def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> Any:
+def _content(text: str, media: dict[str, str], own_tokens: set[str]) -> Any:
+    """The content of a user message: the media at the tags in the text, or else first, as of a row with columns."""
+    if not media:
+        return text
+    [row] = rows_to_messages([{"prompt": text, **media}], own_tokens=own_tokens)
+    return [
+        {key: value.source if isinstance(value, MediaRef) else value for key, value in block.items()}
+        for block in row["prompt"][0]["content"]
+    ]
+
+
+def example_of(name: str) -> tuple[str, str, dict[str, str]]:
     """
-    The page, which answers at `/ask`, too.
+    The question that a trained model's card asks, with media saved in the model's folder.
+
+    Args:
+        name (`str`):
+            Folder of a model, or name on the Hub.
+
+    Returns:
+        `tuple[str, str, dict[str, str]]`: Text of the system message, text of the question, and files by kind. The
+        texts are empty if this package wrote no card, and there are no files for a model on the Hub.
+    """
+    card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
+    messages = _messages_of(Path(card).read_text(encoding="utf-8")) if card else []
+    texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
+    blocks = messages[-1]["content"] if messages and isinstance(messages[-1]["content"], list) else []
+    files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
+    found = {file_kind(path.name): str(path) for path in reversed(files)}
+    media = {block["type"]: found[block["type"]] for block in blocks if block["type"] in found}
+    return texts.get("system", ""), texts.get("user", ""), media
+
+
+def _messages_of(card: str) -> list[dict[str, Any]]:
+    """The messages in the code of a card of this package, with `None` in the place of media."""
+    code = re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    if code is None or "`trl-multimodal-rft`" not in card:
+        return []
+    for statement in ast.parse(code[1]).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "messages":
+            for node in ast.walk(statement.value):
+                if isinstance(node, ast.Dict):
+                    literal = (ast.Constant, ast.List, ast.Dict)
+                    node.values = [each if isinstance(each, literal) else ast.Constant(None) for each in node.values]
+            return ast.literal_eval(statement.value)
+    return []
+
+
+def page(
+    answerers: dict[str, Callable[..., str]],
+    kinds: tuple[str, ...],
+    config: EvaluationConfig,
+    *,
+    system: str = "",
+    example: tuple[str, dict[str, str]] | None = None,
+) -> Any:
+    """
+    The page, whose endpoints are `/ask`, `/clear` and `/example`, too.
 
     Args:
         answerers (`dict[str, Callable]`):
-            What answers, by the names over its answers.
+            What answers, see [`answerer`], by the names over its answers. The first one's is the title.
         kinds (`tuple[str, ...]`):
             The media that it takes: `"image"`, `"video"`, `"audio"`.
+        config ([`EvaluationConfig`]):
+            How it answers unless the page is told otherwise.
+        system (`str`, *optional*, defaults to `""`):
+            Text of the system message, if there is one.
+        example (`tuple[str, dict[str, str]]`, *optional*):
+            A question and its files, by kind.
 
     Returns:
         `gradio.Blocks`: The page.
@@ -100,26 +168,79 @@ def page(answerers: dict[str, Callable[..., str]], kinds: tuple[str, ...]) -> An
         "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"], buttons=buttons),
     }
 
-    def ask(text: str, *media: str | None) -> Any:
-        given = {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
+    def ask(text: str, *given: Any) -> Any:
+        *media, system, temperature, length, turns = given
         if not (text or "").strip():
             raise gradio.Error("There is no question; write one.")
+        question = text, {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
+        questions = [*(asked for asked, _ in turns), question]
         try:
-            said = [answer(text, **given) for answer in answerers.values()]
-            return said if len(said) > 1 else said[0]  # of which a list would be the text
+            sampling = replace(
+                config, temperature=temperature, max_completion_length=int(length), seed=secrets.randbits(31)
+            )
+            answers = [
+                answer(questions, [said[i] for _, said in turns], system, sampling)
+                for i, answer in enumerate(answerers.values())
+            ]
         except (ValueError, ImportError) as error:  # of media that can't be decoded, or can't be placed
             raise gradio.Error(shown_error(error)) from error
+        return *answers, [*turns, (question, answers)]
 
+    # What the endpoint's parameters are called, all of which its clients may leave out but the question
+    defaults = {**dict.fromkeys(kinds), "system_prompt": system, "temperature": config.temperature}
+    defaults |= {"max_completion_length": config.max_completion_length, "turns": None}
+    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=defaults[each]) for each in defaults]
+    ask.__signature__ = Signature([Parameter("question", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+
+    def show(turns: list) -> Any:
+        """The conversation with each model, and empty inputs for the next question."""
+        shown = []
+        for i in range(len(answerers)):
+            messages = []
+            for (text, media), answers in turns:
+                contents = [*({"path": path} for path in media.values()), text]
+                messages += [{"role": "user", "content": content} for content in contents]
+                messages.append({"role": "assistant", "content": answers[i]})
+            shown.append(messages)
+        return *shown, "", *(None for _ in kinds)
+
+    name = next(iter(answerers))
     with gradio.Blocks(
-        title="trl-multimodal-rft", analytics_enabled=False, delete_cache=(_KEPT // 6, _KEPT)
+        title=f"{name} - trl-multimodal-rft", analytics_enabled=False, delete_cache=(_KEPT // 6, _KEPT)
     ) as blocks:
+        gradio.Markdown(f"# Ask {in_text(name)}")
+        with gradio.Row():
+            # As plain text: pictures in Markdown would be fetched from elsewhere
+            chats = [gradio.Chatbot(label=name, render_markdown=False, buttons=["copy"]) for name in answerers]
         with gradio.Row():
             inputs = [makers[kind]() for kind in kinds]
         question = gradio.Textbox(label="Question", placeholder="What do you want to know?", lines=2)
-        button = gradio.Button("Ask", variant="primary")
         with gradio.Row():
-            answers = [gradio.Textbox(label=name, lines=6, interactive=False) for name in answerers]
-        gradio.on([button.click, question.submit], ask, inputs=[question, *inputs], outputs=answers, api_name="ask")
+            ask_button = gradio.Button("Ask", variant="primary")
+            clear_button = gradio.Button("Clear")
+            example_button = gradio.Button("Example of the model card", visible=example is not None)
+        with gradio.Accordion("Settings", open=False):
+            system_box = gradio.Textbox(label="System prompt", value=system)
+            temperature = gradio.Slider(0.0, 2.0, config.temperature, label="Temperature", info="0 is greedy decoding")
+            longest = max(_LONGEST, config.max_completion_length)
+            length = gradio.Slider(
+                1, longest, config.max_completion_length, step=1, label="Maximum completion length", info="tokens"
+            )
+        turns = gradio.State([])  # on the server, so that nobody else says what was asked
+        answers = [gradio.Textbox(label=name, visible=False) for name in answerers]
+        gradio.on(
+            [ask_button.click, question.submit],
+            ask,
+            inputs=[question, *inputs, system_box, temperature, length, turns],
+            outputs=[*answers, turns],
+            api_name="ask",
+        ).success(show, turns, [*chats, question, *inputs], api_visibility="private")
+        clear_button.click(lambda: ([], *show([])), None, [turns, *chats, question, *inputs], api_name="clear")
+        if example is not None:
+            text, media = example
+            example_button.click(
+                lambda: [text, *(media.get(kind) for kind in kinds)], None, [question, *inputs], api_name="example"
+            )
     return blocks
 
 
@@ -134,7 +255,8 @@ def shown_error(error: Exception) -> str:
     Returns:
         `str`: Its message without credentials, tokens and the folders of paths.
     """
-    text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(str(error)))
+    text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # there is no row but the conversation
+    text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(text))
     text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted, and maybe with spaces
     return re.sub(r"(?<![\w.:/*])/(?:[^\s'\"]*/)?", "", text)
 
@@ -239,18 +361,48 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple
     Returns:
         `tuple`: What answers, by name, and the media that it takes.
     """
-    config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, processor = load_trained(args.model_name_or_path, **options)
-    answerers = {args.model_name_or_path: answerer(model, processor, config, system=args.system_prompt)}
+    answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
     if args.base is not None:
-        base = load_trained(args.base, **options)
-        answerers[f"base: {args.base}"] = answerer(*base, config, system=args.system_prompt)
+        answerers[f"base: {_shown_name(args.base)}"] = answerer(*load_trained(args.base, **options))
     elif is_peft_model(model):
-        name = model.get_base_model().config._name_or_path
-        answerers[f"base: {name}"] = answerer(model, processor, config, system=args.system_prompt, adapted=False)
+        name = _shown_name(model.get_base_model().config._name_or_path)
+        answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
     takes = (model.get_base_model() if is_peft_model(model) else model).input_modalities
     return answerers, tuple(kind for kind in MODALITIES if kind in takes and isinstance(processor, ProcessorMixin))
+
+
+def _shown_name(name: str) -> str:
+    """Name of a model without the folders that it is in."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def open_page(args: argparse.Namespace, **options: Any) -> Any:
+    """
+    Loads the models, and serves the page.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+        options (`Any`):
+            Others of gradio's `launch`.
+
+    Returns:
+        `Any`: What `launch` returns: the app and its addresses.
+    """
+    config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
+    system, text, media = example_of(args.model)
+    answerers, kinds = load(args)
+    media = {kind: path for kind, path in media.items() if kind in kinds}
+    blocks = page(
+        answerers,
+        kinds,
+        config,
+        system=system if args.system_prompt is None else args.system_prompt,
+        example=(text, media) if text else None,
+    )
+    return serve(blocks, args.host, args.port, allowed_paths=[*media.values()], **options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -261,4 +413,4 @@ def run(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`):
             Parsed options.
     """
-    serve(page(*load(args)), args.host, args.port)
+    open_page(args)
