@@ -392,7 +392,7 @@ def open_page(args: argparse.Namespace, **options: Any) -> Any:
         `Any`: What `launch` returns: the app and its addresses.
     """
     config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
-    system, text, media = example_of(args.model)
+    system, text, media = example_of(args.model_name_or_path)
     answerers, kinds = load(args)
     media = {kind: path for kind, path in media.items() if kind in kinds}
     blocks = page(
