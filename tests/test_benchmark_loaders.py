@@ -93,7 +93,7 @@ def test_choice_reward():
     assert rewards == [1.0, 1.0, 1.0, 0.0, None, None]
     with pytest.raises(ValueError, match="`choices`"):
         choice_reward(completions=["a"], solution=["a"])
-    with pytest.raises(ValueError, match="row 0: the solution 'Robot'"):
+    with pytest.raises(ValueError, match="row 0, column 'solution': 'Robot'"):
         choice_reward(completions=["a"], solution=["Robot"], choices=[choices])
 
 

@@ -24,13 +24,8 @@ _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "l
 
 class RowError(ValueError):
     """
-    An error of a row, whose number the caller of a reward function may know better than the function.
-
-    Args:
-        place (`int`):
-            Place of the row in the batch.
-        problem (`str`):
-            What is wrong, and the remedy.
+    An error of a row, of which a reward function knows the place in the batch, and its caller the number in the
+    dataset. `problem` is what is wrong with it, and the remedy.
     """
 
     def __init__(self, place: int, problem: str):
