@@ -132,7 +132,11 @@ def test_supervised_rows_of_other_layouts(folder):
     with pytest.raises(ValueError, match="it needs `prompt` and .* by `trl-multimodal-rft prepare ms-swift`"):
         command(sft)
     Path("rows.jsonl").write_text(json.dumps({"conversations": CHAT, "audios": ["clips/0.wav"]}) + "\n")
-    command(sft, "--per_device_train_batch_size", "1")  # which it reads
+    with pytest.raises(MediaError, match="the role is 'human'; convert .* by `trl-multimodal-rft prepare sharegpt`"):
+        command(sft, "--per_device_train_batch_size", "1")
+    Path("rows.jsonl").write_text(json.dumps({"prompt": CHAT[:1], "completion": "A bird."}) + "\n")
+    with pytest.raises(MediaError, match=r"got \['from', 'value'\]; convert .* `trl-multimodal-rft prepare sharegpt`"):
+        command(sft, "--per_device_train_batch_size", "1")
 
 
 @pytest.mark.parametrize("form", ["text", "bytes", "block"])

@@ -47,6 +47,8 @@ _ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), 
 # Hints of other libraries about a medium, which change nothing here
 _HINTS = ("detail", "format", "media_type", "mime_type")
 
+_SHAREGPT = "convert its rows, which are those of sharegpt, by `trl-multimodal-rft prepare sharegpt`"
+
 # Characters from which on a word is data, or is too long to be read in a message
 _LONGEST_WORD = 300
 
@@ -686,10 +688,13 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
     """Copies a message and its blocks."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
+        remedy = "give it the role 'user', 'assistant' or 'system'"
         raise MediaError(
             f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; "
-            "give it the role 'user', 'assistant' or 'system'"
+            f"{_SHAREGPT if isinstance(message, dict) and 'from' in message else remedy}"
         )
+    if message["role"] in ("human", "gpt"):
+        raise MediaError(f"row {row}, column '{where}': the role is {message['role']!r}; {_SHAREGPT}")
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
     stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
