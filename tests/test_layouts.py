@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows of other tools' layouts come out of `prepare` with their media in their places."""
 
+import base64
+import io
 import json
 import shutil
 
@@ -11,7 +13,7 @@ from helpers.chats import RATE, audio, image
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.data import load_conversations, load_easyr1, load_video_r1
+from trl_multimodal_rft.data import load_conversations, load_easyr1, load_verl, load_video_r1
 from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.encoding.supervised import encode_supervised
@@ -95,6 +97,75 @@ def test_llava_as_prompts(files):
     ]
     (first,) = rows_to_messages([dataset.cast_column("images", List(Image(decode=False)))[0]])
     assert first["prompt"][0]["content"][0]["image"].source["path"].endswith("data/media/0.png")
+
+
+def in_png(i):
+    file = io.BytesIO()
+    image(56 + 28 * i, 56, seed=i)["image"].save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def verl(i, **columns):
+    """A row as verl's `examples/data_preprocess` write it."""
+    return {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"<image>Find x{i}."}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"split": "train", "index": i, "answer": str(i), "question": f"<image>Find x{i}."},
+        **columns,
+    }
+
+
+@pytest.mark.parametrize("form", ["feature", "bytes"])
+def test_verl(form, tmp_path, capsys):
+    """Images as the feature of Datasets, as `load_dataset` and `to_parquet` write them, and as bytes alone."""
+    dataset = Dataset.from_list([verl(i, images=[in_png(i)]) for i in range(3)])
+    dataset = dataset.cast_column("images", List(Image())) if form == "feature" else dataset
+    dataset.to_parquet(tmp_path / "verl" / "train.parquet")
+    with pytest.raises(SystemExit):  # as it is
+        main(["check", "--dataset", str(tmp_path / "verl"), "--model", str(saved("qwen2_5_vl")), "--num_workers", "0"])
+    assert "are those of verl, by `trl-multimodal-rft prepare verl`" in capsys.readouterr().out
+    main(["prepare", "verl", str(tmp_path / "verl"), "--output_dir", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    assert "train: 3 rows of prompt, images, solution, data_source, ability, extra_info" in shown
+    rows = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows["solution"][:] == ["0", "1", "2"] and [each.width for (each,) in rows["images"][:]] == [56, 84, 112]
+    assert [blocks(message) for message in rows[1]["prompt"]] == [["Be brief."], ["image", "Find x1."]]
+    main([*shown.strip().splitlines()[-1].split()[1:-1], str(saved("qwen2_5_vl")), "--num_workers", "0"])
+    assert "All 3 rows would train." in capsys.readouterr().out
+
+
+def test_verl_with_media_of_qwen_vl_utils(files):
+    path = files(
+        [
+            verl(0, images=[{"image": "media/0.png", "max_pixels": 3136}]),
+            verl(1, images=[{"type": "image", "image": "media/1.png"}]),
+            verl(2, prompt=[{"role": "user", "content": "<video>?"}], videos=[{"video": "media/0.png", "fps": 0.5}]),
+        ]
+    )
+    dataset = load_verl(path)
+    first, second, third = ([b for m in row["prompt"] for b in m["content"] if b["type"] != "text"] for row in dataset)
+    assert (first[0]["max_pixels"], second[0]["max_pixels"], third[0]["fps"]) == (3136, None, 0.5)
+    stored = dataset.cast_column("images", List(Image(decode=False)))
+    refs = [*iter_refs(rows_to_messages([stored[0], stored[1]]))]
+    assert [ref.options for ref in refs] == [{"max_pixels": 3136}, {}]
+    assert [ref.source["path"].rpartition("/")[2] for ref in refs] == ["0.png", "1.png"]
+    for row, message in (
+        ({"reward_model": {"style": "model"}}, "row 0 has no 'ground_truth'"),
+        ({"prompt": "What?"}, "row 0, column 'prompt': What. is no list of messages"),
+        ({"images": [{"image": "media/0.png", "dpi": 3}]}, r"row 0, column 'images\[0\]': \['dpi'\] are no options"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_verl(files([verl(0, **{"images": ["media/0.png"], **row})]))
+
+
+def test_values_are_shortened_in_errors(files):
+    text = base64.b64encode(b"png" * 9000).decode()
+    for row in ({"image": text}, {"image": {"of": text}}, {"conversations": [{"from": "human", "value": [text]}]}):
+        with pytest.raises(ValueError, match="^row 0, column '") as error:
+            load_conversations(files([{**LLAVA[2], **row}]))
+        assert len(str(error.value)) < 350
 
 
 def test_sharegpt(files):

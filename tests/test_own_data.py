@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A folder of sounds and a file of rows, through the commands that read them."""
 
+import base64
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -82,3 +84,78 @@ def test_paths_in_a_column_that_nothing_reads(script, folder):
     remedy = r"'audio_path' \(what looks like files, such as 'clips/0.wav'\): rename it to 'audio'"
     with pytest.raises(MediaError, match=f"no prompt gets .* the model would get text alone: {remedy}"):
         command(script, *["--ablate", "audio"] * (script is filter))
+
+
+MESSAGES = [{"role": "user", "content": "What do you hear?"}]
+
+
+@pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=lambda script: script.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("written", [json.dumps, repr])
+def test_text_of_messages(script, written, folder):
+    more = {"completion": "A bird."} if script is sft else {}
+    write(prompt=written(MESSAGES), audio="clips/{i}.wav", **more)
+    decode = "json.loads" if written is json.dumps else "ast.literal_eval"
+    with pytest.raises(MediaError) as error:
+        command(script)
+    remedy = f"`dataset.map(lambda row: {{'prompt': {decode}(row['prompt'])}})`"
+    message = f"row 0, column 'prompt': is the text of a list of messages; decode it, such as by {remedy}"
+    assert re.sub(r"row \d", "row 0", str(error.value)) == message
+
+
+def test_prompt_that_only_begins_like_messages(folder):
+    write(prompt='[{"role": "user"}] is what in JSON?', audio="clips/{i}.wav")
+    command(grpo)
+
+
+CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "A bird."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"conversations": CHAT, "audios": ["clips/0.wav"]}, "prepare sharegpt --task rl`"),
+        ({"query": "What is it?", "response": "A bird.", "audios": ["clips/0.wav"]}, "prepare ms-swift --task rl`"),
+        ({"problem": "What?", "answer": "A", "audios": ["clips/0.wav"]}, "to 'prompt', or convert .* prepare easyr1`"),
+        ({"question_text": "?", "multi_choice": ["A"], "answer": 0, "audio_path": "clips/0.wav"}, "prepare avqa`"),
+        ({"prompt": MESSAGES, "data_source": "x", "reward_model": {"ground_truth": "A"}}, "prepare verl`"),
+    ],
+)
+def test_rows_of_other_layouts(row, remedy, folder):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    for script, options in ((grpo, []), (grpo, ["--dataset_streaming"]), (evaluate, [])):
+        with pytest.raises(ValueError, match=rf"has no column '.* {remedy}"):
+            command(script, *options)
+
+
+def test_supervised_rows_of_other_layouts(folder):
+    Path("rows.jsonl").write_text(json.dumps({"query": "What is it?", "response": "A bird."}) + "\n")
+    with pytest.raises(ValueError, match="it needs `prompt` and .* by `trl-multimodal-rft prepare ms-swift`"):
+        command(sft)
+    Path("rows.jsonl").write_text(json.dumps({"conversations": CHAT, "audios": ["clips/0.wav"]}) + "\n")
+    with pytest.raises(MediaError, match="the role is 'human'; convert .* by `trl-multimodal-rft prepare sharegpt`"):
+        command(sft, "--per_device_train_batch_size", "1")
+    Path("rows.jsonl").write_text(json.dumps({"prompt": CHAT[:1], "completion": "A bird."}) + "\n")
+    with pytest.raises(MediaError, match=r"got \['from', 'value'\]; convert .* `trl-multimodal-rft prepare sharegpt`"):
+        command(sft, "--per_device_train_batch_size", "1")
+
+
+@pytest.mark.parametrize("form", ["text", "bytes", "block"])
+def test_base64_text(form, folder):
+    text = base64.b64encode(Path("clips/0.wav").read_bytes()).decode()
+    row = {"prompt": "What do you hear?", "solution": "A", "audio": {"bytes": text} if form == "bytes" else text}
+    if form == "block":
+        row = {"prompt": [{"role": "user", "content": [{"type": "audio", "audio": text}]}], "solution": "A"}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(MediaError) as error:
+        command(evaluate)
+    column = "prompt[0].content[0]" if form == "block" else "audio"
+    assert str(error.value) == f"row 0, column '{column}': base64 text, not a path; put 'data:;base64,' before it"
+    Path("rows.jsonl").write_text(json.dumps(row).replace(text, f"data:;base64,{text}") + "\n")
+    command(evaluate)
+
+
+def test_long_names_are_shortened(folder):
+    write(audio="a/" * 3000 + "b.wav")
+    with pytest.raises(MediaError, match="row 0, column 'audio': no such file: '.*b.wav'") as error:
+        command(evaluate)
+    assert len(str(error.value)) < 300

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from ..data.benchmarks import load_avqa, load_geo3k, load_mmau
 from ..data.folders import check_empty, write_folder
-from ..data.layouts import load_conversations, load_easyr1, load_video_r1
+from ..data.layouts import load_conversations, load_easyr1, load_verl, load_video_r1
 from ..data.rules import RULE_NAMES, MediaRules
 
 
@@ -19,7 +19,9 @@ LAYOUTS: dict[str, Callable[..., Dataset]] = {
     "geometry3k": load_geo3k,
     "video-r1": load_video_r1,
     "easyr1": load_easyr1,
+    "verl": load_verl,
     "sharegpt": load_conversations,
+    "llama-factory": load_conversations,
     "llava": load_conversations,
     "ms-swift": load_conversations,
 }

@@ -12,6 +12,7 @@ from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
 
 from ..paths import local_path
 from .choices import without_letters
+from .columns import shortened
 from .named import load_rows
 
 
@@ -97,7 +98,8 @@ def load_mmau(
         answer = row.get("answer") or None
         if answer is not None and answer not in given:
             raise ValueError(
-                f"row {index}: the answer {answer!r} is none of the choices {given}; correct either of them."
+                f"row {index}: the answer {shortened(answer)} is none of the choices {shortened(given)}; correct "
+                "either of them."
             )
         columns["prompt"].append(_ask(template.format(question=question, choices=choices)))
         columns["choices"].append(choices)
@@ -168,7 +170,10 @@ def load_avqa(
         choices = _required(row, index, "multi_choice")
         answer = _required(row, index, "answer")
         if not (isinstance(answer, int) and 0 <= answer < len(choices)):
-            raise ValueError(f"row {index}: the answer {answer!r} is no index into the choices {choices}; correct it.")
+            raise ValueError(
+                f"row {index}: the answer {shortened(answer)} is no index into the choices {shortened(choices)}; "
+                "correct it."
+            )
         columns["prompt"].append(_ask(template.format(question=question, choices=choices)))
         columns["choices"].append(choices)
         columns["solution"].append(choices[answer])

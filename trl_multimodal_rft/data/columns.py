@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From dataset rows to chat messages whose media blocks hold opaque references, and back."""
 
+import ast
+import json
 import math
 import mimetypes
 import os
@@ -32,18 +34,23 @@ _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kin
 # Options of the blocks of each kind: positive numbers, which must be whole but those in seconds and per second
 _SIZE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _LIMIT_OPTIONS = ("total_pixels", "min_frames", "max_frames")
-_OPTIONS = {
+OPTIONS = {
     "image": _SIZE_OPTIONS,
     "audio": ("sampling_rate",),
     "video": (*_SIZE_OPTIONS, *_LIMIT_OPTIONS, "nframes", "fps", "sample_fps", "video_start", "video_end"),
 }
 # Those that only qwen-vl-utils reads
 QWEN_OPTIONS = (*_SIZE_OPTIONS, *_LIMIT_OPTIONS)
-_FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "video_end"}
+FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "video_end"}
 _ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
 # Hints of other libraries about a medium, which change nothing here
 _HINTS = ("detail", "format", "media_type", "mime_type")
+
+_SHAREGPT = "convert its rows, which are those of sharegpt, by `trl-multimodal-rft prepare sharegpt`"
+
+# Characters from which on a word is data, or is too long to be read in a message
+_LONGEST_WORD = 300
 
 # How the place of a medium begins that a tool returned
 FROM_TOOL = "tool "
@@ -120,6 +127,21 @@ def shown_url(url: str) -> str:
             link = "***"
         links.append(f"{scheme}{separator}{link}" if separator else scheme)
     return "::".join(links) + (f"{mark}***" if mark else "")
+
+
+def shortened(value: Any) -> str:
+    """
+    A value for a message, of which only the beginning and the end may be shown.
+
+    Args:
+        value (`Any`):
+            The value.
+
+    Returns:
+        `str`: At most 80 characters.
+    """
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 
 class MediaError(ValueError):
@@ -209,7 +231,7 @@ class MediaRef:
         for source in value.values() if isinstance(value, dict) else [value]:
             if isinstance(source, str) and "://" in source:  # whose end is known, whatever is in it
                 text = text.replace(source, shown_url(source))
-        return without_credentials(text)
+        return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
         """What a file was called whose bytes are at hand, by which it may be found."""
@@ -552,7 +574,38 @@ def _holds_several(kind: str, value: Any) -> bool:
     return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.kind == "video")
 
 
+def check_decoded(text: Any, column: str, row: int) -> None:
+    """
+    Refuses the text of a list of messages, which would be read as what the user says.
+
+    Args:
+        text (`Any`):
+            Prompt, completion or messages of a row.
+        column (`str`):
+            Where they come from.
+        row (`int`):
+            Number of the row.
+
+    Raises:
+        MediaError: If it is such a text.
+    """
+    if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
+        return
+    for name, decode in (("json.loads", json.loads), ("ast.literal_eval", ast.literal_eval)):
+        try:
+            messages = decode(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in messages):
+            raise MediaError(
+                f"row {row}, column '{column}': is the text of a list of messages; decode it, such as by "
+                f"`dataset.map(lambda row: {{'{column}': {name}(row['{column}'])}})`"
+            )
+        return
+
+
 def _check_prompt(prompt: Any, row: int) -> None:
+    check_decoded(prompt, "prompt", row)
     is_text = isinstance(prompt, str)
     if not is_text and not (isinstance(prompt, list) and prompt):
         found = "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
@@ -635,10 +688,13 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
     """Copies a message and its blocks."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
+        remedy = "give it the role 'user', 'assistant' or 'system'"
         raise MediaError(
             f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; "
-            "give it the role 'user', 'assistant' or 'system'"
+            f"{_SHAREGPT if isinstance(message, dict) and 'from' in message else remedy}"
         )
+    if message["role"] in ("human", "gpt"):
+        raise MediaError(f"row {row}, column '{where}': the role is {message['role']!r}; {_SHAREGPT}")
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
     stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
@@ -700,14 +756,14 @@ def _plain(value: Any) -> Any:
 
 
 def _check_options(ref: MediaRef) -> None:
-    known = _OPTIONS[ref.kind]
+    known = OPTIONS[ref.kind]
     for name, value in ref.options.items():
         if name not in known:
             raise ref.error(f"'{name}' is no option of a block of {ref.kind}; remove it, or write one of {known}")
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (value == 0 and name != "video_start"):
             raise ref.error(f"the option '{name}' is {value!r}; give a positive number, or leave it out")
-        if name not in _FRACTIONAL_OPTIONS and value != int(value):
+        if name not in FRACTIONAL_OPTIONS and value != int(value):
             raise ref.error(f"the option '{name}' is {value!r}; give a whole number")
     for low, high in _ORDERED_OPTIONS:
         if low in ref.options and high in ref.options and not ref.options[low] <= ref.options[high]:

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Datasets as other tools keep them, as rows that the trainers take."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from datasets import Audio, Dataset, Features, Image, List, Value, Video, concat
 from ..families import MODALITIES
 from .benchmarks import PROBLEM_TEMPLATE, _json_file, _read_dataset, _read_json, _required
 from .choices import without_letters
-from .columns import MEDIA_COLUMNS, rows_to_messages
+from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, rows_to_messages, shortened
 from .fetch import Row
 
 
@@ -95,6 +96,58 @@ def load_conversations(
     elif all(solution is None for solution in columns["solution"]):
         del columns["solution"]
     return _assemble(columns, rows, used, media)
+
+
+def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
+    """
+    Reads prompts with their answers in the layout of
+    [verl](https://verl.readthedocs.io/en/latest/preparation/prepare_data.html).
+
+    A row has `prompt`, messages in whose texts `<image>` and `<video>` mark the places of media, `reward_model` with
+    the answer as `ground_truth`, and `images` or `videos`, lists of what qwen-vl-utils reads: `{"bytes": ...}`, or
+    `{"image": path}` and `{"video": path}` with options such as `max_pixels` or `fps`. Other columns, such as
+    `data_source`, are kept.
+
+    Args:
+        path (`str` or `Path`):
+            A file (Parquet, JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of a dataset; a file has one.
+        media_dir (`str` or `Path`, *optional*):
+            Folder that relative paths start from. By default that of the file.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt` (messages in which media have their places), `solution`, media columns
+        and the other columns.
+
+    Raises:
+        `ValueError`: If a row lacks a column, its marks don't match its media, a file isn't there, or a medium has an
+            unknown option. The message names the row.
+
+    Example:
+    ```python
+    dataset = load_verl("geo3k/train.parquet")
+    ```
+    """
+    options: list[dict[str, list[dict[str, Any]]]] = []  # of the media of each row, by kind
+
+    def with_media(number: int, row: dict[str, Any]) -> dict[str, Any]:
+        options.append({kind: _media_options(row, kind, number) for kind in MODALITIES})
+        return row
+
+    rows, media, counts = _read(path, split, media_dir, with_media)
+    names = sorted({name for row in options for each in row.values() for given in each for name in given})
+    columns: dict[str, list] = {"prompt": [], "solution": []}
+    for number, row in enumerate(rows):
+        chat, _ = _conversation(row, number, ("prompt",))
+        placed = _placed(chat, counts[number], number)
+        given = {kind: iter(each) for kind, each in options[number].items()}
+        for block in (block for message in placed for block in message["content"]):
+            block.update(dict.fromkeys(names) | next(given.get(block["type"], iter(())), {}))
+        answer = _required(row, number, "reward_model")
+        columns["prompt"].append(placed)
+        columns["solution"].append(_required(answer if isinstance(answer, dict) else {}, number, "ground_truth"))
+    return _assemble(columns, rows, {"prompt", "reward_model"}, media, names)
 
 
 def load_easyr1(
@@ -234,7 +287,8 @@ def _read(
 ) -> tuple[list[dict[str, Any]], list[Dataset], list[dict[str, int]]]:
     """Rows without their media, columns of media, and how many media of which column each row has."""
     file = _json_file(path, "*.json*")
-    folder = Path(media_dir) if media_dir is not None else file.parent if file is not None else Path(path).expanduser()
+    place = file or Path(path).expanduser()
+    folder = Path(media_dir) if media_dir is not None else place.parent if place.is_file() else place
     stored = []
     if file is not None:
         rows = _read_json(file)
@@ -277,7 +331,9 @@ def _checked(row: Any, number: int) -> dict[str, Any]:
 def _is_stored(feature: Any) -> bool:
     """Whether a column holds media, not paths."""
     feature = feature.feature if isinstance(feature, List) else feature
-    return isinstance(feature, (Audio, Image, Video)) or (isinstance(feature, dict) and "bytes" in feature)
+    return isinstance(feature, (Audio, Image, Video)) or (
+        isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
+    )
 
 
 def _cast(dataset: Dataset, name: str) -> Dataset:
@@ -296,29 +352,46 @@ def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[An
     for column in (kind, f"{kind}s"):
         value = row.get(column)
         for item in value if isinstance(value, list) else [] if value is None else [value]:
-            path = item.get("path") if isinstance(item, dict) else item
+            path = item.get("path") or item.get(kind) if isinstance(item, dict) else item
             if isinstance(item, dict) and item.get("bytes") is not None:
                 found.append(item)
             elif not isinstance(path, str):
                 raise ValueError(
-                    f"row {number}, column '{column}': {item!r} is no path; give the path of the {kind}, or a list "
-                    "of paths."
+                    f"row {number}, column '{column}': {shortened(item)} is no path; give the path of the {kind}, or "
+                    "a list of paths."
                 )
             elif "://" in path or path.startswith("data:"):
                 found.append(path)
-            elif not (folder / path).is_file():
+            elif not os.path.isfile(folder / path):
                 raise ValueError(
-                    f"row {number}, column '{column}': there is no file '{folder / path}'; name the folder that paths "
-                    "start from as `media_dir`, or remove the row."
+                    f"row {number}, column '{column}': there is no file '{shortened(str(folder / path))}'; name the "
+                    "folder that paths start from as `media_dir`, or remove the row."
                 )
             else:
                 found.append(str((folder / path).absolute()))
     return found
 
 
-def _conversation(row: dict[str, Any], number: int) -> tuple[list[dict[str, str]], str]:
+def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str, Any]]:
+    """The options of the media of a kind, as qwen-vl-utils takes them beside the medium."""
+    found = []
+    for i, item in enumerate(row.get(f"{kind}s") or ()):
+        others = item.items() if isinstance(item, dict) else ()
+        found.append({k: v for k, v in others if v is not None and k not in ("type", "bytes", "path", kind)})
+        unknown = found[-1].keys() - OPTIONS[kind]
+        if unknown:
+            raise ValueError(
+                f"row {number}, column '{kind}s[{i}]': {sorted(unknown)} are no options of a block of {kind}; remove "
+                f"them, or write some of {OPTIONS[kind]}."
+            )
+    return found
+
+
+def _conversation(
+    row: dict[str, Any], number: int, columns: Sequence[str] = ("messages", "conversations", "conversation", "query")
+) -> tuple[list[dict[str, str]], str]:
     """The messages of a row, and the column that they come from."""
-    column = next((name for name in ("messages", "conversations", "conversation") if row.get(name)), "query")
+    column = next((name for name in columns if row.get(name)), columns[-1])
     if column == "query":
         pairs = [*(row.get("history") or ()), [_required(row, number, "messages", "conversations", "query"), None]]
         pairs[-1][1] = row.get("response")
@@ -329,7 +402,11 @@ def _conversation(row: dict[str, Any], number: int) -> tuple[list[dict[str, str]
             if text is not None
         ]
     else:
-        turns = row[column]
+        turns = _required(row, number, column)
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise ValueError(
+                f"row {number}, column '{column}': {shortened(turns)} is no list of messages; is it of another layout?"
+            )
     chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for place, turn in enumerate(turns):
         turn = {key: value for key, value in turn.items() if value is not None}
@@ -340,8 +417,8 @@ def _conversation(row: dict[str, Any], number: int) -> tuple[list[dict[str, str]
             chat.append({"role": _ROLES.get(role, role), "content": turn.get("value", turn.get("content"))})
         if chat[-1]["role"] not in _ROLES.values() or not isinstance(chat[-1]["content"], str):
             raise ValueError(
-                f"row {number}, column '{column}[{place}]': {turn} is no text of a user, an assistant or a system; "
-                "write it as one (calls of tools and blocks aren't converted), or remove the row."
+                f"row {number}, column '{column}[{place}]': {shortened(turn)} is no text of a user, an assistant "
+                "or a system; write it as one (calls of tools and blocks aren't converted), or remove the row."
             )
     return chat, column
 
@@ -380,7 +457,8 @@ def _assemble(
     options: Sequence[str] = (),
 ) -> Dataset:
     """The columns of messages, with the options of their blocks, then media, then all others."""
-    block = {"type": Value("string"), "text": Value("string"), **{name: Value("int64") for name in options}}
+    numbers = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
+    block = {"type": Value("string"), "text": Value("string"), **numbers}
     messages = List({"role": Value("string"), "content": List(block)})
     parts = []
     for name in ("prompt", "messages"):

@@ -31,6 +31,9 @@ _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
 # What parsers of URLs disagree on: by one of them, another host or path follows
 _AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
 
+# Text that is a file in base64, rather than a long path, which has an ending
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
+
 _CHUNK = 2**20
 _MOST_AT_ONCE = 2**26  # bytes that are read of an archive in one go, such as its list of files
 
@@ -277,6 +280,8 @@ def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
 def _local(ref: MediaRef, path: str) -> str:
     _check_protocol(ref, "file")
     given, path = path, rooted(ref, path)
+    if _BASE64.fullmatch(given.rstrip()) and not os.path.isfile(path):
+        raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     folders = ref.rules.allowed_media_folders
     if folders is not None and not any(Path(path).resolve().is_relative_to(Path(f).resolve()) for f in folders):
         raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")

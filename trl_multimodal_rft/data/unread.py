@@ -18,6 +18,17 @@ _N_ROWS = 16
 # What prompts are called elsewhere
 _PROMPTS = ("messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
+# Columns by which layouts of other tools are told, those first that have columns of others, too
+_LAYOUTS = {
+    "verl": {"prompt", "data_source", "reward_model"},
+    "video-r1": {"problem", "data_type", "path"},
+    "avqa": {"question_text", "multi_choice"},
+    "mmau": {"audio_id", "choices"},
+    "easyr1": {"problem", "answer"},
+    "ms-swift": {"query", "response"},
+    "sharegpt": {"conversations"},
+}
+
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
 # What tells the kind of media whose data don't
@@ -102,8 +113,11 @@ def check_columns(
     """
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
+    sample = features or (rows[0] if rows else {})
     if needs_prompt and columns and "prompt" not in columns:
-        raise ValueError(f"{name} {_no_prompt(columns)}")
+        raise ValueError(f"{name} {_no_prompt(columns, sample)}")
+    if "solution" not in columns and other_layout(sample) == "verl":
+        raise ValueError(f"{name} {_VERL}")
     for kind in MODALITIES:
         lists = _lists_media(features.get(kind)) or any(_holds_several(kind, row.get(kind)) for row in rows)
         if kind not in ignored and lists:
@@ -145,7 +159,9 @@ def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
         `ValueError`: If it has none.
     """
     if "prompt" not in row:
-        raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row)}")
+        raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row, row)}")
+    if "solution" not in row and other_layout(row) == "verl":
+        raise ValueError(f"row {getattr(row, 'number', place)} {_VERL}")
 
 
 def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> None:
@@ -169,9 +185,55 @@ def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> No
             )
 
 
-def _no_prompt(columns: Collection[str]) -> str:
+def other_layout(row: Mapping[str, Any]) -> str | None:
+    """
+    The layout of another tool that a row is in.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            The row, or its features.
+
+    Returns:
+        `str`, *optional*: What `trl-multimodal-rft prepare` calls the layout, `None` if it is none that is known.
+    """
+    needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
+    for layout, columns in _LAYOUTS.items():
+        column, keys = needed.get(layout, ("", set()))
+        if columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
+            return layout
+    return None
+
+
+def prepared(layout: str, options: str = "") -> str:
+    """
+    How rows of another layout become ones that are taken.
+
+    Args:
+        layout (`str`):
+            What [`other_layout`] says.
+        options (`str`, *optional*, defaults to `""`):
+            Further options of the command.
+
+    Returns:
+        `str`: A clause.
+    """
+    return f"convert its rows, which are those of {layout}, by `trl-multimodal-rft prepare {layout}{options}`"
+
+
+_VERL = (
+    f"has no column 'solution', and its answers are in 'reward_model'; {prepared('verl')}, or add 'solution' for "
+    "reward functions."
+)
+
+
+def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
+    layout = other_layout(row)
+    if layout is not None:
+        options = " --task rl" if layout in ("ms-swift", "sharegpt") else ""
+        alternative = "" if likely is None or layout == "sharegpt" else f"{remedy}, or "
+        remedy = alternative + prepared(layout, options)
     return f"has no column 'prompt', only {sorted(columns)}; {remedy}."
 
 
@@ -279,7 +341,7 @@ def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
     Args:
         feature (`Any`):
-            Feature of a column, or a part of one.
+            Feature of a column, or a part of one; or a value.
         key (`str`, *optional*, defaults to `""`):
             Name of `feature`.
 
@@ -289,7 +351,7 @@ def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(feature, (List, LargeList)):
         yield from feature_leaves(feature.feature, key)
     elif isinstance(feature, list):
-        yield from feature_leaves(feature[0], key)
+        yield from feature_leaves(feature[0], key) if feature else ()
     elif isinstance(feature, dict):
         for name, item in feature.items():
             yield from feature_leaves(item, name)

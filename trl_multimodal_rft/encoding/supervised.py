@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..data.columns import MediaError, iter_refs, rows_to_messages
+from ..data.columns import MediaError, check_decoded, iter_refs, rows_to_messages
 from ..data.fetch import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import family_of
@@ -120,6 +120,8 @@ def encode_sequence(
             f"row {number}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
             "`assistant_only_loss=True` to learn what the assistant says."
         )
+    for column in ("prompt", "completion", "messages"):
+        check_decoded(row.get(column), column, number)
     if whole:
         chat, answer = list(row["messages"]), []
     else:

@@ -538,7 +538,8 @@ def _evaluate(
         if policy.environments is not None:
             return  # environments read what columns they like
         ignored = policy.ignored_media_columns
-        takes, needs_prompt = policy.model.input_modalities, is_table and extent == "all"
+        takes: Any = getattr(policy.model, "input_modalities", ())
+        needs_prompt = is_table and extent == "all"
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
         if warning is not None:
             logger.warning_once(warning)  # also of one evaluation after the other

@@ -31,7 +31,7 @@ from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
 from ..data.columns import MEDIA_COLUMNS, MediaError, rows_to_messages
 from ..data.fetch import Row
-from ..data.unread import columns_known
+from ..data.unread import columns_known, other_layout, prepared
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import DecodedPrompt, placeholder_tokens
 from ..encoding.supervised import SupervisedSequence, encode_sequence, given_sequence
@@ -312,9 +312,12 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
             if args.dataset_text_field not in columns:
                 if isinstance(dataset, Dataset) and not columns_known(dataset):
                     return dataset  # a transform gives others
+                layout = other_layout(dataset.features or dict.fromkeys(columns))
+                remedy = "" if layout is None else f"; {prepared(layout)}"
                 raise ValueError(
                     f"The {dataset_name} dataset has the columns {sorted(columns)}; it needs `prompt` and "
-                    f"`completion`, `messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`)."
+                    f"`completion`, `messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`)"
+                    f"{remedy}."
                 )
         elif formatting_func is not None and args.completion_only_loss:
             raise ValueError(
