@@ -48,6 +48,7 @@ def check_results(output_dir, output, *more):
     assert re.findall(r"'eval_accuracy': '?(\d[\d.e-]*)", output)[0] == f"{metrics['accuracy_before']:.4g}"
     card = (output_dir / "README.md").read_text()
     assert "self-check: features = processor's" in card and "trl-multimodal-rft" in card
+    assert "![Training curves](training_curves.png)" in card and "\nmodel-index:" in card
     assert re.search(r"Accuracy on held-out \w+ before training: \d+\.\d%", output)
     (line,) = [line for line in output.splitlines() if line.startswith(f"{output_dir} has the model")]
     assert all((output_dir / name).exists() for name in re.findall(r"\((.*?)\)", line))

@@ -250,7 +250,8 @@ def test_train_and_evaluate(tmp_path):
     assert re.findall(r"'rewards/brief/mean': '?(\d)", output) == ["5", "5"] and "rewards/accuracy_reward" in output
     assert (tmp_path / "trained" / "model.safetensors").exists()
     card = (tmp_path / "trained" / "README.md").read_text()
-    assert "Which digit is spoken?" in card
+    assert "Which digit is spoken?" in card and "![Training curves](training_curves.png)" in card
+    assert "- Training data: data, columns" in card and "\ndatasets:" not in card
 
     options = [*("--model_name_or_path", "trained", "--dataset_name", "data", "--prompt", "Which {unit} is spoken?")]
     options += [*("--reward_funcs", "mine.brief", "--max_completion_length", "4", "--accelerate_config", "cpu")]
