@@ -415,7 +415,9 @@ def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: s
     add("--config", help="YAML file with options, or a recipe of this package by its name; the command line wins")
     add("--accelerate_config", help="config of this package (cpu, single_gpu, multi_gpu, fsdp2, ...), or a file")
     options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
-    takes_values = any(option["name"] == "debug" for option in options)  # transformers' own, such as underflow_overflow
+    takes_values = any(
+        option["name"] == "debug" for option in options
+    )  # transformers' own, such as underflow_overflow
     how: dict[str, Any] = {"nargs": "*", "metavar": "OPTION"} if takes_values else {"action": "store_true"}
     add("--debug", help="show the traceback of an error" + "; with values: transformers' option" * takes_values, **how)
     known = {"debug"}
