@@ -58,8 +58,8 @@ def _exit_code(words: Sequence[str]) -> int:
     failed.
     """
     logging.disable(logging.ERROR)
-    # A launched process gets Ctrl-C from the terminal, too, and may save a checkpoint, for which this one waits. Torch,
-    # which starts several, sets a handler of its own.
+    # A launched process gets Ctrl-C from the terminal, too, and may save a checkpoint, for which this one waits.
+    # Torch, which starts several, sets a handler of its own.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         _launch(words)
