@@ -22,6 +22,7 @@ from PIL import EpsImagePlugin, Image
 from transformers import GenerationConfig
 
 from trl_multimodal_rft import TrainingCurvesCallback
+from trl_multimodal_rft.cli import arguments
 from trl_multimodal_rft.cli import chat as command
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.evaluation import EvaluationConfig
@@ -46,7 +47,7 @@ def served():
 
     def serve(*argv):
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
+        arguments.chat(parser)
         args = parser.parse_args([*argv, "--max_completion_length", "6"])
         app, url, shared = command.open_page(args, prevent_thread_lock=True, quiet=True)
         pages.append(app.get_blocks())

@@ -37,46 +37,47 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     words = [] if config is None else [f"--config_file={shipped('accelerate_configs', config)}"]
     words += [*getattr(args, "launch", ()), "--module", "trl_multimodal_rft.scripts", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
-        if getattr(args, "debug", None) in ([], True):
-            _launch(words)
-            return
-        os.environ[FOLDER] = folder
+        if getattr(args, "debug", None) not in ([], True):
+            os.environ[FOLDER] = folder
         try:
-            code = _launch_quietly(words)
+            code = _exit_code(words)
         finally:
-            del os.environ[FOLDER]
+            os.environ.pop(FOLDER, None)
         messages = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
-    if code < 0:
-        raise ValueError(
-            f"A process was ended by {signal.Signals(-code).name}" + ", as where memory runs out." * (code == -9)
-        )
-    sys.exit(code)
+    if code < 0 and code != -signal.SIGINT:
+        why = ", as where memory runs out" * (code == -signal.SIGKILL)
+        raise ValueError(f"A process was ended by {signal.Signals(-code).name}{why}.")
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _exit_code(words: Sequence[str]) -> int:
+    """
+    Launches, and waits for the exit code. Silences what accelerate and torch say of defaults and of processes that
+    failed.
+    """
+    logging.disable(logging.ERROR)
+    # A launched process gets Ctrl-C from the terminal, too, and may save a checkpoint, for which this one waits.
+    # Torch, which starts several, sets a handler of its own.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        _launch(words)
+        return 0
+    except CalledProcessError as error:
+        return error.returncode
+    except Exception as error:  # of torch, without importing it: `ChildFailedError` and `SignalException`
+        if hasattr(error, "failures"):
+            return next(iter(error.failures.values())).exitcode
+        if hasattr(error, "sigval"):
+            return 128 + error.sigval
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+        logging.disable(logging.NOTSET)
 
 
 def _launch(words: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     launch_command(launch_command_parser().parse_args(words))
-
-
-def _launch_quietly(words: Sequence[str]) -> int:
-    """Launches without what accelerate and torch say of defaults and of processes that failed; their exit code."""
-    # Processes get Ctrl-C as this one does. They save a checkpoint, for which this one waits.
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGHUP,SIGQUIT")
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    logging.disable(logging.ERROR)
-    try:
-        _launch(words)
-        return 0
-    except CalledProcessError as error:
-        return error.returncode
-    except Exception as error:
-        failures = getattr(error, "failures", None)  # torch's `ChildFailedError`, without importing torch
-        if failures is None:
-            raise
-        return next(iter(failures.values())).exitcode
-    finally:
-        logging.disable(logging.NOTSET)
-        signal.signal(signal.SIGINT, before)

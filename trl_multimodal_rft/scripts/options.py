@@ -76,10 +76,11 @@ def read_config(path: str) -> dict[str, Key]:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
-        written = [key.value for key, _ in node.value]
+        written = set()
         for key, _ in node.value:
-            if written.count(key.value) > 1 and key.value != "<<":
+            if key.value in written:
                 raise ValueError(f"{path}:{key.start_mark.line + 1}: `{key.value}` is set twice; remove one.")
+            written.add(key.value)
         loader.flatten_mapping(node)
         return {
             str(key.value): Key(
@@ -366,7 +367,7 @@ def table() -> dict[str, Any]:
         return saved
     from .option_table import collect  # imports them, which takes seconds
 
-    return collect()
+    return json.loads(json.dumps(collect()))
 
 
 def options_of(command: str) -> list[dict[str, Any]]:

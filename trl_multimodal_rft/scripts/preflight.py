@@ -96,8 +96,10 @@ def _source(module: str, name: str) -> Path | None:
             if file.exists()
         ]
         if not found:
-            if all(folder.is_dir() for folder in folders) and not any(
-                [*folder.glob(f"{each}.*")] for folder in folders
+            if (
+                folders
+                and all(folder.is_dir() for folder in folders)
+                and not any([*folder.glob(f"{each}.*")] for folder in folders)
             ):
                 raise ValueError(f"There is no reward function {name!r}: {path.parent} has no module {each!r}.")
             return None
