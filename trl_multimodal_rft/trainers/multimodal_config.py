@@ -195,6 +195,8 @@ class MediaArguments:
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}") is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # which has no effect there but a warning of torch
         if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
