@@ -1,15 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
 
-import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments
 
-from .launching import launcher_arguments, read_keys
+from .options import launched_parser, read_keys, shipped
 
 
 @dataclass
@@ -145,38 +145,38 @@ class PPOScriptArguments(RLScriptArguments):
     ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
 
-def parse(parser: TrlParser, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+def parse(
+    arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
     """
-    Reads the arguments of a script.
+    Reads the arguments of a script, with those of its `--config`.
 
     Args:
-        parser ([`~trl.TrlParser`]):
-            The script's parser.
+        arguments (`Sequence[type]`):
+            The script's dataclasses.
         argv (`Sequence[str]`, *optional*):
-            Arguments, those of the process by default.
+            Arguments, those of the process by default. Those of `accelerate launch` have no effect.
+        demo (`Mapping[str, Any]`, *optional*):
+            Defaults of a run that names no model.
 
     Returns:
-        `tuple`: The parser's dataclasses.
+        `tuple`: The dataclasses with their values.
 
     Raises:
-        `ValueError`: If an argument, or a key of the config file, is neither the script's nor one of `accelerate
-            launch`, which has read its own.
+        `ValueError`: If a key of the config file isn't an option, or has no value of it.
+        `SystemExit`: If an argument isn't one.
     """
-    *parsed, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    launcher_arguments(rest)
-    if isinstance(parsed[0], RunArguments):
-        parsed[0].given = _given(parser, sys.argv[1:] if argv is None else list(argv))
-    return tuple(parsed)
+    from .option_table import options  # which imports this module
 
-
-def _given(parser: TrlParser, argv: list[str]) -> dict[str, Any]:
-    """What a command line and its config file set, of which the command line wins."""
-    keys: dict[str, Any] = {}
-    if "--config" in argv:
-        place = argv.index("--config")
-        keys = read_keys(argv[place + 1])
-        argv = [*argv[:place], *argv[place + 2 :]]
-    bare = TrlParser(parser.dataclass_types)
-    for action in bare._actions:
-        action.default, action.required = argparse.SUPPRESS, False
-    return {**keys, **vars(bare.parse_known_args(argv)[0])}
+    argv = sys.argv[1:] if argv is None else argv
+    parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
+    if isinstance(debug := parsed.get("debug"), list):
+        parsed["debug"] = " ".join(debug)
+    names = [[each.name for each in fields(cls) if each.init] for cls in arguments]
+    used = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
+    values = [{name: used[name] for name in own if name in used} for own in names]
+    made = tuple(cls(**own) for cls, own in zip(arguments, values, strict=True))
+    if isinstance(made[0], RunArguments):
+        config = read_keys(shipped("recipes", parsed["config"])) if "config" in parsed else {}
+        made[0].given = {**parsed, **{name: config[name] for name in ("env",) if config.get(name)}}
+    return made

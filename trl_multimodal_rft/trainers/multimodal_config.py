@@ -5,6 +5,7 @@ import copy
 import logging
 from dataclasses import dataclass, field
 
+import torch
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules

@@ -26,7 +26,14 @@ _MESSAGE = (
 )
 
 # Programs, or modules of Python, that start processes and wait for them
-_LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+_LAUNCHERS = {
+    "trl-multimodal-rft",
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "torchrun",
+    "torch.distributed.run",
+}
 
 
 class EndOnSignal(TrainerCallback):
