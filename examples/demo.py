@@ -8,8 +8,7 @@ import io
 import json
 import math
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -20,7 +19,7 @@ from datasets import Dataset, DatasetDict, Value
 from PIL import Image as PILImage
 from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
@@ -53,39 +52,6 @@ DEMO_ARGUMENTS = {
 # Arguments
 
 
-class DemoParser(TrlParser):
-    """
-    [`~trl.TrlParser`] of a script with a demo, which runs as long as nobody names a model.
-
-    The demo's arguments stand in for the defaults, so that those of a config file and of the command line win over
-    them. To a model by name, whether by `--model_name_or_path x`, by `--model_name_or_path=x` or in a config file,
-    none of them applies.
-
-    Args:
-        dataclass_types (`Sequence[type]`):
-            Dataclasses to parse, [`~trl.ModelConfig`] among them.
-        demo_arguments (`dict`):
-            Names and values of the demo's arguments.
-    """
-
-    def __init__(self, dataclass_types: Sequence[type], demo_arguments: dict[str, object]):
-        super().__init__(dataclass_types)
-        self._demo, self._file = demo_arguments, {}
-
-    def set_defaults_with_config(self, **kwargs) -> list[str]:
-        self._file = kwargs
-        return super().set_defaults_with_config(**kwargs)
-
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
-    ) -> tuple[Namespace, list[str]]:
-        parsed = super().parse_known_args(args, namespace)
-        if parsed[0].model_name_or_path is None:
-            super().set_defaults_with_config(**{**self._demo, **self._file})
-            parsed = super().parse_known_args(args, namespace)
-        return parsed
-
-
 def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object]) -> None:
     """
     Reads arguments, and runs the script with them, or the demo if they name no model.
@@ -98,7 +64,7 @@ def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object])
         demo_arguments (`dict`):
             Names and values of the demo's arguments.
     """
-    arguments = parse(DemoParser(script.ARGUMENTS, demo_arguments))
+    arguments = parse(script.ARGUMENTS, demo=demo_arguments)
     arguments[0].command = f"accelerate launch {sys.argv[0]}"
     by_name = arguments[-1].model_name_or_path is not None
     with output_folder(*arguments[:2]):

@@ -16,7 +16,6 @@ from helpers.chats import RATE, audio, image, video
 from helpers.trainer_utils import audio_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import TrlParser
 
 from trl_multimodal_rft import CompactLogCallback, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -183,7 +182,7 @@ def words_of(keys) -> list[str]:
 
 
 def start(script, *argv):
-    script.main(*parse(TrlParser(script.ARGUMENTS), list(argv)))
+    script.main(*parse(script.ARGUMENTS, argv))
 
 
 @pytest.mark.parametrize("script", [grpo, rloo, ppo, sft])
@@ -237,7 +236,7 @@ def test_run_file_starts_the_same_run(given):
     argv = ["--config", "recipe.yaml", *words_of({**given, **REWARDED}), "--save_strategy", "no"]
     argv += ["--prompt", 'Say: "{solution}" # \\boxed{}\nNow.', "--hub_token", "hf_2", "--reward_weights", "0.5"]
     argv += ["--model_init_kwargs", '{"token": "hf_3", "use_safetensors": true}', "--resume_from_checkpoint", "True"]
-    first = parse(TrlParser(grpo.ARGUMENTS), argv)
+    first = parse(grpo.ARGUMENTS, argv)
     words = ["--num_processes=2", "--multi_gpu", "--mixed-precision", "bf16"]
     write_run_file("out", "trl-multimodal-rft grpo", {**first[0].given, "launch": words})
     text = open("out/run.yaml").read()
@@ -248,7 +247,7 @@ def test_run_file_starts_the_same_run(given):
     assert launched == {"num_processes": 2, "multi_gpu": True, "mixed_precision": "bf16"}
     with open("again.yaml", "w") as file:
         yaml.safe_dump(keys, file)
-    again = parse(TrlParser(grpo.ARGUMENTS), ["--config", "again.yaml"])
+    again = parse(grpo.ARGUMENTS, ["--config", "again.yaml"])
     changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "given"}
     for before, after in zip(first, again, strict=True):
         for each in fields(before):

@@ -29,11 +29,11 @@ from trl_multimodal_rft.scripts.ppo import ARGUMENTS
 ROOT = Path(__file__).parent.parent
 
 
-def launch(script, output_dir, *options):
+def launch(script, output_dir, *options, compact=False):
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", f"examples/{script}.py"),
         *("--output_dir", str(output_dir), "--max_steps", "2", "--per_device_train_batch_size", "32"),
-        *("--logging_steps", "1", *options),
+        *("--logging_steps", "1", *([] if compact else ["--disable_compact_log"]), *options),
     ]
     run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
@@ -41,22 +41,34 @@ def launch(script, output_dir, *options):
 
 
 def check_results(output_dir, output, *more):
+    """`output` has logs as dictionaries."""
+    check_files(output_dir, output, *more)
+    before = json.loads((output_dir / "demo_metrics.json").read_text())["accuracy_before"]
+    assert re.findall(r"'eval_accuracy': '?(\d[\d.e-]*)", output)[0] == f"{before:.4g}"
+    assert "'reward':" in output and "'packing/shared_frac':" in output
+
+
+def check_files(output_dir, output, *more):
     metrics = json.loads((output_dir / "demo_metrics.json").read_text())
     assert metrics.keys() == {"accuracy_before", "accuracy_after", "train_seconds", "updates", *more}
     assert metrics["updates"] == 2
     assert (output_dir / "training_curves.png").read_bytes().startswith(b"\x89PNG")
-    assert re.findall(r"'eval_accuracy': '?(\d[\d.e-]*)", output)[0] == f"{metrics['accuracy_before']:.4g}"
     card = (output_dir / "README.md").read_text()
     assert "self-check: features = processor's" in card and "trl-multimodal-rft" in card
     assert "![Training curves](training_curves.png)" in card and "\nmodel-index:" in card
     assert re.search(r"Accuracy on held-out \w+ before training: \d+\.\d%", output)
     (line,) = [line for line in output.splitlines() if line.startswith(f"{output_dir} has the model")]
     assert all((output_dir / name).exists() for name in re.findall(r"\((.*?)\)", line))
-    assert "'reward':" in output and "'packing/shared_frac':" in output
 
 
 def test_audio_and_the_readme(tmp_path):
-    check_results(tmp_path, launch("grpo_audio", tmp_path))
+    output = launch("grpo_audio", tmp_path, compact=True)
+    check_files(tmp_path, output)
+    lines = [line for line in output.splitlines() if "Warning" in line or line.startswith(("step ", "Multi", "  ask"))]
+    assert lines[0] == "MultimodalGRPOTrainer trains Qwen2AudioForConditionalGeneration for 2 steps:"
+    assert lines[1].startswith("step 0/2 | eval accuracy 0.") and lines[-1].endswith(f"model_name_or_path {tmp_path}")
+    assert sum(line.startswith("step ") and " | reward " in line for line in lines) == 2
+    assert not any("Warning" in line for line in lines)
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     code = next(block for block in blocks if "outputs/grpo_audio" in block)

@@ -53,13 +53,21 @@ class CompactLogCallback(TrainerCallback):
         for printer in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
             trainer.remove_callback(printer)
         self.trainer = trainer
-        self._needs_example = True
+        self._needs_parts = self._needs_example = True
         self._since = 0.0  # when the time of training was last counted
         self._seconds, self._steps = 0.0, 0  # of training since the last line
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._show_parts(state)
         self._needs_example, self._since, self._seconds, self._steps = True, time.perf_counter(), 0.0, 0
-        if state.is_world_process_zero and model is not None:
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._needs_parts = True
+
+    def _show_parts(self, state) -> None:
+        if self._needs_parts and state.is_world_process_zero:
+            self._needs_parts = False
+            model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
             trained = type(unwrapped(None, model)).__name__
             print(f"{type(self.trainer).__name__} trains {trained} for {state.max_steps} steps:")
             print(*parts_lines(model_parts(model)), sep="\n", flush=True)
@@ -90,7 +98,8 @@ class CompactLogCallback(TrainerCallback):
         if not self._needs_example or not self.trainer.is_world_process_zero():
             return
         self._needs_example = False
-        model: Any = unwrapped(self.trainer.accelerator, self.trainer.model)
+        trained: Any = self.trainer.model
+        model = unwrapped(self.trainer.accelerator, trained)
         processor: Any = self.trainer.processing_class
         tokenizer = getattr(processor, "tokenizer", processor)
         placeholders = placeholder_token_ids(model, processor)
@@ -108,9 +117,11 @@ class CompactLogCallback(TrainerCallback):
             print(f"rewards: {', '.join(shown)}")
         print(end="", flush=True)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        now = time.perf_counter()  # before other callbacks evaluate
         self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
+
+    def on_step_end(self, args, state, control, **kwargs):
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, self._pace(state))
 
@@ -123,10 +134,13 @@ class CompactLogCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
+        if self.trainer.is_in_train:  # other callbacks may log before this one begins
+            self._show_parts(state)
         if "train_runtime" in logs:
             self._print(state, [f"trained in {_duration(logs['train_runtime'])}"])
         elif any(name.startswith("eval_") for name in logs):
             self._print(state, evaluation_parts(logs, self.trainer.eval_dataset))
+            self._since = time.perf_counter()
         else:
             self._print(state, [*metric_parts(logs), *self._pace(state)])
             self._seconds, self._steps = 0.0, 0
@@ -369,7 +383,11 @@ def metric_parts(logs: Mapping[str, Any]) -> list[str]:
     elif len(rewards) > 1:
         name = next(iter(rewards))
         parts.append(f"{name} {_number(rewards[name])}")
-    parts += [f"{name} {_number(logs[name])}" for name in logs if re.fullmatch(r"(pass|majority)@\d+", name)]
+    parts += [
+        f"{name} {_number(logs[name])}"
+        for name in logs
+        if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1"
+    ]
     if "mean_token_accuracy" in logs:
         parts.append(f"token accuracy {_number(logs['mean_token_accuracy'])}")
     if "completions/mean_length" in logs:

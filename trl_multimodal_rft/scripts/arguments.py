@@ -2,14 +2,14 @@
 """Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from .options import launched_parser
+from .options import launched_parser, read_keys, shipped
 
 
 @dataclass
@@ -146,7 +146,9 @@ class PPOScriptArguments(RLScriptArguments):
     ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
 
-def parse(arguments: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+def parse(
+    arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
     """
     Reads the arguments of a script, with those of its `--config`.
 
@@ -155,6 +157,8 @@ def parse(arguments: Sequence[type], argv: Sequence[str] | None = None) -> tuple
             The script's dataclasses.
         argv (`Sequence[str]`, *optional*):
             Arguments, those of the process by default. Those of `accelerate launch` have no effect.
+        demo (`Mapping[str, Any]`, *optional*):
+            Defaults of a run that names no model.
 
     Returns:
         `tuple`: The dataclasses with their values.
@@ -170,8 +174,10 @@ def parse(arguments: Sequence[type], argv: Sequence[str] | None = None) -> tuple
     if isinstance(debug := parsed.get("debug"), list):
         parsed["debug"] = " ".join(debug)
     names = [[each.name for each in fields(cls) if each.init] for cls in arguments]
-    values = [{name: parsed[name] for name in own if name in parsed} for own in names]
+    used = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
+    values = [{name: used[name] for name in own if name in used} for own in names]
     made = tuple(cls(**own) for cls, own in zip(arguments, values, strict=True))
     if isinstance(made[0], RunArguments):
-        made[0].given = parsed
+        config = read_keys(shipped("recipes", parsed["config"])) if "config" in parsed else {}
+        made[0].given = {**parsed, **{name: config[name] for name in ("env",) if config.get(name)}}
     return made

@@ -32,6 +32,8 @@ def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -
             Values by name, those of a config file among them. Below `launch` words for `accelerate launch`.
     """
     keys = {**given, **launch_keys(given.get("launch") or ())}
+    if keys.get("debug") in (True, "", []):  # tracebacks
+        del keys["debug"]
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path = Path(folder, NAME)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import logging
 import math
 from dataclasses import dataclass, field
 
+import torch
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
@@ -206,6 +207,8 @@ class MediaArguments(KnownKeywords):
             if getattr(self, f"activation_{name}") is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
         check_values(self)
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # which has no effect there but a warning of torch
         if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
