@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 
 from .. import rewards
+from ..data.loading import require_module
 from ..data.named import load_rows
 from .arguments import PromptArguments, RFTScriptArguments
 from .prompts import with_system_message, with_texts
@@ -176,6 +177,8 @@ def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: Arguments by their names.
     """
+    if model_args.use_peft:
+        require_module("peft", "peft")
     return {
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),

@@ -11,7 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
-from .arguments import KnownKeywords, check_generation_kwargs, check_values
+from .arguments import KnownKeywords, check_generation_kwargs, check_packages, check_values
 
 
 logger = logging.getLogger(__name__)
@@ -195,6 +195,7 @@ class MediaArguments(KnownKeywords):
 
     def __post_init__(self):
         check_values(self)
+        check_packages(self)
         if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
