@@ -4,6 +4,7 @@
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
+from trl_multimodal_rft.encoding.processors import load_processor
+from trl_multimodal_rft.models.pretrained import load_trained
 
 
 CONFIGS = {
@@ -346,3 +349,40 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
     (warning,) = [each.message for each in caplog.records if "max_position_embeddings" in each.message]
     number, taken = re.search(r"Row (\d) takes (\d+) positions, more than the 30 of the model", warning).groups()
     assert number in "12" and int(taken) > 100
+
+
+# Packages
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packages_that_are_missing(kind, monkeypatch):
+    """The extra that installs them, before anything is loaded."""
+    for package in ("wandb", "trackio", "tensorboard", "bitsandbytes", "deepspeed"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for options, package, extra in [
+        ({"report_to": "wandb"}, "wandb", "logging"),
+        ({"report_to": ["trackio"]}, "trackio", "logging"),
+        ({"report_to": "tensorboard"}, "tensorboard", "logging"),
+        ({"optim": "paged_adamw_8bit"}, "bitsandbytes", "quantization"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed", "deepspeed"),
+    ]:
+        message = f'needs {package}, which isn\'t installed: `pip install "trl-multimodal-rft[{extra}]"`'
+        with pytest.raises(ImportError, match=re.escape(message)):
+            config(kind, **options)
+
+
+def test_packages_of_a_model_that_are_missing(tmp_path, monkeypatch):
+    """An adapter, a processor whose parts need torchvision, and sound for a processor that wants it as WAV."""
+    Path(tmp_path, "adapter_config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=re.escape('`pip install "trl-multimodal-rft[peft]"`')):
+        load_trained(str(tmp_path))
+
+    def needs_torchvision(*args, **kwargs):
+        hf.utils.requires_backends(hf.Qwen2VLVideoProcessor, ["torchvision"])
+
+    monkeypatch.setattr(hf.utils.import_utils, "is_torchvision_available", lambda: False)
+    monkeypatch.setitem(hf.utils.import_utils.BACKENDS_MAPPING, "torchvision", (lambda: False, "no {0}: torchvision"))
+    monkeypatch.setattr(hf.Qwen2VLVideoProcessor, "from_pretrained", needs_torchvision)
+    with pytest.raises(ImportError, match=re.escape('needs torchvision: `pip install "trl-multimodal-rft[image]"`')):
+        load_processor(str(saved("qwen2_5_vl")))

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MediaError
+from ..data.loading import require_module
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt, split_by_tokens
@@ -146,12 +147,11 @@ def measure(args: argparse.Namespace) -> Measured:
     layer = max((sum(p.numel() for p in each.parameters()) for each in layers), default=0)
     model = base
     if args.use_peft:
-        from peft import LoraConfig, get_peft_model
-
+        peft = require_module("peft", "peft")
         # PEFT moves adapters to the dtype of the model, for which torch would swap what can't be swapped
         with mode, patch.object(torch.utils, "swap_tensors", _take):
-            model = get_peft_model(
-                base, LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
+            model = peft.get_peft_model(
+                base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
             )
             for parameter in model.parameters():
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):

@@ -11,7 +11,7 @@ from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList
 from transformers.utils import is_torchcodec_usable
 
 from .columns import Encoded, MediaRef
-from .loading import check_file, decoding, encoded_source
+from .loading import check_file, decoding, encoded_source, install
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
@@ -244,8 +244,8 @@ def _decode(ref: MediaRef) -> Any:
         if not isinstance(feature, Image) and not is_torchcodec_usable(decode=ref.kind):
             name = type(feature).__name__
             message = (
-                "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. "
-                f"Install both, or cast the column to `{name}(decode=False)` and read its files yourself"
+                "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. Install "
+                f"both (`{install('audio')}`), or cast the column to `{name}(decode=False)` and read its files yourself"
             )
             raise ImportError(str(ref.error(message)))
         return feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})

@@ -396,7 +396,21 @@ def require_module(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise ImportError(f"{package} is missing or broken: `pip install trl-multimodal-rft[{extra}]`") from error
+        raise ImportError(f"{package} is missing or broken: `{install(extra)}`") from error
+
+
+def install(extra: str) -> str:
+    """
+    How to install an optional dependency.
+
+    Args:
+        extra (`str`):
+            Extra of this package.
+
+    Returns:
+        `str`: The command.
+    """
+    return f'pip install "trl-multimodal-rft[{extra}]"'
 
 
 def encoded_source(ref: MediaRef) -> Any:

@@ -8,8 +8,11 @@ from contextlib import contextmanager
 
 from huggingface_hub import is_offline_mode
 
+from ..data.loading import install
+
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
+_EXTRAS = {"torchvision": "image", "bitsandbytes": "quantization", "peft": "peft", "flash_attn": "flash-attn"}
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json", ".gguf", ".pt")
 
 
@@ -60,9 +63,15 @@ def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
 
     Raises:
         `OSError`: In the place of an error of transformers.
+        `ImportError`: In the place of one that doesn't name the extra.
     """
     try:
         yield
+    except ImportError as error:  # of transformers, which says how to install the package alone
+        for package, extra in _EXTRAS.items():
+            if package in str(error).lower():
+                raise ImportError(f"The {what} {name!r} needs {package}: `{install(extra)}`") from error
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):

@@ -35,6 +35,7 @@ from ..data.loading import (
     load_with_qwen_vl_utils,
     qwen_frame_indices,
     qwen_frame_size,
+    require_module,
 )
 from ..data.sources import rooted
 from ..families import (
@@ -904,10 +905,8 @@ def _pixel_limits(size, options: dict[str, Any], count: int = 1) -> dict[str, fl
 
 
 def _base64_wav(waveform: np.ndarray, rate: int) -> str:
-    import soundfile
-
     buffer = io.BytesIO()
-    soundfile.write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
+    require_module("soundfile", "audio").write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
     return base64.b64encode(buffer.getvalue()).decode()
 
 

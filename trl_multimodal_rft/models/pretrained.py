@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
+from ..data.loading import require_module
 from ..encoding.model_folders import check_model_folder, naming_what_is_missing
 from ..encoding.processors import load_processor
 from ..families import family_of
@@ -57,7 +58,7 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
     check_model_folder(name, kwargs.get("subfolder", ""))
     with naming_what_is_missing(name):
         kwargs.setdefault("architecture", trained_part(name, **kwargs))
-    return create_model_from_path(name, **kwargs)
+        return create_model_from_path(name, **kwargs)
 
 
 def load_trained(
@@ -84,11 +85,10 @@ def load_trained(
     if find_adapter_config_file(name, **source) is None:
         model, holder = load_model(name, **source, **kwargs), name
     else:
-        from peft import PeftConfig, PeftModel
-
-        config = PeftConfig.from_pretrained(name, **source)
+        peft = require_module("peft", "peft")
+        config = peft.PeftConfig.from_pretrained(name, **source)
         base, of_base = config.base_model_name_or_path, {"revision": config.revision or "main"}
-        model = PeftModel.from_pretrained(load_model(base, **of_base, **kwargs), name, **source)
+        model = peft.PeftModel.from_pretrained(load_model(base, **of_base, **kwargs), name, **source)
         # An adapter may have been saved with or without the processor
         saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
         holder, source = (name, source) if saved else (base, of_base)

@@ -257,7 +257,7 @@ class TrainingCurvesCallback(TrainerCallback):
     the end. Only the main process draws. The file is always a whole picture, and pyplot is not used, so nothing
     changes in a notebook.
 
-    It needs matplotlib: `pip install trl-multimodal-rft[plots]`.
+    It needs matplotlib: `pip install "trl-multimodal-rft[plots]"`.
 
     Raises:
         `ImportError`: If matplotlib is missing.

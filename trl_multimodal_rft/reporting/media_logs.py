@@ -22,7 +22,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
-from ..data.loading import load_image, read_audio
+from ..data.loading import load_image, read_audio, require_module
 from ..models.trainer_mixin import TrainerMixin
 
 
@@ -310,8 +310,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
         `dict[str, Any]`: What is to be logged: a table whose cells hold a medium each, which wandb shows and plays.
         The column `images` becomes `images_0`, `images_1` and so on.
     """
-    import wandb
-
+    wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
     def cell(found):
@@ -342,8 +341,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     Returns:
         `dict[str, Any]`: What is to be logged: the table, and sounds and videos by their name.
     """
-    import trackio
-
+    trackio = require_module("trackio", "logging")
     played = {}
 
     def cell(found):
@@ -442,14 +440,11 @@ def log_completions(trainer, log: MediaLog) -> None:
     frame = frame.assign(**shown, **texts)
     with TemporaryDirectory() as folder:
         if "wandb" in args.report_to:
-            import wandb
-
+            wandb = require_module("wandb", "logging")
             if wandb.run is not None:
                 wandb.log(wandb_table(frame, media, Path(folder)))
         if "trackio" in args.report_to:
-            import trackio
-
-            trackio.log(trackio_table(frame, media, Path(folder)))
+            require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             write_tensorboard(callback.tb_writer, frame, media, step)

@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 from trl.scripts.utils import DatasetConfig
 
+from ..data.loading import require_module
 from ..data.named import load_arguments, load_rows, reading
 from ..rewards.named import load_reward_funcs
 from .arguments import PromptArguments, RFTScriptArguments
@@ -153,6 +154,8 @@ def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: Arguments by their names.
     """
+    if model_args.use_peft:
+        require_module("peft", "peft")
     return {
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),

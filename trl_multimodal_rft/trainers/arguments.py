@@ -7,12 +7,14 @@ import math
 import os
 import typing
 from dataclasses import fields
+from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainerCallback
 
+from ..data.loading import install
 from ..spelling import did_you_mean
 
 
@@ -88,6 +90,9 @@ RANGES = {
     "replay_max_age": _ONE_OR_MORE,
 }
 
+# Trackers of the extra `logging`
+_LOGGING = ("tensorboard", "trackio", "wandb")
+
 # What to do instead, where it isn't the default
 _REMEDIES = {
     "ema_decay": "`None` keeps no average",
@@ -137,6 +142,29 @@ def check_values(config) -> None:
         if value is None and name in RANGES and NoneType not in types and name not in ("top_k", "top_p"):
             raise ValueError(f"`{name}` must be {_words(RANGES[name])}, got None; {_remedy(config, name)}.")
     _check_ranges(config, given)
+
+
+def check_packages(config) -> None:
+    """
+    Checks that optional packages are there which arguments ask for.
+
+    Args:
+        config (`TrainingArguments`):
+            The config.
+
+    Raises:
+        `ImportError`: If one isn't. The message names the extra that installs it.
+    """
+    trackers = [config.report_to] if isinstance(config.report_to, str) else config.report_to or ()
+    needed = [(f"report_to={name!r}", name, "logging") for name in trackers if name in _LOGGING]
+    optimizer = str(getattr(config.optim, "value", config.optim))
+    if "8bit" in optimizer or "bnb" in optimizer:
+        needed.append((f"optim={optimizer!r}", "bitsandbytes", "quantization"))
+    if config.deepspeed:
+        needed.append(("deepspeed", "deepspeed", "deepspeed"))
+    for argument, package, extra in needed:
+        if find_spec(package) is None:
+            raise ImportError(f"`{argument}` needs {package}, which isn't installed: `{install(extra)}`")
 
 
 def check_generation_kwargs(config, known: set[str] | None) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
-from .arguments import KnownKeywords, check_generation_kwargs, check_values
+from .arguments import KnownKeywords, check_generation_kwargs, check_packages, check_values
 
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,7 @@ class MediaArguments(KnownKeywords):
             if getattr(self, f"activation_{name}") is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
         check_values(self)
+        check_packages(self)
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # which has no effect there but a warning of torch
         if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):

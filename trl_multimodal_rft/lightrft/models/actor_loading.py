@@ -9,10 +9,15 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-from transformers.utils import is_peft_available
 
+<<<<<<< HEAD:trl_multimodal_rft/lightrft/models/actor_loading.py
 from ...models.pretrained import trained_part
 from ...models.towers import freeze_as_built
+=======
+from ..data.loading import require_module
+from ..models.pretrained import trained_part
+from ..models.towers import freeze_as_built
+>>>>>>> part-messages:trl_multimodal_rft/lightrft/actor_loading.py
 
 
 def cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -68,10 +73,7 @@ def add_lora(
     Puts a LoRA adapter into a model, which keeps its mode. Adapts layers whose names end in one of `target_modules`,
     or all linear ones but the LM head, and none in the modules `frozen`.
     """
-    if not is_peft_available():
-        raise ImportError("LoRA needs peft: `pip install peft`.")
-    from peft import LoraConfig, get_peft_model
-    from peft.utils.error import NoMatchingPeftModuleError
+    peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
         # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of
@@ -79,7 +81,7 @@ def add_lora(
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
@@ -90,8 +92,8 @@ def add_lora(
     )
     own = set(model.modules())
     try:
-        adapted = get_peft_model(model, config)
-    except NoMatchingPeftModuleError as error:
+        adapted = peft.get_peft_model(model, config)
+    except peft.utils.error.NoMatchingPeftModuleError as error:
         raise ValueError(
             f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
             "`target_modules=None` takes all."
