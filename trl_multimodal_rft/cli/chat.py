@@ -32,6 +32,7 @@ from ..reporting.model_card import conversation_of, in_text
 
 
 _MOST_UPLOADED = 2**28  # bytes of a request
+_STYLE = '[aria-label="Share"] { display: none; }'  # uploads media of a chat to the Hub
 _KEPT = 3600  # seconds until an upload is deleted
 _LONGEST = 2048  # tokens of an answer that the page lets choose, unless the command says more
 
@@ -211,7 +212,9 @@ def page(
         gradio.Markdown(f"# Ask {in_text(name)}")
         with gradio.Row():
             # As plain text: pictures in Markdown would be fetched from elsewhere
-            chats = [gradio.Chatbot(label=name, render_markdown=False, buttons=["copy"]) for name in answerers]
+            chats = [
+                gradio.Chatbot(label=name, height=300, render_markdown=False, buttons=["copy"]) for name in answerers
+            ]
         with gradio.Row():
             inputs = [makers[kind]() for kind in kinds]
         question = gradio.Textbox(label="Question", placeholder="What do you want to know?", lines=2)
@@ -235,7 +238,12 @@ def page(
             outputs=[*answers, turns],
             api_name="ask",
         ).success(show, turns, [*chats, question, *inputs], api_visibility="private")
-        clear_button.click(lambda: ([], *show([])), None, [turns, *chats, question, *inputs], api_name="clear")
+        gradio.on(
+            [clear_button.click, *(chat.clear for chat in chats)],
+            lambda: ([], *show([])),
+            outputs=[turns, *chats, question, *inputs],
+            api_name="clear",
+        )
         if example is not None:
             text, media = example
             example_button.click(
@@ -345,6 +353,7 @@ def serve(blocks: Any, host: str, port: int | None = None, **options: Any) -> An
         server_port=port,
         share=False,
         max_file_size=_MOST_UPLOADED,
+        css=_STYLE,
         app_kwargs={"middleware": [middleware(_Guard, host=host)]},
         **options,
     )
