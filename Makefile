@@ -59,9 +59,10 @@ test-slow: $(VENV)/tests
 test-vllm: $(VLLM)/ok
 	ls tests/engine/test_*.py | $(call IN,$(VLLM)) OMP_NUM_THREADS=1 xargs -n 1 -P 2 python -m pytest
 
-# The wheel with each extra, in an environment that has nothing else
+# The wheel in an environment that has nothing else: with each extra, and through a new user's first hour
 test-extras: $(VENV)/tests
-	PYTHONPATH=tests $(BIN)/python tests/extras.py
+	PYTHONPATH=tests:examples $(BIN)/python tests/extras.py
+	PYTHONPATH=tests:examples $(BIN)/python tests/first_hour.py
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
 test-gpu: $(VENV)/tests

@@ -75,7 +75,7 @@ MEDIA = {"audio": (Audio(), recording), "image": (Image(), picture), "video": (V
 
 
 def write_inputs(folder: Path) -> None:
-    """Two models, rows of text and of each kind, and the wheel."""
+    """Two models, and rows of text and of each kind."""
     for family in ("qwen2_audio", "qwen2_5_vl"):
         FAMILIES[family].save(folder / family)
     for kind, (feature, make) in {"text": (None, None), **MEDIA}.items():
@@ -86,6 +86,9 @@ def write_inputs(folder: Path) -> None:
             rows = [{**row, kind: make(i)} for i, row in enumerate(rows)]
         for split in ("train", "test"):
             Dataset.from_list(rows, Features(features)).to_parquet(folder / "rows" / kind / f"{split}.parquet")
+
+
+def write_wheel(folder: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):  # a build leaves files beside its source
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "trl_multimodal_rft", folder / "trl_multimodal_rft")
@@ -154,6 +157,7 @@ def main() -> None:
     for extra in parser.parse_args().extras:
         with tempfile.TemporaryDirectory() as folder:
             write_inputs(Path(folder))
+            write_wheel(Path(folder))
             check(extra, Path(folder))
         print(f"{extra or 'no extra'}: installed, trained and evaluated", flush=True)
 

@@ -1,0 +1,257 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+The first hour of a new user: from a folder of sounds to a model that learned, and the mistakes on the way.
+
+The environment has the wheel and nothing else of this repository, and the working directory has only the user's files.
+Through the commands alone a model with random weights learns spoken digits from WAV files that a JSON Lines file names.
+The console of its training is compared with `first_hour.txt`, in which numbers, times and folders are masked; `--write`
+stores it anew. Each mistake is one line and exit code 1 or 2. Part of `make test-extras`.
+"""
+
+import argparse
+import base64
+import json
+import re
+import subprocess
+import tempfile
+import time
+from difflib import unified_diff
+from pathlib import Path
+
+import soundfile
+import soxr
+from extras import environment, write_wheel
+from PIL import Image
+from small_models import digit_model, spoken_digit_model
+from tasks import SPOKEN_QUESTION, spoken_digits
+
+
+CONSOLE = Path(__file__).with_suffix(".txt")
+RATE = 22050  # Hz, not the model's
+REWARDS = """
+def begins_with_answer(completions, solution, **kwargs):
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [float(text.strip().startswith(answer)) for text, answer in zip(texts, solution)]
+"""
+CPU = ["--accelerate_config", "cpu", "--dtype", "float32"]
+MODEL = ["--model_name_or_path", "model"]
+ROWS = ["--dataset_name", "train.jsonl", "--media_dir", "sounds", "--prompt", "{question}"]
+HELD_OUT = ["--dataset_name", "test.jsonl", "--dataset_test_split", "train", *ROWS[2:]]
+SCORED = [*CPU, "--reward_funcs", "accuracy_reward", "--max_completion_length", "3"]
+# The settings of `make demo`, for fewer updates
+LEARN = [*CPU, "--reward_funcs", "accuracy_reward", "my_rewards.begins_with_answer", "--max_steps", "100"]
+LEARN += ["--per_device_train_batch_size", "768", "--num_generations", "16", "--max_completion_length", "3"]
+LEARN += ["--learning_rate", "1e-3", "--entropy_coef", "0.1", "--gradient_checkpointing", "False", "--bf16", "False"]
+LEARN += ["--logging_steps", "20", "--save_strategy", "no", "--report_to", "none", "--output_dir", "trained"]
+SHORT = [*CPU, "--bf16", "False", "--report_to", "none", "--max_steps", "1", "--output_dir", "refused"]
+SHORT += ["--num_generations", "2", "--per_device_train_batch_size", "2"]
+
+QUESTION = [{"role": "user", "content": SPOKEN_QUESTION}]
+SHOWN = [{"role": "user", "content": "<image>Which digit is shown?"}]
+# A row as each tool has it, with the options of `prepare` that it needs
+LAYOUTS = {
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": SPOKEN_QUESTION}, {"from": "gpt", "value": "one"}]},
+        [],
+    ),
+    "llama-factory": ({"messages": [*QUESTION, {"role": "assistant", "content": "one"}]}, []),
+    "ms-swift": ({"query": SPOKEN_QUESTION, "response": "one"}, []),
+    "easyr1": ({"problem": "<image>Which digit is shown?", "answer": "one", "images": ["image.png"]}, []),
+    "verl": (
+        {
+            "data_source": "digits",
+            "prompt": SHOWN,
+            "images": [{"image": "image.png"}],
+            "reward_model": {"style": "rule", "ground_truth": "one"},
+            "extra_info": {"index": 0},
+        },
+        [],
+    ),
+}
+# What a command refuses, and the words of the one line that says so. The first ones import nothing heavy.
+REFUSED = [
+    (["gropo"], r"no command 'gropo'.* `grpo`"),
+    (["grpo", "--num_generation", "4"], r"no option `--num_generation`.* `--num_generations`"),
+    (["grpo", "--max_prompt_length", "512"], r"`--max_prompt_length`. It was removed"),
+    (["check", "--model", "model"], r"`--model`.* `--model_name_or_path`"),
+    (["grpo", *MODEL, "--dataset_name", "rows.jsonl"], r"no file or folder 'rows\.jsonl'; .*'train\.jsonl'"),
+    (["grpo", *MODEL, "--dataset_name", "~/no.json"], r"no file or folder '.*/no\.json'"),
+    (["grpo", "--model_name_or_path", "./modle", *ROWS], r"no file or folder './modle'; .*'model'"),
+    (["grpo", *MODEL, *ROWS, "--reward_funcs", "acuracy_reward"], r"'acuracy_reward'.* `accuracy_reward`"),
+    (["grpo", *MODEL, *ROWS, "--reward_funcs", "my_rewards.begin"], r"my_rewards\.py has no 'begin'"),
+    (["grpo", *MODEL, *ROWS, "--config", "wrong.yaml"], r"wrong\.yaml:2: `learning_rate`: 'fast' is not a number"),
+    (["grpo", *MODEL, *ROWS, "--config", "broken.yaml"], r"broken\.yaml:2: "),
+    (["grpo", *MODEL, *ROWS, *SHORT, "--temperature", "0"], r"`temperature` must be above 0"),
+    (["grpo", *MODEL, "--dataset_name", "train.jsonl", *SHORT], r"no column 'prompt'.* 'question' to 'prompt'"),
+    (["rloo", *MODEL, *ROWS[:2], *ROWS[4:], *SHORT], r"train_\d+\.wav.*relative paths start from the working directory"),
+    (["evaluate", *MODEL, "--dataset_name", "deaf.jsonl", *SCORED], r"'audio_path'.* rename it to 'audio'"),
+    (["sft", *MODEL, "--dataset_name", "sharegpt.jsonl", *SHORT[:-4]], r"prepare sharegpt"),
+    (["grpo", *MODEL, "--dataset_name", "verl.jsonl", *SHORT], r"prepare verl"),
+]
+
+# Mistakes in Python, by the words of the error
+PYTHON = """
+from datasets import Audio, Dataset, DatasetDict
+from trl_multimodal_rft import (
+    CompactLogCallback, MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOConfig, MultimodalSFTTrainer
+)
+from trl_multimodal_rft.rewards import accuracy_reward
+
+rows = Dataset.from_list([{"prompt": "Which digit is spoken?", "audio": "sounds/train_0.wav", "solution": "zero"}] * 2)
+
+def config(**options):
+    return MultimodalGRPOConfig("refused", use_cpu=True, bf16=False, report_to=[], **options)
+
+def trainer(**arguments):
+    arguments = {"model": "model", "reward_funcs": "accuracy_reward", "train_dataset": rows, **arguments}
+    return MultimodalGRPOTrainer(args=arguments.pop("args", None) or config(), **arguments)
+
+def alone(prompts, completions): ...
+
+MISTAKES = [
+    (lambda: config(max_prompt_length=512), "max_prompt_length.*removed"),
+    (lambda: config(num_generation=4), "num_generation.*`num_generations`"),
+    (lambda: config(top_p=2), "top_p.*at most 1, got 2"),
+    (lambda: config(epsilon=-0.1), "epsilon.*-0.1"),
+    (lambda: config(learning_rate="1e-5"), "learning_rate.*1e-5"),
+    (lambda: config(fp16=True), "fp16"),
+    (lambda: config(per_device_train_batch_size=1, gradient_accumulation_steps=1, num_generations=8),
+     "per_device_train_batch_size=1.*num_generations=8|num_generations=8.*per_device_train_batch_size=1"),
+    (lambda: config(generation_kwargs={"top_pp": 1}), "top_pp"),
+    (lambda: trainer(tokenizer=None), "tokenizer.*processing_class"),
+    (lambda: trainer(model="models/audioo"), "models/audioo"),
+    (lambda: trainer(train_dataset=DatasetDict({"train": rows})), "splits 'train'"),
+    (lambda: trainer(train_dataset=rows.to_list()), "Dataset.from_list"),
+    (lambda: trainer(callbacks=CompactLogCallback), "callbacks"),
+    (lambda: trainer(args=MultimodalPPOConfig("refused", use_cpu=True, bf16=False)), "MultimodalPPOConfig"),
+    (lambda: trainer(reward_funcs="acuracy_reward"), "acuracy_reward.*accuracy_reward"),
+    (lambda: trainer(reward_funcs=alone), "alone.*kwargs"),
+    (lambda: trainer(reward_funcs=lambda **kwargs: [0.0]).train("nowhere"), "nowhere"),
+]
+for mistake, words in MISTAKES:
+    try:
+        mistake()
+        text = "nothing"
+    except (ValueError, TypeError, OSError) as error:
+        text = str(error)
+    import re
+    assert re.search(words, text.splitlines()[0]), (words, text)
+print(len(MISTAKES), "mistakes")
+"""
+
+
+def write_files(folder: Path) -> None:
+    """What the user has: sounds, rows, rewards, configs, and two models with random weights."""
+    (folder / "sounds").mkdir(parents=True)
+    for split, rows in spoken_digits().items():
+        lines = []
+        for number, row in enumerate(rows):
+            samples, rate = soundfile.read(row["audio"]["path"])
+            name = f"{split}_{number}.wav"
+            soundfile.write(folder / "sounds" / name, soxr.resample(samples, rate, RATE), RATE)
+            lines.append({"question": SPOKEN_QUESTION, "audio": name, "solution": row["solution"]})
+        write_lines(folder / f"{split}.jsonl", lines)
+    Image.new("RGB", (28, 28)).save(folder / "image.png")
+    sound = (folder / "sounds" / "train_0.wav").read_bytes()
+    rows = {
+        "deaf": {"prompt": SPOKEN_QUESTION, "audio_path": "sounds/train_0.wav"},
+        "text": {"prompt": json.dumps(QUESTION), "audio": "sounds/train_0.wav"},
+        "base64": {"prompt": SPOKEN_QUESTION, "audio": base64.b64encode(sound).decode()},
+    }
+    for name, row in rows.items():
+        write_lines(folder / f"{name}.jsonl", [{**row, "solution": "one"}])
+    for name, (row, _) in LAYOUTS.items():
+        write_lines(folder / f"{name}.jsonl", [row] * 2)
+    (folder / "my_rewards.py").write_text(REWARDS)
+    (folder / "mistakes.py").write_text(PYTHON)
+    (folder / "wrong.yaml").write_text("num_generations: 2\nlearning_rate: fast\n")
+    (folder / "broken.yaml").write_text("num_generations: 2\n  learning_rate: [\n")
+    for name, make in (("model", spoken_digit_model), ("seeing", digit_model)):
+        for part in make():
+            part.save_pretrained(folder / name)
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def masked(console: str, folder: Path) -> list[str]:
+    """Lines of a console without what differs between runs and machines: numbers, times, folders, and a completion."""
+    text = console.replace(str(folder), "FOLDER").split("\r")[-1]
+    text = re.sub(r"(?m)^completion \(.*", "completion", text)
+    return re.sub(r"-?\d[\d.,]*(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
+
+
+def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None:
+    """The hour, in a folder with the user's files."""
+
+    def command(*words: str, code: int = 0) -> subprocess.CompletedProcess:
+        started = time.perf_counter()
+        line = [str(programs / "trl-multimodal-rft"), *words]
+        done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
+        print(f"{time.perf_counter() - started:6.1f} s  {' '.join(words)[:100]}", flush=True)
+        assert done.returncode in ([0] if code == 0 else [1, 2]), done.stdout + done.stderr
+        return done
+
+    # Help and mistakes
+    assert command("--version").stdout.startswith("trl-multimodal-rft ")
+    for name in ("grpo", "check", "chat"):
+        shown = command(name, "--help").stdout
+        assert "--model_name_or_path" in shown or name == "chat", shown
+    for words, pattern in REFUSED:
+        error = command(*words, code=1).stderr
+        assert re.search(pattern, error.splitlines()[-1]) and "Traceback" not in error, error
+    assert "Traceback" in command(*REFUSED[-1][0], "--debug", code=1).stderr
+    python = subprocess.run([programs / "python", "mistakes.py"], cwd=folder, env=env, text=True, capture_output=True)
+    assert python.returncode == 0, python.stdout + python.stderr
+
+    # Rows of other tools
+    for layout, (_, options) in LAYOUTS.items():
+        command("prepare", layout, f"{layout}.jsonl", "--output_dir", f"prepared/{layout}", *options)
+        kind = ["sft", *SHORT[:-4]] if layout in ("sharegpt", "llama-factory", "ms-swift") else ["grpo", *SHORT, *SCORED]
+        model = "seeing" if layout in ("easyr1", "verl") else "model"
+        command(*kind, "--model_name_or_path", model, "--dataset_name", f"prepared/{layout}", "--dry_run")
+
+    # From sounds to a model that learned
+    command("check", *MODEL, *ROWS[:4], "--num_workers", "0")
+    assert not (folder / "trained").exists()
+    dry = command("grpo", *MODEL, *ROWS, *LEARN, "--dry_run").stdout
+    assert "<audio: " in dry and not (folder / "trained").exists(), dry
+    run = command("grpo", *MODEL, *ROWS, *LEARN)
+    assert "Warning" not in run.stderr, run.stderr
+    shown = masked(run.stdout, folder)
+    if write:
+        CONSOLE.write_text("\n".join(shown) + "\n")
+    difference = list(unified_diff(CONSOLE.read_text().splitlines(), shown, "stored", "shown", lineterm=""))
+    assert not difference, "\n".join(difference)
+    again = command("grpo", "--config", "trained/run.yaml", "--dry_run").stdout
+    assert "<audio: " in again, again
+    result = command("evaluate", "--model_name_or_path", "trained", *HELD_OUT, *SCORED, "--output_dir", "results").stdout
+    print(result)
+    metrics = json.loads((folder / "results" / "metrics.json").read_text())["metrics"]
+    assert metrics["accuracy"] > 0.8, metrics
+
+    # The card's code hears a sound of any rate
+    code = re.search(r"## Quick start\n\n```python\n(.*?)```", (folder / "trained" / "README.md").read_text(), re.DOTALL)
+    script = re.sub(r"path/to/\S+?\.wav", "sounds/test_7.wav", code[1])
+    heard = subprocess.run([programs / "python", "-c", script], cwd=folder, env=env, text=True, capture_output=True)
+    assert heard.stdout.split()[-1].strip("[]'\"") == "seven", script + heard.stdout + heard.stderr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store the console of the run")
+    write = parser.parse_args().write
+    with tempfile.TemporaryDirectory() as name:
+        outside = Path(name, "outside")
+        outside.mkdir()
+        write_wheel(outside)
+        env = environment("audio,image,plots", outside)
+        folder = Path(name, "hour")
+        write_files(folder)
+        play(folder, env, outside / "venv" / "bin", write)
+    print("the first hour: played")
+
+
+if __name__ == "__main__":
+    main()
