@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The page of `trl-multimodal-rft chat`, asked over HTTP."""
 
-import argparse
 import http.client
 import io
 import re
@@ -27,6 +26,7 @@ from trl_multimodal_rft.cli import chat as command
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.reporting.curves import FILE_NAME
+from trl_multimodal_rft.scripts.options import Parser
 
 
 gradio = pytest.importorskip("gradio", exc_type=ImportError)
@@ -46,7 +46,7 @@ def served():
     pages = []
 
     def serve(*argv):
-        parser = argparse.ArgumentParser()
+        parser = Parser("chat")
         arguments.chat(parser)
         args = parser.parse_args([*argv, "--max_completion_length", "6"])
         app, url, shared = command.open_page(args, prevent_thread_lock=True, quiet=True)
