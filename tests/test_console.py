@@ -2,6 +2,7 @@
 """What a run shows on the console, `run.yaml`, dry runs and interrupted runs."""
 
 import io
+import logging
 import re
 import shlex
 import signal
@@ -202,7 +203,8 @@ def test_dry_run(script, given, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_interrupted_run_says_how_to_resume(given, capsys):
+def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     options = {**given, **REWARDED, "reward_funcs": "test_console.interrupting"}
     with warnings.catch_warnings():
         deprecations_are_errors()
@@ -214,6 +216,7 @@ def test_interrupted_run_says_how_to_resume(given, capsys):
     assert line == prefix + "--config out/run.yaml --resume_from_checkpoint True"
 
     start(grpo, *shlex.split(line.removeprefix(prefix)), "--reward_funcs", "accuracy_reward")
+    assert "missing keys" not in caplog.text
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("step")] == ["step 3/3"] * 2
     asked = "--model_name_or_path out"

@@ -16,13 +16,14 @@ import pytest
 import soundfile
 import torch
 import yaml
-from demo import DemoParser, with_noise
+from demo import with_noise
 from small_models import cropping_model, hidden_digit_model, spoken_digit_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.ppo import ARGUMENTS
 
 
@@ -153,10 +154,9 @@ def test_sft(tmp_path):
 def test_arguments(tmp_path):
     """The command line wins over a config file, that over the demo, which nothing applies of to a model by name."""
 
-    def parse(*args):
+    def read(*args):
         demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}
-        parser = DemoParser(ARGUMENTS, demo)
-        script_args, training_args, model_args = parser.parse_args_and_config(["--use_cpu", *args])
+        script_args, training_args, model_args = parse(ARGUMENTS, ["--use_cpu", *args], demo)
         values = training_args.max_steps, training_args.learning_rate, training_args.output_dir
         return (*values, model_args.model_name_or_path, script_args.value_model_name_or_path)
 
@@ -165,13 +165,13 @@ def test_arguments(tmp_path):
     settings, named = tmp_path / "settings.yaml", tmp_path / "named.yaml"
     settings.write_text("max_steps: 5\noutput_dir: file\nvalue_model_name_or_path: critic\n")
     named.write_text("model_name_or_path: model\noutput_dir: file\n")
-    assert parse() == (7, 1e-3, "demo", None, None)
-    assert parse("--max_steps", "3") == (3, 1e-3, "demo", None, None)
-    assert parse("--config", str(settings)) == (5, 1e-3, "file", None, "critic")
-    assert parse("--config", str(settings), "--max_steps=3") == (3, 1e-3, "file", None, "critic")
-    assert parse("--model_name_or_path", "model", "--output_dir", "mine") == (*plain, "mine", "model", None)
-    assert parse("--model_name_or_path=model", "--output_dir", "mine") == (*plain, "mine", "model", None)
-    assert parse("--config", str(named)) == (*plain, "file", "model", None)
+    assert read() == (7, 1e-3, "demo", None, None)
+    assert read("--max_steps", "3") == (3, 1e-3, "demo", None, None)
+    assert read("--config", str(settings)) == (5, 1e-3, "file", None, "critic")
+    assert read("--config", str(settings), "--max_steps=3") == (3, 1e-3, "file", None, "critic")
+    assert read("--model_name_or_path", "model", "--output_dir", "mine") == (*plain, "mine", "model", None)
+    assert read("--model_name_or_path=model", "--output_dir", "mine") == (*plain, "mine", "model", None)
+    assert read("--config", str(named)) == (*plain, "file", "model", None)
 
 
 def test_with_noise(tmp_path):

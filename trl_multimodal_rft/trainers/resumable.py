@@ -336,19 +336,24 @@ class ResumingMixin(TrainerMixin):
         return epochs_trained, steps_trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._reload_weights(resume_from_checkpoint)
+        if not self._reload_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
-        super()._load_best_model()
         self._last_loaded_step = -1  # an engine has others
-        self._reload_weights(self.state.best_model_checkpoint)
+        if not self._reload_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
 
-    def _reload_weights(self, folder: str | Path) -> None:
-        # `Trainer` loads a state dict whose keys `save_pretrained` has renamed for many multimodal models, and
-        # restores nothing without an error (huggingface/transformers#43701). `from_pretrained` knows the names.
+    def _reload_weights(self, folder: str | Path) -> bool:
+        """
+        Loads weights where `Trainer` would load a state dict whose keys `save_pretrained` has renamed for many
+        multimodal models, and restore nothing but a warning (huggingface/transformers#43701). `from_pretrained` knows
+        the names. Whether it did.
+        """
         if is_whole(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
             load_whole(self.accelerator, self.model, folder)
+            return True
+        return False
 
 
 def _to_device(value, device):
