@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import EpsImagePlugin, Image
 from transformers import GenerationConfig
 
+from trl_multimodal_rft.cli import arguments
 from trl_multimodal_rft.cli import chat as command
 
 
@@ -37,7 +38,7 @@ def served():
 
     def serve(*argv):
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
+        arguments.chat(parser)
         page = command.page(*command.load(parser.parse_args([*argv, "--max_completion_length", "6"])))
         pages.append(page)
         _, url, shared = command.serve(page, "127.0.0.1", prevent_thread_lock=True, quiet=True)

@@ -2,6 +2,7 @@
 """Suggestions for unknown names of options, keys and arguments."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -81,8 +82,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         `str`: What replaces a removed name, or the most similar name, as a sentence after a space; `""` if there is
             none.
     """
-    name = name.replace("-", "_")
-    if name in REMOVED:
+    name, names = name.replace("-", "_"), list(names)
+    replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
+    if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    close = [each for each in names if each.startswith(f"{name}_")]
+    close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" Did you mean `{close[0]}`?" if close else ""

@@ -26,26 +26,6 @@ _MOST_UPLOADED = 2**28  # bytes of a request
 _KEPT = 3600  # seconds until an upload is deleted
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Options of the command.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
-    add = parser.add_argument
-    add("model", help="folder of a trained model or adapter, or name on the Hub")
-    add("--base", help="model that is asked beside it; of an adapter, by default what it was trained on")
-    add("--system_prompt", help="text of the system message that questions begin with")
-    add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
-    add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")
-    add("--dtype", default="auto", help="precision of the weights, such as bfloat16; auto is as they are saved")
-    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets others on the network in")
-    add("--port", type=int, help="port to listen at; by default the first from 7860 on that is free")
-
-
 def answerer(
     model: PreTrainedModel,
     processor: ProcessorMixin | PreTrainedTokenizerBase,
@@ -261,8 +241,8 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple
     """
     config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    model, processor = load_trained(args.model, **options)
-    answerers = {args.model: answerer(model, processor, config, system=args.system_prompt)}
+    model, processor = load_trained(args.model_name_or_path, **options)
+    answerers = {args.model_name_or_path: answerer(model, processor, config, system=args.system_prompt)}
     if args.base is not None:
         base = load_trained(args.base, **options)
         answerers[f"base: {args.base}"] = answerer(*base, config, system=args.system_prompt)
