@@ -212,14 +212,16 @@ def test_names_of_lightrft_import():
         models.actor_vl: ActorVL
         models.utils: compute_approx_kl compute_reward masked_mean
         trainer: AdaptiveKLController Experience ExperienceVL FixedKLController NaiveExperienceMaker
-        trainer: NaiveExperienceMakerVL NaiveReplayBuffer NaiveReplayBufferVL PPOTrainerVL
+        trainer: NaiveExperienceMakerVL NaiveReplayBuffer NaiveReplayBufferVL PPOTrainerVL SPMDPPOTrainerVL
         trainer.experience_maker: Experience NaiveExperienceMaker Samples clip_filter_like_weight_func pin_memory to
         trainer.experience_maker_vl: ExperienceVL NaiveExperienceMakerVL SamplesVL
+        trainer.fast_exp_maker: FastExperienceMaker
         trainer.kl_controller: AdaptiveKLController FixedKLController
         trainer.ppo_trainer_vl: PPOTrainerVL
         trainer.replay_buffer: NaiveReplayBuffer
         trainer.replay_buffer_utils: BufferItem BufferItemVL
         trainer.replay_buffer_vl: NaiveReplayBufferVL
+        trainer.spmd_ppo_trainer: SPMDPPOTrainerVL
     """
     found = {}
     for line in paths.split("\n")[1:-1]:
@@ -230,7 +232,16 @@ def test_names_of_lightrft_import():
             assert found.setdefault(name, namespace[name]) is namespace[name]
             assert name in dir(importlib.import_module(f"trl_multimodal_rft.lightrft.{module}"))
     assert found["ActorLanguage"] is Actor and found["NaiveExperienceMakerVL"] is NaiveExperienceMaker
+    assert found["FastExperienceMaker"] is NaiveExperienceMaker and found["SPMDPPOTrainerVL"] is found["PPOTrainerVL"]
     assert issubclass(found["NaiveReplayBuffer"], ReplayBuffer)
+
+
+def test_strategy_of_lightrft_is_refused():
+    class Strategy:
+        args = None
+
+    with pytest.raises(TypeError, match="^`strategy` is a Strategy; pass an `ExperienceConfig`"):
+        NaiveExperienceMaker(None, None, None, None, None, 512, None, Strategy())
 
 
 # Helpers of `lightrft.models.utils`, compared with the published formulas

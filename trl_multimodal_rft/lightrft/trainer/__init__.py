@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .ppo_trainer_vl import PPOTrainerVL
     from .replay_buffer import NaiveReplayBuffer, ReplayBuffer
     from .replay_buffer_vl import NaiveReplayBufferVL
+    from .spmd_ppo_trainer import SPMDPPOTrainerVL
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -34,5 +35,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "PPOTrainerAL": "ppo_trainer_al",
         "PPOTrainerVL": "ppo_trainer_vl",
         "ReplayBuffer": "replay_buffer",
+        "SPMDPPOTrainerVL": "spmd_ppo_trainer",
     },
 )

@@ -83,6 +83,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             The policy's processor, for prompts with media.
 
     Raises:
+        `TypeError`: If `strategy` is no [`ExperienceConfig`].
         `ValueError`: If there is no source of reward, no critic for `"gae"`, a critic for another estimator, or if the
             tokenizer can't pad or the processor pads audio on the wrong side.
     """
@@ -103,6 +104,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         reward_recipe: dict | None = None,
         processor: ProcessorMixin | None = None,
     ):
+        if not isinstance(strategy, ExperienceConfig):
+            raise TypeError(
+                f"`strategy` is a {type(strategy).__name__}; pass an `ExperienceConfig`, which has LightRFT's "
+                "`strategy.args` as fields."
+            )
         super().__init__(strategy, kl_controller, initial_model is not None)
         self.actor = actor
         self.critic = Critic.of(critic)
