@@ -16,6 +16,7 @@ import subprocess
 import sys
 import types
 from collections import Counter
+from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -24,7 +25,7 @@ import av
 import pytest
 import soundfile
 import torch
-from datasets import Dataset
+from datasets import Audio, Dataset, List, load_dataset
 from helpers.chats import RATE, audio, image, video
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
@@ -43,9 +44,12 @@ from trl_multimodal_rft import (
     rewards,
     trainers,
 )
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.cli.prepare import LAYOUTS
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.reporting.model_card import PAPERS
+from trl_multimodal_rft.scripts import grpo
 
 
 ROOT = Path(__file__).parents[1]
@@ -331,6 +335,49 @@ def test_public_names_are_in_the_reference():
                 assert value.__module__ in listed or value in objects, f"{package.__name__}.{name}"
 
 
+def test_models_by_name_are_measured():
+    text = (ROOT / "docs" / "models.md").read_text()
+    listed, measured = text.split("## What was measured")
+    cells = [line.strip("| ").split(" | ") for line in measured.partition("<!-- measured -->")[2].splitlines()]
+    takes = {row[0]: row[1] for row in cells if len(row) > 2}
+    modes = {row[3] for row in cells if len(row) > 3} - {"scored", "---"}
+    by_name = re.findall(r"^\| .+ \| `(\w+)` \| ((?:image|audio|video)[\w, ]*) \|$", listed, re.MULTILINE)
+    assert len(by_name) > 30 and all(takes[family] == media for family, media in by_name)
+    assert f"has {len(takes.keys() - {'family', '---'})} families" in listed
+    explained = re.findall(r"^\| `([\w, ]+)` \| ", listed, re.MULTILINE)
+    assert modes - {"padded, apart"} == {*explained}
+
+
+def test_options_for_users_of_others_exist():
+    """What stands on the side of this package, and in its commands."""
+    text = (ROOT / "docs" / "from_others.md").read_text()
+    rows = [line.rsplit(" | ", 1)[1] for line in text.splitlines() if line.startswith("| `")]
+    commands = [line for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in code.split("\n\n")]
+    launched = [command for command in commands if command.startswith("trl-multimodal-rft grpo")]
+    options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
+    known = {each.name for arguments in grpo.ARGUMENTS for each in fields(arguments)}
+    launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # the last of `check`
+    assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
+
+
+def test_rows_of_others_become_rows(tmp_path, monkeypatch):
+    """By the commands of the page, from the row that it shows."""
+    text = (ROOT / "docs" / "from_others.md").read_text()
+    (row,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(row)
+    soundfile.write("seven.wav", audio(0.3)["audio"], RATE)
+    layouts = re.findall(r"^trl-multimodal-rft prepare (\S+) (.*)$", text, re.MULTILINE)
+    assert {layout for layout, _ in layouts} <= {*LAYOUTS}
+    main(["prepare", "ms-swift", *dict(layouts)["ms-swift"].split()])
+    (made,) = load_dataset("rows", split="train").cast_column("audios", List(Audio(decode=False)))
+    assert made["solution"] == "seven" and [block["type"] for block in made["prompt"][0]["content"]] == [
+        "audio",
+        "text",
+    ]
+    assert made["audios"][0]["bytes"] == (tmp_path / "seven.wav").read_bytes()
+
+
 class Page(HTMLParser):
     """What a page of the site has and names."""
 
@@ -353,6 +400,10 @@ def test_site_is_built(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
+
+    def read(name):
+        return (tmp_path / name / "index.html").read_text()
+
     pages = {path.parent: Page(path.read_text()) for path in tmp_path.rglob("index.html")}
     for folder, page in pages.items():
         for link in page.links:
@@ -363,9 +414,20 @@ def test_site_is_built(tmp_path):
         assert not [each for each in page.loaded if each and "://" in each]
     for name, least in (("algorithms", 20), ("reference/algorithms", 20), ("reference/configs", 1)):
         assert pages[tmp_path / name].tags["math"] >= least
-    config = (tmp_path / "reference" / "configs" / "index.html").read_text()
+    config = read("reference/configs")
     assert "kl_target" in config and "Divergence per token, in nats" in config
     # A list, not a block of what could not be read
     assert "<b><code>packing</code></b>" in config
+    # Defaults are those of the docstrings, and types aren't written twice
+    assert "2**31" in config and "DEFAULT_RULES.max" not in config
+    signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
+    assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
+    first = read("")
+    assert "images/training_curves.png" in first and pages[tmp_path].tags["img"] == 1
+    doors = {"datasets/", "from_others/#trl", "from_lightrft/", "from_others/#ms-swift", "from_others/#verl"}
+    assert doors <= {*pages[tmp_path].links}
+    for each in ('data-md-color-scheme="slate"', "md-footer__link--next"):
+        assert each in first
+    assert "md-footer__link--prev" in read("datasets")
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert {"datasets/", "reference/configs/"} <= {each["location"] for each in found}
