@@ -11,7 +11,18 @@ from ..data.rules import MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 
-LAYOUTS = ("avqa", "mmau", "geometry3k", "video-r1", "easyr1", "sharegpt", "llava", "ms-swift")
+LAYOUTS = (
+    "avqa",
+    "mmau",
+    "geometry3k",
+    "video-r1",
+    "easyr1",
+    "verl",
+    "sharegpt",
+    "llama-factory",
+    "llava",
+    "ms-swift",
+)
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "sgd")
 

@@ -10,14 +10,9 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-<<<<<<< HEAD:trl_multimodal_rft/lightrft/models/actor_loading.py
+from ...data.loading import require_module
 from ...models.pretrained import trained_part
 from ...models.towers import freeze_as_built
-=======
-from ..data.loading import require_module
-from ..models.pretrained import trained_part
-from ..models.towers import freeze_as_built
->>>>>>> part-messages:trl_multimodal_rft/lightrft/actor_loading.py
 
 
 def cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
