@@ -153,7 +153,7 @@ def test_verl_with_media_of_qwen_vl_utils(files):
     assert [ref.source["path"].rpartition("/")[2] for ref in refs] == ["0.png", "1.png"]
     for row, message in (
         ({"reward_model": {"style": "model"}}, "row 0 has no 'ground_truth'"),
-        ({"prompt": "What?"}, "row 0, column 'prompt': What. is no list of messages"),
+        ({"prompt": "What?"}, "row 0, column 'prompt': 'What.' is no list of messages"),
         ({"images": [{"image": "media/0.png", "dpi": 3}]}, r"row 0, column 'images\[0\]': \['dpi'\] are no options"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -98,8 +98,8 @@ def load_mmau(
         answer = row.get("answer") or None
         if answer is not None and answer not in given:
             raise ValueError(
-                f"row {index}: the answer {shortened(answer)} is none of the choices {shortened(given)}; correct "
-                "either of them."
+                f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(given)}; "
+                "correct either of them."
             )
         columns["prompt"].append(_ask(template.format(question=question, choices=choices)))
         columns["choices"].append(choices)
@@ -171,8 +171,8 @@ def load_avqa(
         answer = _required(row, index, "answer")
         if not (isinstance(answer, int) and 0 <= answer < len(choices)):
             raise ValueError(
-                f"row {index}: the answer {shortened(answer)} is no index into the choices {shortened(choices)}; "
-                "correct it."
+                f"row {index}: the answer {shortened(repr(answer))} is no index into the choices "
+                f"{shortened(choices)}; correct it."
             )
         columns["prompt"].append(_ask(template.format(question=question, choices=choices)))
         columns["choices"].append(choices)

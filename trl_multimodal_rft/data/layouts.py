@@ -405,7 +405,8 @@ def _conversation(
         turns = _required(row, number, column)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError(
-                f"row {number}, column '{column}': {shortened(turns)} is no list of messages; is it of another layout?"
+                f"row {number}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
+                "of another layout?"
             )
     chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for place, turn in enumerate(turns):
