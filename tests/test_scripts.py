@@ -21,9 +21,10 @@ from trl import TrlParser
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.rewards import choice_reward, format_reward
+from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
-from trl_multimodal_rft.scripts.inputs import load_reward_funcs, load_split, with_prompts
+from trl_multimodal_rft.scripts.inputs import load_split, with_prompts
 from trl_multimodal_rft.scripts.launching import split_arguments
 
 
