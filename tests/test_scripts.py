@@ -23,9 +23,10 @@ from trl_multimodal_rft.cli import launch, main
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.rewards import choice_reward, format_reward
+from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
-from trl_multimodal_rft.scripts.inputs import load_reward_funcs, load_split, with_prompts
+from trl_multimodal_rft.scripts.inputs import load_split, with_prompts
 from trl_multimodal_rft.scripts.option_table import options
 from trl_multimodal_rft.scripts.options import launched_parser
 
