@@ -77,7 +77,7 @@ def _without_command(argv: list[str]) -> None:
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)
     parser.formatter_class = RawDescriptionHelpFormatter
-    version = importlib.import_module(__package__.partition(".")[0]).__version__
+    version = importlib.import_module(__name__.partition(".")[0]).__version__
     parser.add_argument("--version", action="version", version=f"{_PROG} {version}")
     parser.add_argument("command", metavar="command", help="its own `--help` lists its options")
     name = parser.parse_args(argv).command
