@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The page of `trl-multimodal-rft chat`, asked over HTTP."""
 
-import argparse
 import http.client
 import io
 import socket
@@ -19,6 +18,7 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft.cli import arguments
 from trl_multimodal_rft.cli import chat as command
+from trl_multimodal_rft.scripts.options import Parser
 
 
 gradio = pytest.importorskip("gradio", exc_type=ImportError)
@@ -37,7 +37,7 @@ def served():
     pages = []
 
     def serve(*argv):
-        parser = argparse.ArgumentParser()
+        parser = Parser("chat")
         arguments.chat(parser)
         page = command.page(*command.load(parser.parse_args([*argv, "--max_completion_length", "6"])))
         pages.append(page)

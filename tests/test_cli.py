@@ -204,32 +204,35 @@ def test_removed_names_have_replacements_that_exist():
     assert did_you_mean("zzz", names) == ""
 
 
-def launched(*words, cwd):
-    command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+REWARDS = """
+def broken(completions, **kwargs):
+    return [{}["gone"] for _ in completions]
 
 
-@pytest.fixture
-def run_of_two(tmp_path):
-    """Options of a run of two processes that fails on its first row, unless told otherwise."""
-    Dataset.from_dict({"question": ["What?"] * 4}).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "mine.py").write_text(
-        "def broken(completions, **kwargs):\n    return [{}['gone'] for _ in completions]\n"
-    )
-    options = [
-        "--model_name_or_path",
-        saved("qwen2_audio"),
-        "--dataset_name",
-        tmp_path / "rows.parquet",
-        "--output_dir",
-        "out",
-    ]
-    options += ["--use_cpu", "--bf16", "False", "--report_to", "none", "--num_processes", "2", "--multi_gpu"]
-    return [*options, "--num_generations", "2", "--per_device_train_batch_size", "2", "--max_completion_length", "4"]
+def length(completions, **kwargs):
+    return [float(len(each)) for each in completions]
+"""
 
 
-def test_error_of_input_in_launched_processes_is_one_line(run_of_two, tmp_path):
-    run = launched("grpo", *run_of_two, cwd=tmp_path)
+def run_of(n_processes, folder, *more):
+    """Command line of a run that fails on its rows unless it is given `--prompt`."""
+    Dataset.from_dict({"question": ["What?"] * 4}).to_parquet(folder / "rows.parquet")
+    (folder / "mine.py").write_text(REWARDS)
+    words = ["--model_name_or_path", saved("qwen2_audio"), "--dataset_name", folder / "rows.parquet"]
+    words += ["--use_cpu", "--bf16", "False", "--report_to", "none", "--output_dir", "out", "--logging_steps", "1"]
+    words += ["--num_generations", "2", "--per_device_train_batch_size", "2", "--max_completion_length", "4"]
+    words += [f"--num_processes={n_processes}", *["--multi_gpu"] * (n_processes > 1), *more]
+    code = "from trl_multimodal_rft.cli import main; main()"
+    return [sys.executable, "-c", code, "grpo", *map(str, words)]
+
+
+def launched(*arguments):
+    command = run_of(*arguments)
+    return subprocess.run(command, capture_output=True, text=True, cwd=arguments[1], timeout=300)
+
+
+def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
+    run = launched(2, tmp_path)
     last = run.stderr.splitlines()[-1]
     assert last.startswith("trl-multimodal-rft grpo: error: `train_dataset` has no column 'prompt', only ['question']")
     assert run.returncode == 1 and run.stderr.count("has no column") == 1
@@ -238,36 +241,28 @@ def test_error_of_input_in_launched_processes_is_one_line(run_of_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_tracebacks_of_launched_processes(run_of_two, tmp_path):
-    """Of bugs, such as in a reward function, once; of errors of input if they are asked for."""
-    one = [*run_of_two, "--num_processes", "1"]
-    one.remove("--multi_gpu")
-    asked = launched("grpo", *one, "--debug", cwd=tmp_path)
-    assert asked.returncode == 1 and "ValueError: `train_dataset` has no column" in asked.stderr
-    broken = launched("grpo", *one, "--prompt", "{question}", "--reward_funcs", "mine.broken", cwd=tmp_path)
-    for run, line in ((asked, "ValueError: "), (broken, "KeyError: 'gone'")):
-        assert run.stderr.count("Traceback") == 1 and run.stderr.splitlines()[-1].startswith(line)
+def test_tracebacks_of_launched_processes(tmp_path):
+    """Of bugs, such as in a reward function, and of errors of input if asked for, without that of accelerate."""
+    asked = launched(1, tmp_path, "--debug")
+    broken = launched(1, tmp_path, "--prompt", "{question}", "--reward_funcs", "mine.broken")
+    for run, line in ((asked, "ValueError: `train_dataset` has no column"), (broken, "KeyError: 'gone'")):
+        assert run.returncode == 1 and f"\n{line}" in run.stderr
+        assert "CalledProcessError" not in run.stderr and "Traceback" in run.stderr
 
 
 @pytest.mark.slow
-def test_interrupted_run_ends_without_traceback(run_of_two, tmp_path):
-    words = ["grpo", *run_of_two, "--prompt", "{question}", "--reward_funcs", "helpers.trainer_utils.length_and_sum"]
-    command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", *map(str, words)]
-    command += ["--max_steps", "10000", "--logging_steps", "1", "--disable_tqdm", "--disable_tqdm"]
-    for more in (["--num_processes=2"], ["--num_processes=1", "--enable_jit_checkpoint"]):
-        with subprocess.Popen(
-            [*(word for word in command if word != "--multi_gpu" or "2" in more[0]), *more],
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path},
-            start_new_session=True,
-        ) as run:
-            shown = []
-            for line in run.stdout:
-                shown.append(line)
-                if "'reward'" in line and not any("'reward'" in each for each in shown[:-1]):
-                    os.killpg(run.pid, signal.SIGINT)
-        assert "Traceback" not in "".join(shown)
-        assert run.returncode == (130 if "2" in more[0] else 0)
-    assert [*(tmp_path / "out").glob("checkpoint-*")]
+@pytest.mark.parametrize(("n_processes", "more", "code"), [(2, [], 130), (1, ["--enable_jit_checkpoint"], 0)])
+def test_interrupted_run_ends_without_traceback(n_processes, more, code, tmp_path):
+    more = [*more, "--max_steps", "10000", "--disable_tqdm", "--prompt", "{question}", "--reward_funcs", "mine.length"]
+    command, shown = run_of(n_processes, tmp_path, *more), []
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as run:
+        for line in run.stdout:
+            if "'reward'" in line and not any("'reward'" in each for each in shown):
+                os.killpg(run.pid, signal.SIGINT)
+            shown.append(line)
+    assert run.returncode == code and "Traceback" not in "".join(shown)
+    assert [*(tmp_path / "out").glob("checkpoint-*")] or code
 
 
 def test_families(capsys):

@@ -241,4 +241,4 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
     run(*options, "--dataset_name", tmp_path / "unread.parquet", "--ignored_media_columns", "photo")
     assert "All 3 rows would train." in capsys.readouterr().out
     run(*options, "--dataset_name", tmp_path / "none", status=1)
-    assert "can't be read" in capsys.readouterr().err
+    assert "There is no file or folder" in capsys.readouterr().err

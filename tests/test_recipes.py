@@ -173,7 +173,7 @@ def test_memory_is_of_its_own_settings(name, monkeypatch):
     monkeypatch.setattr(estimate, "run", seen.append)
     main(["estimate", "--config", said[1], *said[2].split()])
     keys = yaml.safe_load(RECIPES[name].read_text())
-    assert said[1] == name and seen[0].model == keys["model_name_or_path"]
+    assert said[1] == name and seen[0].model_name_or_path == keys["model_name_or_path"]
     assert seen[0].use_vllm == keys.get("use_vllm", False) and seen[0].beta == keys.get("beta", 0.0)
 
 

@@ -77,6 +77,7 @@ datasets: [{path: rows, split: train}]
 delta: null
 beta: 1.e-3
 epsilon: null  # as if it were not set
+debug: true
 env: {TRL_MULTIMODAL_RFT_OF_A_TEST: 1}
 """
 
@@ -91,7 +92,7 @@ def test_config_file_is_read_as_the_command_line_would_be(tmp_path, monkeypatch)
     assert (config.temperature, config.reward_weights, config.reward_clip_range) == (1.0, [1.0, 0.5], [-1.0, 1.0])
     assert (config.bf16, config.use_cpu, config.self_check, config.report_to) == (False, True, False, [])
     assert (config.vllm_engine_kwargs, config.delta, config.beta) == ({"max_num_seqs": 4}, None, 1e-3)
-    assert config.epsilon == grpo.MultimodalGRPOConfig.epsilon
+    assert config.debug == [] and config.epsilon == grpo.MultimodalGRPOConfig.epsilon
     assert not config.shuffle_dataset and script_args.datasets[0].path == "rows"
     assert (model_args.model_name_or_path, model_args.model_revision) == ("a/b", "main")
     assert os.environ.pop("TRL_MULTIMODAL_RFT_OF_A_TEST") == "1"

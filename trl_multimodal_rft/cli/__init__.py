@@ -6,7 +6,6 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from .. import __version__
 from ..scripts.errors import input_error
 from ..scripts.options import Parser, launched_parser, options_of
 from ..scripts.preflight import check_names
@@ -78,7 +77,8 @@ def _without_command(argv: list[str]) -> None:
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
+    version = importlib.import_module(__package__.partition(".")[0]).__version__
+    parser.add_argument("--version", action="version", version=f"{_PROG} {version}")
     parser.add_argument("command", metavar="command", help="its own `--help` lists its options")
     name = parser.parse_args(argv).command
     parser.error(f"there is no command {name!r}; `--help` lists them.{did_you_mean(name, COMMANDS)}")

@@ -28,6 +28,13 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 
 
 def chat(parser: argparse.ArgumentParser) -> None:
+    """
+    Adds the options of `chat`.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
     add = parser.add_argument
     model = "folder of a trained model or adapter, or name on the Hub"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
@@ -43,6 +50,13 @@ def chat(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser) -> None:
+    """
+    Adds the options of `check`.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
     _add_config(parser)
     add = parser.add_argument
     add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
@@ -79,6 +93,13 @@ def of_run_check(keys: dict[str, Key]) -> dict[str, Key]:
 
 
 def estimate(parser: argparse.ArgumentParser) -> None:
+    """
+    Adds the options of `estimate`.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
     _add_config(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
@@ -150,6 +171,13 @@ def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
 
 
 def families(parser: argparse.ArgumentParser) -> None:
+    """
+    Adds the options of `families`.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
     parser.add_argument(
         "--only_known", action="store_true", help="leave out models of which nothing particular is known"
     )
@@ -163,6 +191,13 @@ def families(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
+    """
+    Adds the options of `prepare`.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser to add them to.
+    """
     add = parser.add_argument
     add("layout", choices=LAYOUTS, help="how the dataset is laid out")
     add("path", help="file or folder, or name of a dataset on the Hub")

@@ -20,17 +20,8 @@ from .inputs import reward_names
 
 FILE = Path(__file__).with_name("options.json")
 SCRIPTS = ("grpo", "rloo", "ppo", "sft", "evaluate", "filter")
-# Arguments of `accelerate launch` that the command itself gives, or of which the command's own help tells
-_NOT_TAKEN = {
-    "help",
-    "quiet",
-    "module",
-    "no_python",
-    "debug",
-    "training_script",
-    "training_script_args",
-    "config_file",
-}
+# Arguments of `accelerate launch` that the command itself sets
+_NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
 
 def collect() -> dict[str, Any]:

@@ -164,6 +164,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def parse_args(self, args=None, namespace=None):
+        """
+        Parses a command line. Ends the process at an unknown option, before it asks for those that are missing.
+
+        Args:
+            args (`Sequence[str]`, *optional*):
+                Arguments, those of the process by default.
+            namespace (`argparse.Namespace`, *optional*):
+                Values over which the command line wins.
+
+        Returns:
+            `argparse.Namespace`: Parsed options.
+        """
         required = [action for action in self._actions if action.required and action.option_strings]
         for action in required:  # unknown options first
             action.required = False
@@ -268,6 +280,8 @@ def _value(action: argparse.Action, key: Key) -> Any:
     name = getattr(convert, "__name__", "value")
     if key.value is None:
         return None
+    if action.nargs == "*" and isinstance(key.value, bool):  # `--debug`
+        return [] if key.value else None
     if action.nargs == 0 or name == "bool":
         return key.value if isinstance(key.value, bool) else _converted(to_bool, "bool", key.value, key.text)
     if action.nargs in ("+", "*"):
