@@ -32,11 +32,9 @@ Writes `metrics.json` and `rows.parquet` into `--output_dir`. Each process holds
 spreads over all GPUs.
 """
 
-from trl import TrlParser
-
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.evaluate import ARGUMENTS, main
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

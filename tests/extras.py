@@ -121,7 +121,7 @@ def check(extra: str, folder: Path) -> None:
         return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]
-    command("check", "--model", model, "--dataset", rows[1], "--num_workers", "0")
+    command("check", "--model_name_or_path", model, "--dataset_name", rows[1], "--num_workers", "0")
     command("grpo", "--model_name_or_path", model, *rows, "--output_dir", trained, *how)
     if extra == "plots":
         assert (trained / "training_curves.png").stat().st_size

@@ -13,7 +13,6 @@ from helpers.chats import RATE
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
 from helpers.trainer_utils import load, make_trainer
 from PIL import Image
-from trl import TrlParser
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -159,7 +158,7 @@ def test_filter_keeps_exactly_what_needs_its_sound(listener, tones, tmp_path, ca
     arguments += ["--num_samples", 2, "--temperature", 0.1, "--max_completion_length", 2]
 
     def filtered(*options):
-        filter.main(*parse(TrlParser(filter.ARGUMENTS), [str(each) for each in (*arguments, *options)]))
+        filter.main(*parse(filter.ARGUMENTS, [str(each) for each in (*arguments, *options)]))
 
     with pytest.raises(ValueError, match="set `--ablate` to"):
         filtered()

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The page of `trl-multimodal-rft chat`, asked over HTTP."""
 
-import argparse
 import http.client
 import io
 import re
@@ -22,10 +21,12 @@ from PIL import EpsImagePlugin, Image
 from transformers import GenerationConfig
 
 from trl_multimodal_rft import TrainingCurvesCallback
+from trl_multimodal_rft.cli import arguments
 from trl_multimodal_rft.cli import chat as command
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.reporting.curves import FILE_NAME
+from trl_multimodal_rft.scripts.options import Parser
 
 
 gradio = pytest.importorskip("gradio", exc_type=ImportError)
@@ -45,8 +46,8 @@ def served():
     pages = []
 
     def serve(*argv):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
+        parser = Parser("chat")
+        arguments.chat(parser)
         args = parser.parse_args([*argv, "--max_completion_length", "6"])
         app, url, shared = command.open_page(args, prevent_thread_lock=True, quiet=True)
         pages.append(app.get_blocks())

@@ -1,6 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The command `trl-multimodal-rft`, and what `families` prints."""
 
+import dataclasses
+import inspect
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -10,15 +16,24 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from helpers.families import FAMILIES
+from helpers.trainer_utils import saved
 
-from trl_multimodal_rft.cli import COMMANDS, main
+import trl_multimodal_rft
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.cli import COMMANDS, arguments, estimate, main, prepare
 from trl_multimodal_rft.cli.families import HEADER, MARK, measurable
 from trl_multimodal_rft.cli.measure import Measurement, measure
 from trl_multimodal_rft.cli.tiny_media import encode
 from trl_multimodal_rft.cli.tiny_models import tiny_model
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.scripts import options
+from trl_multimodal_rft.scripts.option_table import FILE, text
+from trl_multimodal_rft.scripts.options import GROUPS, table
+from trl_multimodal_rft.scripts.preflight import check_rewards
+from trl_multimodal_rft.spelling import REMOVED, did_you_mean
 
 
 ROOT = Path(__file__).parents[1]
@@ -30,29 +45,224 @@ def test_entry_point():
     assert getattr(import_module(module), name) is main
 
 
-def test_help_imports_nothing_heavy():
-    code = (
-        "import sys; from trl_multimodal_rft.cli import main\n"
-        "try: main(['--help'])\n"
-        "finally: assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
+HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")
+# Runs the command for each command line of standard input, and prints what came out and what was imported
+RUNS = f"""
+import contextlib, io, json, sys
+from trl_multimodal_rft.cli import main
+found = []
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(words)
+        except SystemExit as exit:
+            code = exit.code
+    found.append([code, out.getvalue(), err.getvalue(), [name for name in {HEAVY} if name in sys.modules]])
+print(json.dumps(found))
+"""
+
+
+def runs(lines, cwd):
+    """Exit code, output, errors and heavy modules for each command line, in one new process."""
+    found = subprocess.run(
+        [sys.executable, "-c", RUNS], input=json.dumps(lines), capture_output=True, text=True, cwd=cwd, check=True
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert shown.returncode == 0, shown.stderr
-    for command in COMMANDS:
-        assert command in shown.stdout
+    return json.loads(found.stdout)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(command, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main([command, "--help"])
-    assert exit.value.code == 0 and f"trl-multimodal-rft {command}" in capsys.readouterr().out
+def test_help_imports_nothing_heavy(tmp_path):
+    lines = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["grpo", "--help-all"]]
+    found = runs(lines, tmp_path)
+    for words, (code, out, err, heavy) in zip(lines, found, strict=True):
+        assert (code, err, heavy) == (0, "", []), words
+        assert words[0].startswith("-") or f"trl-multimodal-rft {words[0]}" in out
+    top, version, *_, full = [out for _, out, _, _ in found]
+    assert all(command in top for command in COMMANDS)
+    assert version == f"trl-multimodal-rft {trl_multimodal_rft.__version__}\n"
+    short = found[lines.index(["grpo", "--help"])][1]
+    titles = [short.index(f"\n{GROUPS[name]}:\n") for name in ("script", "model", "multimodal", "trl")]
+    assert titles == sorted(titles) and "--num_generations INT" in short and "--self_check, --no_self_check" in short
+    for option in ("--max_grad_norm", "--num_machines"):
+        assert option not in short and option in full
+    assert "--dataset_name" in short and "(default: train)" in short
 
 
-def test_unknown_command(capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["guess"])
-    assert exit.value.code == 2 and "guess" in capsys.readouterr().err
+MODEL = ["--model_name_or_path", "org/model"]
+ROWS = ["--dataset_name", "org/rows"]
+REWARD = [*MODEL, *ROWS, "--reward_funcs"]
+FILES = {
+    "mine.py": "import torch\n\n\ndef even(completions, **kwargs):\n    return [0.0]\n",
+    "wrong.py": "def even(:\n",
+    "number.yaml": "max_steps: 3\nlearning_rate: fast\n",
+    "steps.yaml": "max_steps: [3]\n",
+    "key.yaml": "max_steps: 3\n\nnum_generation: 4\n",
+    "removed.yaml": "evaluation_strategy: steps\n",
+    "twice.yaml": "max_steps: 3\nmax_steps: 4\n",
+    "tabs.yaml": "max_steps: 3\n\tseed: 1\n",
+    "list.yaml": "- max_steps\n",
+    "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",
+    "launch.yaml": "num_processes: two\n",
+    "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
+}
+# What the message has, for each command line
+MISTAKES = [
+    (["gpro"], 2, "no command 'gpro'; `--help` lists them. Did you mean `grpo`?"),
+    (["grpo", *ROWS], 1, "set `--model_name_or_path`"),
+    (["rloo", *MODEL], 1, "set `--dataset_name`"),
+    (["filter", *MODEL, *ROWS], 1, "set `--ablate`"),
+    (["check", "--dataset", "x", "--model", "y"], 2, "no option `--dataset`. Did you mean `--dataset_name`?"),
+    (["estimate", "--model", "y"], 2, "no option `--model`. Did you mean `--model_name_or_path`?"),
+    (["check"], 2, "`--dataset_name` and `--model_name_or_path` must be set."),
+    (["chat"], 2, "`--model_name_or_path` must be set."),
+    (["prepare", "avqaa", "x", "--output_dir", "y"], 2, "Did you mean `avqa`?"),
+    (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
+    (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),
+    (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `use_cpu`."),
+    (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: invalid int value: 'few'"),
+    (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "'3' belongs to no option."),
+    (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
+    (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),
+    (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
+    (["grpo", "--config", "number.yaml"], 1, "number.yaml:2: `learning_rate`: 'fast' is not a number, such as 1e-5."),
+    (["grpo", "--config", "steps.yaml"], 1, "steps.yaml:1: `max_steps`: '[3]' is not an integer, such as 8."),
+    (["grpo", "--config", "key.yaml"], 1, "key.yaml:3: there is no option `num_generation`. Did you mean"),
+    (
+        ["sft", "--config", "removed.yaml"],
+        1,
+        "removed.yaml:1: there is no option `evaluation_strategy`. It was removed",
+    ),
+    (["grpo", "--config=twice.yaml"], 1, "twice.yaml:2: `max_steps` is set twice"),
+    (["grpo", "--config", "tabs.yaml"], 1, "tabs.yaml:2: it isn't YAML"),
+    (["grpo", "--config", "list.yaml"], 1, "list.yaml: it has no keys"),
+    (
+        ["grpo", "--config", "choice.yaml"],
+        1,
+        "choice.yaml:2: `eval_strategy`: 'stepz' is not one of no, steps, epoch.",
+    ),
+    (["grpo", "--config", "launch.yaml"], 1, "launch.yaml:1: `num_processes`: 'two' is not an integer"),
+    (["check", "--config", "check.yaml"], 1, "check.yaml:1: `max_prompt_length`: 'long' is not an integer"),
+    (["grpo", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
+    (["evaluate", *ROWS, "--model_name_or_path", "./model"], 1, "There is no file or folder './model'"),
+    (["chat", "./model"], 1, "There is no file or folder './model'"),
+    (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
+    (["grpo", *REWARD, "acuracy_reward"], 1, "no reward function 'acuracy_reward'"),
+    (["grpo", *REWARD, "mine.evn"], 1, "mine.py has no 'evn'. Did you mean `even`?"),
+    (["grpo", *REWARD, "theirs.even"], 1, "no module 'theirs'"),
+    (["grpo", *REWARD, "trl_multimodal_rft.rewardz.format_reward"], 1, "no module 'rewardz'"),
+    (["grpo", *REWARD, "wrong.even"], 1, "wrong.py:1: "),
+]
+
+
+def test_mistakes_are_one_line_before_anything_heavy_is_imported(tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    for (words, status, message), (code, out, err, heavy) in zip(
+        MISTAKES, runs([words for words, _, _ in MISTAKES], tmp_path), strict=True
+    ):
+        assert (code, out, heavy) == (status, "", []) and message in err, (words, err)
+        assert err.count("\n") == 1 and err.startswith("trl-multimodal-rft") and ": error: " in err
+
+
+def test_rewards_are_found_without_imports(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(FILES["mine.py"])
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "folder" / "inner" / "__init__.py").write_text("from ..others import *\n")
+    monkeypatch.chdir(tmp_path)
+    check_rewards([*table()["rewards"], "mine.even", "folder.inner.odd", "trl_multimodal_rft.rewards.choice_reward"])
+    check_rewards(["trl.rewards.think_format_reward", "os.path.join"])
+
+
+def test_table_of_options_is_that_of_the_configs():
+    assert FILE.read_text() == text(), "run `python -m trl_multimodal_rft.scripts.option_table`"
+    assert table()["options"] == json.loads(FILE.read_text())["options"]
+
+
+def test_another_release_of_trl_has_its_own_options(monkeypatch):
+    monkeypatch.setattr(options, "version", lambda name: "0")
+    table.cache_clear()
+    collected = table()
+    table.cache_clear()
+    assert collected["versions"] != {} and collected == json.loads(FILE.read_text())
+
+
+def test_choices_of_light_parsers_are_those_of_the_commands():
+    assert arguments.LAYOUTS == tuple(prepare.LAYOUTS)
+    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.DIVIDES), tuple(estimate.OPTIMIZERS))
+
+
+def test_removed_names_have_replacements_that_exist():
+    names = {option["name"] for option in table()["options"]}
+    for trainer in (MultimodalGRPOTrainer, MultimodalPPOTrainer):
+        names.update(inspect.signature(trainer).parameters)
+    for name, remedy in REMOVED.items():
+        replacement = re.match(r"use `(\w+)`", remedy)
+        assert replacement is None or replacement[1] in names
+        fields = {each.name for each in dataclasses.fields(MultimodalGRPOConfig)}
+        assert name not in fields and did_you_mean(name, names) == f" It was removed: {remedy}."
+    assert did_you_mean("learning-rat", names) == " Did you mean `learning_rate`?"
+    assert did_you_mean("zzz", names) == ""
+
+
+REWARDS = """
+def broken(completions, **kwargs):
+    return [{}["gone"] for _ in completions]
+
+
+def length(completions, **kwargs):
+    return [float(len(each)) for each in completions]
+"""
+
+
+def run_of(n_processes, folder, *more):
+    """Command line of a run that fails on its rows unless it is given `--prompt`."""
+    Dataset.from_dict({"question": ["What?"] * 4}).to_parquet(folder / "rows.parquet")
+    (folder / "mine.py").write_text(REWARDS)
+    words = ["--model_name_or_path", saved("qwen2_audio"), "--dataset_name", folder / "rows.parquet"]
+    words += ["--use_cpu", "--bf16", "False", "--report_to", "none", "--output_dir", "out", "--logging_steps", "1"]
+    words += ["--num_generations", "2", "--per_device_train_batch_size", "2", "--max_completion_length", "4"]
+    words += [f"--num_processes={n_processes}", *["--multi_gpu"] * (n_processes > 1), *more]
+    code = "from trl_multimodal_rft.cli import main; main()"
+    return [sys.executable, "-c", code, "grpo", *map(str, words)]
+
+
+def launched(*arguments):
+    command = run_of(*arguments)
+    return subprocess.run(command, capture_output=True, text=True, cwd=arguments[1], timeout=300)
+
+
+def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
+    run = launched(2, tmp_path)
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("trl-multimodal-rft grpo: error: `train_dataset` has no column 'prompt', only ['question']")
+    assert run.returncode == 1 and run.stderr.count("has no column") == 1
+    for noise in ("Traceback", "CalledProcessError", "ChildFailedError", "had defaults used instead", "elastic"):
+        assert noise not in run.stderr
+
+
+@pytest.mark.slow
+def test_tracebacks_of_launched_processes(tmp_path):
+    """Of bugs, such as in a reward function, and of errors of input if they are asked for, without that of accelerate."""
+    asked = launched(1, tmp_path, "--debug")
+    broken = launched(1, tmp_path, "--prompt", "{question}", "--reward_funcs", "mine.broken")
+    for run, line in ((asked, "ValueError: `train_dataset` has no column"), (broken, "KeyError: 'gone'")):
+        assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith(line)
+        assert "CalledProcessError" not in run.stderr and "Traceback" in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_processes", "more", "code"), [(2, [], 130), (1, ["--enable_jit_checkpoint"], 0)])
+def test_interrupted_run_ends_without_traceback(n_processes, more, code, tmp_path):
+    more = [*more, "--max_steps", "10000", "--disable_tqdm", "--prompt", "{question}", "--reward_funcs", "mine.length"]
+    command, shown = run_of(n_processes, tmp_path, *more), []
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as run:
+        for line in run.stdout:
+            if "'reward'" in line and not any("'reward'" in each for each in shown):
+                os.killpg(run.pid, signal.SIGINT)
+            shown.append(line)
+    assert run.returncode == code and "Traceback" not in "".join(shown)
+    assert [*(tmp_path / "out").glob("checkpoint-*")] or code
 
 
 def test_families(capsys):

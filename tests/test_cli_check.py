@@ -17,8 +17,8 @@ from helpers.chats import RATE, audio, image
 from helpers.families import FAMILIES
 from helpers.trainer_utils import load, saved
 
-from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.cli.check import RowChecker, add_arguments, check, without_weights
+from trl_multimodal_rft.cli import arguments, main
+from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.data.fetch import FetchOnce
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
@@ -93,7 +93,14 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     lengths, tokens, failed = truth(load_from_disk(tmp_path / "rows"), audio_overlong=overlong)
     limit = 200
     run(
-        *("--dataset", tmp_path / "rows", "--model", saved("qwen2_audio"), "--output", tmp_path / "report.md"),
+        *(
+            "--dataset_name",
+            tmp_path / "rows",
+            "--model_name_or_path",
+            saved("qwen2_audio"),
+            "--output",
+            tmp_path / "report.md",
+        ),
         *("--max_prompt_length", limit, "--num_workers", 0, "--audio_overlong", overlong),
         status=1,
     )
@@ -128,7 +135,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
 def test_entry_point_with_workers(sounds, tmp_path, capsys):
     """As it is called, with processes of its own, on one split of a dataset: the same report as without them."""
     DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")
-    options = ["--dataset", tmp_path / "rows", "--model", saved("qwen2_audio"), "--dataset_split"]
+    options = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--dataset_split"]
     command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "check", *options, "all"]
     shown = subprocess.run([*command, "--num_workers", "2"], capture_output=True, text=True)
     assert shown.returncode == 1, shown.stderr
@@ -156,18 +163,20 @@ def test_streams_and_files(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(f"dataset_name: {tmp_path / 'rows.parquet'}\nlearning_rate: 1.0e-6\n")
     for options in (
         ["--config", tmp_path / "run.yaml"],
-        ["--dataset", tmp_path / "rows.parquet"],
-        ["--dataset", tmp_path / "folder"],
-        ["--dataset", tmp_path / "folder", "--dataset_streaming", "--num_workers", 1],
+        ["--dataset_name", tmp_path / "rows.parquet"],
+        ["--dataset_name", tmp_path / "folder"],
+        ["--dataset_name", tmp_path / "folder", "--dataset_streaming", "--num_workers", 1],
     ):
-        run("--model", saved("qwen2_5_vl"), "--num_workers", 0, *options, status=1)
+        run("--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options, status=1)
         report = capsys.readouterr().out
         assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1, 4\n" in report
         assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
         media = table(report, "kind")["image"]
         assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
     for rule, value in (("max_image_pixels", 100), ("allowed_media_folders", tmp_path / "folder")):
-        run("--model", saved("qwen2_5_vl"), "--num_workers", 0, *options[:2], f"--{rule}", value, status=1)
+        run(
+            "--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options[:2], f"--{rule}", value, status=1
+        )
         report = capsys.readouterr().out
         assert "4 of 5 rows (80 %) would not train." in report and f"`{rule}`" in report
 
@@ -179,7 +188,7 @@ def test_no_weights_are_read(tmp_path, capsys):
     model.config.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     Dataset.from_list([{"prompt": "What is it?"}] * 3).to_parquet(tmp_path / "rows.parquet")
-    run("--model", tmp_path / "model", "--dataset", tmp_path / "rows.parquet", "--num_workers", 0)
+    run("--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "rows.parquet", "--num_workers", 0)
     report = capsys.readouterr().out
     # By default what completions leave of the model's positions
     assert f"Overlong, of more than {2048 - 256} tokens: 0 of 3 rows (0 %)" in report
@@ -190,8 +199,8 @@ def test_no_weights_are_read(tmp_path, capsys):
 def test_rows_are_as_long_as_for_the_model_with_its_weights(name):
     model, processor = FAMILIES[name].build()
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = parser.parse_args(["--dataset", "-", "--model", "-"])
+    arguments.check(parser)
+    args = parser.parse_args(["--dataset_name", "-", "--model_name_or_path", "-"])
     checker = RowChecker(None, without_weights(model.config, type(model)), processor, args)
     kinds = set()
     for i, prompt in enumerate(FAMILIES[name].prompts()):
@@ -221,15 +230,15 @@ def test_a_killed_process_is_named():
 
 def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
     Dataset.from_list([{"question": "What?"}] * 3).to_parquet(tmp_path / "rows.parquet")
-    options = ("--model", saved("qwen2_5_vl"), "--num_workers", 0)
-    run(*options, "--dataset", tmp_path / "rows.parquet", status=1)
+    options = ("--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0)
+    run(*options, "--dataset_name", tmp_path / "rows.parquet", status=1)
     report = capsys.readouterr().out
     assert "3 of 3 rows (100 %) would not train." in report and "rename 'question' to 'prompt'" in report
     picture = image(56, 56)["image"]
     Dataset.from_list([{"prompt": "What?", "photo": picture}] * 3).to_parquet(tmp_path / "unread.parquet")
-    run(*options, "--dataset", tmp_path / "unread.parquet", status=1)
+    run(*options, "--dataset_name", tmp_path / "unread.parquet", status=1)
     assert "rename it to 'image'" in capsys.readouterr().out
-    run(*options, "--dataset", tmp_path / "unread.parquet", "--ignored_media_columns", "photo")
+    run(*options, "--dataset_name", tmp_path / "unread.parquet", "--ignored_media_columns", "photo")
     assert "All 3 rows would train." in capsys.readouterr().out
-    run(*options, "--dataset", tmp_path / "none", status=1)
-    assert "can't be read" in capsys.readouterr().err
+    run(*options, "--dataset_name", tmp_path / "none", status=1)
+    assert "There is no file or folder" in capsys.readouterr().err

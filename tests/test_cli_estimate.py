@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from trl.trainer import utils as trl_utils
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import estimate, main
+from trl_multimodal_rft.cli import arguments, estimate, main
 from trl_multimodal_rft.cli.estimate import Measured, memory
 from trl_multimodal_rft.cli.fake_run import Watch
 
@@ -28,7 +28,7 @@ TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
 
 def parse(*argv):
     parser = argparse.ArgumentParser()
-    estimate.add_arguments(parser)
+    arguments.estimate(parser)
     return parser.parse_args([str(each) for each in argv])
 
 
@@ -56,7 +56,9 @@ def test_published_sizes(size):
 @pytest.mark.parametrize("checkpointing", ["--no-gradient_checkpointing", "--gradient_checkpointing"])
 def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
     """The same micro-batch with numbers, on the CPU."""
-    args = parse("--model", folder, "--device", "cpu", "--no-bf16", "--packing", packing, checkpointing, *TINY)
+    args = parse(
+        "--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", packing, checkpointing, *TINY
+    )
     said = estimate.measure(args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +71,7 @@ def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
 
 
 def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path):
-    args = parse("--model", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY)
+    args = parse("--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY)
     parts = memory(args, estimate.measure(args))
     model, processor = load("qwen2_5_vl")
     seen = {}
@@ -139,33 +141,36 @@ def numbers(**changes):
     ],
 )
 def test_strategies(strategy, bytes_per_parameter):
-    parts = memory(parse("--model", "m", "--strategy", strategy, "--gpus", 8), numbers(peak=5))
+    parts = memory(parse("--model_name_or_path", "m", "--strategy", strategy, "--gpus", 8), numbers(peak=5))
     assert parts["weights"] + parts["gradients"] + parts["optimizer"] == bytes_per_parameter * 8_000
     assert parts["update"] >= bytes_per_parameter * 8_000 + 5
 
 
 def test_reference_critic_and_adapters():
-    both = memory(parse("--model", "m", "--beta", 0.1, "--trainer", "ppo"), numbers(critic=7_000))
+    both = memory(parse("--model_name_or_path", "m", "--beta", 0.1, "--trainer", "ppo"), numbers(critic=7_000))
     assert both["reference"] == 4 * 8_000 and both["critic"] == 16 * 7_000
-    adapted = parse("--model", "m", "--beta", 0.1, "--use_peft", "--load_in_4bit", "--dtype", "bfloat16")
+    adapted = parse("--model_name_or_path", "m", "--beta", 0.1, "--use_peft", "--load_in_4bit", "--dtype", "bfloat16")
     parts = memory(adapted, numbers(trained=100, frozen=8_000, in_4_bits=8_000))
     assert parts["reference"] == 0 and parts["gradients"] == 200
     assert parts["weights"] == pytest.approx(200 + 0.52 * 8_000, rel=0.01)
 
 
 def test_vllm():
-    shared = memory(parse("--model", "m", "--use_vllm", "--gpu_memory", 10), numbers())
+    shared = memory(parse("--model_name_or_path", "m", "--use_vllm", "--gpu_memory", 10), numbers())
     assert shared["vLLM"] == 3 * 2**30 < shared["update"]
-    asleep = memory(parse("--model", "m", "--use_vllm", "--vllm_enable_sleep_mode"), numbers())
+    asleep = memory(parse("--model_name_or_path", "m", "--use_vllm", "--vllm_enable_sleep_mode"), numbers())
     assert asleep["update"] < asleep["vLLM"] < asleep["generation"]
-    assert memory(parse("--model", "m", "--use_vllm", "--vllm_mode", "server"), numbers())["vLLM"] == 0
+    assert memory(parse("--model_name_or_path", "m", "--use_vllm", "--vllm_mode", "server"), numbers())["vLLM"] == 0
 
 
 def test_supervised_rows(folder):
     """No row shares its prompt, and nothing is sampled."""
-    said = {name: estimate.measure(parse("--model", folder, *TINY, "--trainer", name)) for name in ("grpo", "sft")}
+    said = {
+        name: estimate.measure(parse("--model_name_or_path", folder, *TINY, "--trainer", name))
+        for name in ("grpo", "sft")
+    }
     assert said["sft"].tokens == 4 * (60 + 24) and said["grpo"].tokens == 60 + 4 * 24
-    parts = memory(parse("--model", folder, *TINY, "--trainer", "sft"), said["sft"])
+    parts = memory(parse("--model_name_or_path", folder, *TINY, "--trainer", "sft"), said["sft"])
     assert parts["generation"] == parts["KV cache"] == 0 and parts["peak"] == parts["update"]
 
 
@@ -192,8 +197,8 @@ def test_options_of_a_run():
 
 def test_budget_and_batch(folder):
     many = [*TINY, "--per_device_train_batch_size", "8", "--no-bf16"]
-    whole = estimate.measure(parse("--model", folder, *many))
-    budget = estimate.measure(parse("--model", folder, *many, "--max_tokens_per_microbatch", 160))
+    whole = estimate.measure(parse("--model_name_or_path", folder, *many))
+    budget = estimate.measure(parse("--model_name_or_path", folder, *many, "--max_tokens_per_microbatch", 160))
     assert (whole.parts, budget.parts, budget.tokens) == (1, 2, 60 + 4 * 24)
     assert budget.held < 0.6 * whole.held and budget.operations > 1.2 * whole.operations
 
@@ -202,13 +207,13 @@ def test_budget_and_batch(folder):
     "options", [["--use_peft"], ["--trainer", "ppo"], ["--trainer", "ppo", "--shared_trunk"], ["--strategy", "fsdp2"]]
 )
 def test_says_whether_it_fits(folder, capsys, options):
-    main(["estimate", "--model", str(folder), *TINY, *options])
+    main(["estimate", "--model_name_or_path", str(folder), *TINY, *options])
     output = capsys.readouterr().out
     assert "Fits into 90% of 80 GiB." in output and "peak" in output and "What encoders" not in output
 
 
 def test_says_what_to_change(folder, capsys):
-    main(["estimate", "--model", str(folder), *TINY, "--gpu_memory", "0.001", "--json"])
+    main(["estimate", "--model_name_or_path", str(folder), *TINY, "--gpu_memory", "0.001", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert not result["fits"] and result["advice"]
 
@@ -216,14 +221,14 @@ def test_says_what_to_change(folder, capsys):
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v"])
 def test_other_families(family, tmp_path, capsys):
     seconds = ["--audio_seconds", "1"] if family in ("qwen2_audio", "qwen2_5_omni") else ["--image_size", "56"]
-    main(["estimate", "--model", str(FAMILIES[family].save(tmp_path)), "--prompt_tokens", "60", *seconds])
+    main(["estimate", "--model_name_or_path", str(FAMILIES[family].save(tmp_path)), "--prompt_tokens", "60", *seconds])
     assert "What encoders" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("family", "medium"), [("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")])
 def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
     """A file with a config has no processor; the tower runs on patches or frames as the config names them."""
-    config = ["--model", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]
+    config = ["--model_name_or_path", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]
     config += ["--images", "0", "--device", "cpu", "--no-bf16"]
     said, without = (estimate.measure(parse(*config, medium, n)) for n in (1, 0))
     assert said.held > without.held
@@ -236,10 +241,10 @@ def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
 
 def test_errors(folder, capsys):
     for options, message in (
-        (["--model", "no/such-model"], "'no/such-model' is no folder or file"),
-        (["--model", str(folder), "--load_in_4bit"], "add `--use_peft`"),
-        (["--model", str(folder), "--gpus", "2"], "is one GPU"),
-        (["--model", str(folder), "--audio_seconds", "3"], "alone"),
+        (["--model_name_or_path", "no/such-model"], "'no/such-model' is no folder or file"),
+        (["--model_name_or_path", str(folder), "--load_in_4bit"], "add `--use_peft`"),
+        (["--model_name_or_path", str(folder), "--gpus", "2"], "is one GPU"),
+        (["--model_name_or_path", str(folder), "--audio_seconds", "3"], "alone"),
     ):
         with pytest.raises(SystemExit) as exit:
             main(["estimate", *options])

@@ -16,7 +16,6 @@ from datasets import Dataset, Features, Image, List, Value
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.four_bits import save_wide
 from helpers.trainer_utils import length_and_sum, saved
-from trl import TrlParser
 
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
@@ -27,7 +26,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.cli import estimate, main
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
-from trl_multimodal_rft.scripts.launching import split_arguments
+from trl_multimodal_rft.scripts.options import launched_parser, options_of
 
 
 ROOT = Path(__file__).parents[1]
@@ -136,12 +135,14 @@ def prepared(path, tmp_path):
 
 
 def arguments(name, **changes):
-    """What the command reads: arguments of `accelerate launch`, and those of the script, some with other values."""
-    parser = TrlParser(import_module(f"trl_multimodal_rft.scripts.{method(RECIPES[name])}").ARGUMENTS)
+    """What the command reads: `--accelerate_config`, and the script's arguments, some with other values."""
+    command = method(RECIPES[name])
+    parser = launched_parser(command, options_of(command))
     known = {action.dest for action in parser._actions}
     words = [word for key, value in changes.items() if key in known for word in (f"--{key}", str(value))]
-    launcher, argv = split_arguments(parser, ["--config", name, *words])
-    return launcher, parse(parser, argv)
+    argv = ["--config", name, *words]
+    script = import_module(f"trl_multimodal_rft.scripts.{command}")
+    return parser.parse_with_config(argv).accelerate_config, parse(script.ARGUMENTS, argv)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -172,7 +173,7 @@ def test_memory_is_of_its_own_settings(name, monkeypatch):
     monkeypatch.setattr(estimate, "run", seen.append)
     main(["estimate", "--config", said[1], *said[2].split()])
     keys = yaml.safe_load(RECIPES[name].read_text())
-    assert said[1] == name and seen[0].model == keys["model_name_or_path"]
+    assert said[1] == name and seen[0].model_name_or_path == keys["model_name_or_path"]
     assert seen[0].use_vllm == keys.get("use_vllm", False) and seen[0].beta == keys.get("beta", 0.0)
 
 
@@ -203,7 +204,7 @@ def test_trains(name, tmp_path, monkeypatch):
         save_wide(family, tmp_path / "model")
         changes["model_name_or_path"] = str(tmp_path / "model")
     launcher, (script, config, model) = arguments(name, **changes)
-    assert launcher[0] == "--config_file" and Path(launcher[1]).stem == recipe["accelerate_config"]
+    assert launcher == recipe["accelerate_config"]
     inputs = trainer_inputs(script, config, model)
     if "reward_funcs" in inputs:
         config.reward_weights = [*(config.reward_weights or [1.0] * len(inputs["reward_funcs"])), 1.0]

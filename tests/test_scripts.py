@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,13 +19,15 @@ from tasks import spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 from trl import TrlParser
 
+from trl_multimodal_rft.cli import launch, main
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.rewards import choice_reward, format_reward
-from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
 from trl_multimodal_rft.scripts.inputs import load_reward_funcs, load_split, with_prompts
-from trl_multimodal_rft.scripts.launching import split_arguments
+from trl_multimodal_rft.scripts.option_table import options
+from trl_multimodal_rft.scripts.options import launched_parser
 
 
 CPU = ["--output_dir", "out", "--use_cpu", "--bf16", "False"]
@@ -39,33 +42,79 @@ def recipe(folder, **keys):
     return str(path)
 
 
-def test_config_file_is_for_script_and_launcher(tmp_path):
+def test_config_file_is_for_script_and_launcher(tmp_path, monkeypatch):
+    launched = []
+    monkeypatch.setattr(launch, "_launch", launched.append)
     keys = {"reward_funcs": "choice_reward", "accelerate_config": "multi_gpu", "num_processes": 3}
-    path = recipe(tmp_path, num_generations=4, multi_gpu=True, **keys)
+    path = recipe(tmp_path, num_generations=4, multi_gpu=True, dataset_name="rows", **keys)
     command = ["--config", path, "--max_steps", "2", "--num_processes", "2", "--output_dir=out", "--seed=3"]
-    launcher, script = split_arguments(TrlParser(grpo.ARGUMENTS), command)
-    assert launcher[0] == "--config_file" and launcher[1].endswith("accelerate_configs/multi_gpu.yaml")
-    assert launcher[2:] == ["--multi_gpu", "--num_processes", "3", "--num_processes", "2"]
-    assert script == ["--config", path, "--max_steps", "2", "--output_dir=out", "--seed=3"]
-    script_args, training_args, model_args = parse(TrlParser(grpo.ARGUMENTS), script)
+    with pytest.raises(SystemExit) as exit:
+        main(["grpo", *command])
+    words = launched[0]
+    assert exit.value.code == 0 and words[0].endswith("accelerate_configs/multi_gpu.yaml")
+    assert words[1:4] == ["--multi_gpu", "--num_processes=3", "--num_processes=2"]
+    assert words[4:] == ["--module", "trl_multimodal_rft.scripts", "grpo", *command]
+    script_args, training_args, model_args = parse(grpo.ARGUMENTS, command)
     assert script_args.reward_funcs == ["choice_reward"] and model_args.model_name_or_path == "model"
     assert (training_args.num_generations, training_args.max_steps, training_args.seed) == (4, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "options", "message"),
-    [
-        ({"num_generation": 4}, [], "'--num_generation'"),
-        ({}, ["--number_of_generations", "4"], "'--number_of_generations'"),
-        ({}, ["--max_steps", "2", "3"], "'3' belongs to no argument"),
-        ({"accelerate_config": "tpu"}, [], "not one of cpu, deepspeed_zero1"),
-    ],
-)
-def test_unknown_argument(keys, options, message, tmp_path):
-    command = ["--config", recipe(tmp_path, **keys), *CPU, *options]
-    for read in (split_arguments, parse):
-        with pytest.raises(ValueError, match=message):
-            read(TrlParser(grpo.ARGUMENTS), command)
+CONFIG = """# Values as they may be written, of each type
+model_name_or_path: &model a/b
+eval_strategy: no  # which YAML reads as false
+learning_rate: 1e-5  # which YAML reads as text
+temperature: 1
+max_steps: "7"
+reward_weights: [1, 5e-1]
+reward_clip_range: [-1, 1]
+bf16: off
+use_cpu: true
+self_check: "False"
+report_to: none
+model_revision: main
+vllm_engine_kwargs: {max_num_seqs: 4}
+datasets: [{path: rows, split: train}]
+delta: null
+beta: 1.e-3
+epsilon: null  # as if it were not set
+debug: true
+env: {TRL_MULTIMODAL_RFT_OF_A_TEST: 1}
+"""
+
+
+def test_config_file_is_read_as_the_command_line_would_be(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRL_MULTIMODAL_RFT_OF_A_TEST", raising=False)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    script_args, config, model_args = parse(
+        grpo.ARGUMENTS, ["--config", str(tmp_path / "run.yaml"), "--no-shuffle-dataset"]
+    )
+    assert (config.eval_strategy, config.learning_rate, config.max_steps) == ("no", 1e-5, 7)
+    assert (config.temperature, config.reward_weights, config.reward_clip_range) == (1.0, [1.0, 0.5], [-1.0, 1.0])
+    assert (config.bf16, config.use_cpu, config.self_check, config.report_to) == (False, True, False, [])
+    assert (config.vllm_engine_kwargs, config.delta, config.beta) == ({"max_num_seqs": 4}, None, 1e-3)
+    assert config.debug == [] and config.epsilon == grpo.MultimodalGRPOConfig.epsilon
+    assert not config.shuffle_dataset and script_args.datasets[0].path == "rows"
+    assert (model_args.model_name_or_path, model_args.model_revision) == ("a/b", "main")
+    assert os.environ.pop("TRL_MULTIMODAL_RFT_OF_A_TEST") == "1"
+
+
+@pytest.mark.parametrize("script", [grpo, rloo, ppo, sft, evaluate, filter])
+def test_command_line_is_read_as_by_trl(script):
+    """Each option with a value, and each switch off."""
+    words = []
+    for option in options(script.ARGUMENTS):
+        name, kind = option["name"], option["type"]
+        if name in ("parallelism_config", "liger_kernel_config", "debug", "datasets"):
+            continue
+        value = {"int": "3", "float": "0.25", "bool": str(not option["default"]), "str": "x"}.get(kind)
+        value = option["choices"][-1] if option["choices"] else value
+        if value is not None:
+            words.append([f"--{name}", value])
+    assert len(words) > 40
+    every = [word for pair in words for word in pair]
+    expected = vars(TrlParser(script.ARGUMENTS).parse_known_args(every)[0])
+    parsed = vars(launched_parser("", options(script.ARGUMENTS)).parse_args(every))
+    assert parsed == {name: expected[name] for name in parsed} and len(parsed) == len(words)
 
 
 def test_rewards_by_name(tmp_path, monkeypatch):
@@ -170,7 +219,7 @@ def test_mixture(tmp_path):
 
     def mixed(split, **keys):
         path = recipe(tmp_path, prompt="{question}?", **keys)
-        script_args = parse(TrlParser(grpo.ARGUMENTS), ["--config", path, *CPU])[0]
+        script_args = parse(grpo.ARGUMENTS, ["--config", path, *CPU])[0]
         rows = load_split(script_args, split)
         return list(rows["prompt"])
 
@@ -221,7 +270,7 @@ def test_script_trains(script, tmp_path):
         rows = [{**row, "prompt": "What?", "completion": "A bird."} for row in rows]
         Dataset.from_list(rows).to_parquet(tmp_path / "answers" / "train.parquet")
         how |= {"ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1, "shared_trunk": True}
-    script.main(*parse(TrlParser(script.ARGUMENTS), ["--config", recipe(tmp_path, **given, **how)]))
+    script.main(*parse(script.ARGUMENTS, ["--config", recipe(tmp_path, **given, **how)]))
     trained = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path / "trained").state_dict()
     before = load("qwen2_audio")[0].state_dict()
     assert any(not trained[name].equal(before[name]) for name in before)

@@ -25,7 +25,7 @@ from transformers import Qwen2_5_VLProcessor
 from trl.trainer import utils as trl_utils
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import estimate
+from trl_multimodal_rft.cli import arguments, estimate
 from trl_multimodal_rft.cli.fake_run import Watch
 
 
@@ -164,10 +164,10 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
         peak = watch.peak + sum(parameter.nbytes for parameter in trainer.model.parameters())
 
     parser = argparse.ArgumentParser()
-    estimate.add_arguments(parser)
+    arguments.estimate(parser)
     said = parser.parse_args(
         [
-            *("--model", str(tmp_path), "--device", device, "--optim", "adamw_torch_fused"),
+            *("--model_name_or_path", str(tmp_path), "--device", device, "--optim", "adamw_torch_fused"),
             *("--dtype", "bfloat16" if on_gpu else "float32", "--bf16" if on_gpu else "--no-bf16"),
             *("--prompt_tokens", str(trainer.prompt_tokens), "--completion_tokens", str(completion)),
             *("--images", "1", "--image_size", str(side)),

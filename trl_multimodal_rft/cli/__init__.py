@@ -1,10 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The command `trl-multimodal-rft`: one module per command, imported when it runs."""
 
-import argparse
 import importlib
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+
+from ..scripts.errors import input_error
+from ..scripts.options import Parser, launched_parser, options_of
+from ..scripts.preflight import check_names
+from ..spelling import did_you_mean
+from . import arguments
 
 
 # Run by `accelerate launch`
@@ -18,12 +24,13 @@ LAUNCHED = {
 }
 COMMANDS = {
     **LAUNCHED,
-    "chat": "a page on which to ask a trained model, and its base beside it",
+    "chat": "web page to talk to a trained model, and to compare it with its base",
     "check": "which rows of a dataset would not train and why, and how long the others are",
     "estimate": "does a training run fit into the memory of its GPUs, and what to change if not",
     "families": "the models that see and hear, and what is particular to them",
     "prepare": "a published dataset, or one in another tool's layout, as a folder of rows to train on",
 }
+_PROG = "trl-multimodal-rft"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,26 +42,43 @@ def main(argv: Sequence[str] | None = None) -> None:
             Name of the command and its arguments, those of the process by default.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    name = argv[0] if argv and argv[0] in COMMANDS else None
-    epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="trl-multimodal-rft" if name is None else f"trl-multimodal-rft {name}",
-        description=None if name is None else COMMANDS[name].capitalize() + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter if name else argparse.RawDescriptionHelpFormatter,
-        epilog=None if name else epilog,
-    )
-    if name is None:
-        parser.add_argument("command", choices=COMMANDS, metavar="command", help="its own `--help` lists its options")
-        parser.parse_args(argv)
+    name = argv[0] if argv else None
+    if name not in COMMANDS:
+        _without_command(argv)
+    parser = _parser(str(name))
     try:
+        args = parser.parse_with_config(argv[1:], getattr(arguments, f"of_run_{name}", None))
         if name in LAUNCHED:
-            importlib.import_module(".launch", __name__).run(name, argv[1:])
+            importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
-            command = importlib.import_module(f".{name}", __name__)
-            command.add_arguments(parser)
-            words = argv[1:]
-            if hasattr(command, "of_run"):
-                words = importlib.import_module(".recipe", __name__).with_recipe(parser, words, command.of_run)
-            command.run(parser.parse_args(words))
-    except ValueError as error:
-        parser.exit(1, f"{error}\n")
+            check_names(args)
+            importlib.import_module(f".{name}", __name__).run(args)
+    except KeyboardInterrupt:
+        parser.exit(130)
+    except Exception as error:
+        message = input_error(error)
+        if message is None or "--debug" in argv:
+            raise
+        parser.exit(1, f"{parser.prog}: error: {message}\n")
+
+
+def _parser(name: str) -> Parser:
+    prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
+    if name in LAUNCHED:
+        return launched_parser(prog, options_of(name), description)
+    parser = Parser(prog, description=description)
+    getattr(arguments, name)(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _without_command(argv: list[str]) -> None:
+    """Ends with help, the version or an error."""
+    epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
+    parser = Parser(_PROG, epilog=epilog)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    version = importlib.import_module(__package__.partition(".")[0]).__version__
+    parser.add_argument("--version", action="version", version=f"{_PROG} {version}")
+    parser.add_argument("command", metavar="command", help="its own `--help` lists its options")
+    name = parser.parse_args(argv).command
+    parser.error(f"there is no command {name!r}; `--help` lists them.{did_you_mean(name, COMMANDS)}")

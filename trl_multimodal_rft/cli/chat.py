@@ -37,26 +37,6 @@ _KEPT = 3600  # seconds until an upload is deleted
 _LONGEST = 2048  # tokens of an answer that the page lets choose, unless the command says more
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Options of the command.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
-    add = parser.add_argument
-    add("model", help="folder of a trained model or adapter, or name on the Hub")
-    add("--base", help="model that is asked beside it; of an adapter, by default what it was trained on")
-    add("--system_prompt", help="system message; by default the one in the model card")
-    add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
-    add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")
-    add("--dtype", default="auto", help="precision of the weights, such as bfloat16; auto is as they are saved")
-    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets others on the network in")
-    add("--port", type=int, help="port to listen at; by default the first from 7860 on that is free")
-
-
 def answerer(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
 ) -> Callable[..., str]:
@@ -96,7 +76,7 @@ def answerer(
     return answer
 
 
-def _content(text: str, media: dict[str, str], own_tokens: set[str]) -> Any:
+def _content(text: str, media: dict[str, str], own_tokens: list[str]) -> Any:
     """The content of a user message: the media at the tags in the text, or else first, as of a row with columns."""
     if not media:
         return text
@@ -392,8 +372,8 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple
         `tuple`: What answers, by name, and the media that it takes.
     """
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    model, processor = load_trained(args.model, **options)
-    answerers = {_shown_name(args.model): answerer(model, processor)}
+    model, processor = load_trained(args.model_name_or_path, **options)
+    answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
     if args.base is not None:
         answerers[f"base: {_shown_name(args.base)}"] = answerer(*load_trained(args.base, **options))
     elif is_peft_model(model):
@@ -422,7 +402,7 @@ def open_page(args: argparse.Namespace, **options: Any) -> Any:
         `Any`: What `launch` returns: the app and its addresses.
     """
     config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
-    system, text, media = example_of(args.model)
+    system, text, media = example_of(args.model_name_or_path)
     answerers, kinds = load(args)
     media = {kind: path for kind, path in media.items() if kind in kinds}
     blocks = page(

@@ -2,11 +2,9 @@
 """`trl-multimodal-rft check`: which rows of a dataset would not train, and how long the others are."""
 
 import argparse
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,51 +26,6 @@ from ..encoding.processors import load_processor
 from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
 from ..models.pretrained import read_config
 from .check_report import CheckedRow, Report
-from .recipe import add_config
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Options of the command, by the names that they have in TRL's scripts and in configs.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
-    add_config(parser)
-    add = parser.add_argument
-    add("--dataset", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
-    add("--dataset_config", help="configuration of the dataset")
-    add("--dataset_split", default="train", help="which rows")
-    add("--dataset_streaming", action="store_true", help="read rows without downloading all of them first")
-    add("--model", required=True, help="name on the Hub or folder, of which config and processor are read")
-    add("--model_revision", help="branch, tag or commit of the model")
-    add("--max_prompt_length", type=int, help="tokens of a prompt; by default what completions leave of the model's")
-    add("--max_completion_length", type=int, default=256, help="tokens of a completion")
-    add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
-    add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
-    for rule in fields(MediaRules):
-        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
-        add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
-    add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--num_workers", type=int, default=cpus, help="processes that read and encode rows; 0 is this one alone")
-    add("--output", help="file for the report, in Markdown")
-
-
-def of_run(keys: dict[str, Any]) -> dict[str, Any]:
-    """
-    Options of the command for a run.
-
-    Args:
-        keys (`dict[str, Any]`):
-            Arguments of the run by their names.
-
-    Returns:
-        `dict[str, Any]`: The same by names of this command's options.
-    """
-    names = {"dataset": "dataset_name", "dataset_split": "dataset_train_split", "model": "model_name_or_path"}
-    return keys | {option: keys.get(name) for option, name in names.items()}
 
 
 class RowChecker(torch.utils.data.Dataset):
@@ -208,19 +161,22 @@ def run(args: argparse.Namespace) -> None:
         `SystemExit`: With status 1, if not all rows would train.
     """
     check_ignored(args.ignored_media_columns)
-    source = {} if args.model_revision is None else {"revision": args.model_revision}
-    config, model_class = read_config(args.model, **source)
+    source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
+    source |= {"trust_remote_code": True} if args.trust_remote_code else {}
+    config, model_class = read_config(args.model_name_or_path, **source)
     try:
-        processor = load_processor(args.model, **source)
+        processor = load_processor(args.model_name_or_path, **source)
     except OSError as error:
-        raise ValueError(f"{args.model!r} has no processor: {error}") from error
+        raise ValueError(f"{args.model_name_or_path!r} has no processor: {error}") from error
     model = without_weights(config, model_class)
     limit = args.max_prompt_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None and positions is not None:
         limit = positions - args.max_completion_length
-    rows = load_rows(args.dataset, args.dataset_config, args.dataset_split, args.dataset_streaming)
-    report = Report(args.dataset, args.dataset_split, args.model, limit, cuts=args.audio_overlong == "truncate")
+    rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
+    report = Report(
+        args.dataset_name, args.dataset_split, args.model_name_or_path, limit, cuts=args.audio_overlong == "truncate"
+    )
     try:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or ())
         if warning is not None:

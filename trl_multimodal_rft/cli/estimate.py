@@ -5,7 +5,6 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,9 +19,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
 from ..models.pretrained import read_config
-from ..scripts.launching import read_keys, shipped
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
-from .recipe import add_config
 from .synthetic import EncoderInputs, synthetic_prompt
 
 
@@ -48,82 +45,6 @@ OPTIMIZERS = {
 }
 # bitsandbytes: half a byte, for 64 weights a byte, and for 256 * 64 of them a float
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Options of the command, by the names that they have in configs of TRL and of this package.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
-    add_config(parser)
-    yes_no = argparse.BooleanOptionalAction
-    add = parser.add_argument
-    add("--model", required=True, help="name on the Hub, folder or config.json")
-    add("--strategy", choices=DIVIDES, default="single", help="how weights, gradients and optimizer are divided")
-    add("--gpus", type=int, default=1, help="number of GPUs")
-    add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
-    trainers = (
-        "RLOO takes what GRPO takes; PPO has a critic; supervised rows have a completion each, and nothing samples"
-    )
-    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help=trainers)
-    add("--shared_trunk", action="store_true", help="PPO's critic is a head on the policy")
-    add("--beta", type=float, default=0.0, help="above 0 a reference model scores, too")
-    add("--per_device_train_batch_size", type=int, default=8, help="completions of a micro-batch on each GPU")
-    add("--steps_per_generation", type=int, default=1, help="micro-batches that are sampled at once")
-    add("--num_generations", type=int, default=8, help="completions of a prompt")
-    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, those of its media included")
-    add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
-    add("--images", type=int, help="images of a prompt; 1 by default if the model sees")
-    add("--image_size", type=int, default=448, help="pixels of an image's edges, before the processor resizes it")
-    add("--audio_seconds", type=float, help="sound of a prompt; 30 by default if the model hears and doesn't see")
-    add("--packing", choices=("prefix", "padded"), default="prefix", help="whether completions share their prompt")
-    add("--max_tokens_per_microbatch", type=int, help="tokens that are forwarded at once; all by default")
-    add("--gradient_checkpointing", action=yes_no, default=True, help="layers are computed again in the backward pass")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype that weights are loaded in")
-    add("--bf16", action=yes_no, default=True, help="whether products are computed in bfloat16")
-    add("--optim", choices=OPTIMIZERS, default="adamw_torch_fused", help="optimizer")
-    add("--use_peft", action="store_true", help="train LoRA adapters on all linear layers")
-    add("--lora_r", type=int, default=16, help="rank of the adapters")
-    add("--load_in_4bit", action="store_true", help="hold frozen linear layers in 4 bits (QLoRA)")
-    add("--use_vllm", action="store_true", help="sample with vLLM")
-    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on these GPUs or on others")
-    add("--vllm_gpu_memory_utilization", type=float, default=0.3, help="share of each GPU that vLLM takes")
-    add("--vllm_tensor_parallel_size", type=int, default=1, help="GPUs that hold vLLM's weights together")
-    add("--vllm_enable_sleep_mode", action="store_true", help="vLLM gives its share back during updates")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels to count with")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def of_run(keys: dict[str, Any]) -> dict[str, Any]:
-    """
-    Options of the command for a run.
-
-    Args:
-        keys (`dict[str, Any]`):
-            Arguments of the run by their names, those of `accelerate launch`, too.
-
-    Returns:
-        `dict[str, Any]`: The same by names of this command's options.
-
-    Raises:
-        `ValueError`: If there is no such `accelerate_config`.
-    """
-    launch = read_keys(shipped("accelerate_configs", keys.get("accelerate_config", "single_gpu"))) | keys
-    strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
-    stage = launch.get("deepspeed_config", {}).get("zero_stage")
-    return {
-        **keys,
-        "model": keys.get("model_name_or_path"),
-        "strategy": strategies.get(launch["distributed_type"], f"zero{stage}"),
-        "gpus": launch["num_processes"],
-        "completion_tokens": keys.get("max_completion_length"),
-        # TRL's default
-        "steps_per_generation": keys.get("steps_per_generation", keys.get("gradient_accumulation_steps")),
-        "packing": keys["packing"] if keys.get("packing") in ("prefix", "padded") else None,  # of supervised rows
-    }
 
 
 @dataclass
@@ -206,7 +127,7 @@ def measure(args: argparse.Namespace) -> Measured:
     Returns:
         [`Measured`]: What they take.
     """
-    config, model_class = read_config(args.model)
+    config, model_class = read_config(args.model_name_or_path)
     mode = FakeFloats()
     with mode:
         base = _build(args, config, model_class)
@@ -511,12 +432,12 @@ def _measured(args) -> tuple[Measured, str | None]:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
         if args.images is not None or args.audio_seconds is not None:
-            raise ValueError(f"{args.model} doesn't run without numbers: {error}") from error
+            raise ValueError(f"{args.model_name_or_path} doesn't run without numbers: {error}") from error
         reason = str(error).splitlines()[0]
     try:
         text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
     except RuntimeError as error:
-        raise ValueError(f"{args.model} doesn't run without numbers: {error}") from error
+        raise ValueError(f"{args.model_name_or_path} doesn't run without numbers: {error}") from error
     return text_only, f"What encoders of media take is not in it, they don't run without numbers: {reason}"
 
 
@@ -533,7 +454,7 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(result))
         return
     measured, parts = result["measured"], result["memory"]
-    print(f"{args.model}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
+    print(f"{args.model_name_or_path}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
     for name, size in parts.items():
         if size > 0 or name in ("update", "generation"):
             print(f"  {name:20} {size / GIB:8.1f}")

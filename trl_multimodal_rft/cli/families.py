@@ -3,7 +3,6 @@
 
 import argparse
 import functools
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -33,26 +32,6 @@ VLLM = {
     "qwen3_vl_moe": "no",
     "voxtral": "no",
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Options of the command.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
-    parser.add_argument(
-        "--only_known", action="store_true", help="leave out models of which nothing particular is known"
-    )
-    add = parser.add_argument
-    add("--measure", action="store_true", help="measure tiny models against their own plain forward; takes minutes")
-    add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
-    add("--processors", help="module whose families have real processors, such as tests/helpers/families.py")
-    add("--time_limit", type=float, default=180, help="seconds that a family may take")
-    add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
-    add("--output", help="file for the measurements, in Markdown; they take the place of those in it")
 
 
 def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:

@@ -1,36 +1,83 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`trl-multimodal-rft grpo` and its like: a script of this package, by `accelerate launch`."""
 
-import importlib
+import argparse
+import logging
+import os
+import signal
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CalledProcessError
 
-from accelerate.commands.launch import launch_command, launch_command_parser
-from trl import TrlParser
-
-from ..scripts.launching import split_arguments
-
-
-_EPILOG = (
-    "`--config recipe.yaml` reads any of these from a file, or from a recipe of this package by its name; the command "
-    "line wins over it. `--accelerate_config` names a config of this package (cpu, single_gpu, multi_gpu, fsdp2, ...) "
-    "or a file. All arguments of `accelerate launch`, such as `--num_processes 4`, are taken, too, also from the file."
-)
+from ..scripts.errors import FOLDER
+from ..scripts.options import shipped
+from ..scripts.preflight import check_run
 
 
-def run(name: str, argv: Sequence[str]) -> None:
+def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """
-    Launches a script.
+    Launches a script, after checks that need no imports.
 
     Args:
         name (`str`):
             Name of the command and of the script.
+        args (`argparse.Namespace`):
+            Parsed arguments.
         argv (`Sequence[str]`):
-            Arguments of the script and of `accelerate launch`.
+            The same, which the script parses once more.
 
     Raises:
-        `ValueError`: If an argument is neither's.
+        `ValueError`: If the run can't start, or a process ended with an error of input.
+        `SystemExit`: If a process ended with another error, which it has printed.
     """
-    script = importlib.import_module(f"..scripts.{name}", __package__)
-    parser = TrlParser(script.ARGUMENTS, prog=f"trl-multimodal-rft {name}", epilog=_EPILOG)
-    launcher, arguments = split_arguments(parser, argv)
-    launch_command(launch_command_parser().parse_args([*launcher, "--module", script.__name__, *arguments]))
+    check_run(name, args)
+    config = getattr(args, "accelerate_config", None)
+    words = [] if config is None else [f"--config_file={shipped('accelerate_configs', config)}"]
+    words += [*getattr(args, "launch", ()), "--module", "trl_multimodal_rft.scripts", name, *argv]
+    with tempfile.TemporaryDirectory() as folder:
+        if getattr(args, "debug", None) not in ([], True):
+            os.environ[FOLDER] = folder
+        try:
+            code = _exit_code(words)
+        finally:
+            os.environ.pop(FOLDER, None)
+        messages = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
+    if messages:
+        raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
+    if code < 0 and code != -signal.SIGINT:
+        why = ", as where memory runs out" * (code == -signal.SIGKILL)
+        raise ValueError(f"A process was ended by {signal.Signals(-code).name}{why}.")
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _exit_code(words: Sequence[str]) -> int:
+    """
+    Launches, and waits for the exit code. Silences what accelerate and torch say of defaults and of processes that
+    failed.
+    """
+    logging.disable(logging.ERROR)
+    # A launched process gets Ctrl-C from the terminal, too, and may save a checkpoint, for which this one waits.
+    # Torch, which starts several, sets a handler of its own.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        _launch(words)
+        return 0
+    except CalledProcessError as error:
+        return error.returncode
+    except Exception as error:  # of torch, without importing it: `ChildFailedError` and `SignalException`
+        if hasattr(error, "failures"):
+            return next(iter(error.failures.values())).exitcode
+        if hasattr(error, "sigval"):
+            return 128 + error.sigval
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+        logging.disable(logging.NOTSET)
+
+
+def _launch(words: Sequence[str]) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args(words))

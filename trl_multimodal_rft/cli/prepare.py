@@ -4,8 +4,6 @@
 import argparse
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
 
 from datasets import Dataset, DatasetDict
 
@@ -28,32 +26,6 @@ LAYOUTS: dict[str, Callable[..., Dataset]] = {
 # Options of some layouts, by the names of their loaders' arguments
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
 _OPTIONS += ("nframes", "max_pixels")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Options of the command.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
-    add = parser.add_argument
-    add("layout", choices=LAYOUTS, help="how the dataset is laid out")
-    add("path", help="file or folder, or name of a dataset on the Hub")
-    add("--output_dir", required=True, help="folder to write, which `--dataset_name` then names")
-    add("--splits", nargs="+", help="splits of a dataset; a file is one, which gets the name that is given")
-    add("--media_dir", help="folder with the files of media; by default paths start from the folder of the file")
-    add("--template", help="prompt, with {question} and {choices}, {problem}, or {problem} and {options}")
-    add("--skip_missing", action="store_true", default=None, help="leave out rows whose sound isn't there")
-    add("--task", choices=("sft", "rl"), help="whole conversations, or prompts with a solution")
-    add("--prompt_key", help="column of the problem")
-    add("--answer_key", help="column of the answer")
-    add("--nframes", type=int, help="frames of each video that the model gets")
-    add("--max_pixels", type=int, help="most pixels of an image, and of a frame")
-    for rule in fields(MediaRules):
-        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": type(rule.default)}
-        add(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
@@ -105,4 +77,7 @@ def run(args: argparse.Namespace) -> None:
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. What would fail in training, `trl-multimodal-rft check` tells:")
-    print(f"trl-multimodal-rft check --dataset {args.output_dir} --dataset_split {next(iter(dataset))} --model MODEL")
+    print(
+        f"trl-multimodal-rft check --dataset_name {args.output_dir} --dataset_split {next(iter(dataset))} "
+        "--model_name_or_path MODEL"
+    )

@@ -87,7 +87,7 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
     empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
     prompt, encoders = empty, EncoderInputs()
     if images or seconds:
-        processor = _processor(args.model)
+        processor = _processor(args.model_name_or_path)
         if processor is None:
             encoders = _from_config(model, images, args.image_size, seconds)
         else:

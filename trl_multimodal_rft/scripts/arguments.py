@@ -1,13 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments
 
-from .launching import launcher_arguments
+from .options import launched_parser
 
 
 @dataclass
@@ -113,23 +115,29 @@ class PPOScriptArguments(RFTScriptArguments):
     ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
 
-def parse(parser: TrlParser, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+def parse(arguments: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
     """
-    Reads the arguments of a script.
+    Reads the arguments of a script, with those of its `--config`.
 
     Args:
-        parser ([`~trl.TrlParser`]):
-            The script's parser.
+        arguments (`Sequence[type]`):
+            The script's dataclasses.
         argv (`Sequence[str]`, *optional*):
-            Arguments, those of the process by default.
+            Arguments, those of the process by default. Those of `accelerate launch` have no effect.
 
     Returns:
-        `tuple`: The parser's dataclasses.
+        `tuple`: The dataclasses with their values.
 
     Raises:
-        `ValueError`: If an argument, or a key of the config file, is neither the script's nor one of `accelerate
-            launch`, which has read its own.
+        `ValueError`: If a key of the config file isn't an option, or has no value of it.
+        `SystemExit`: If an argument isn't one.
     """
-    *parsed, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    launcher_arguments(rest)
-    return tuple(parsed)
+    from .option_table import options  # which imports this module
+
+    argv = sys.argv[1:] if argv is None else argv
+    parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
+    if isinstance(debug := parsed.get("debug"), list):
+        parsed["debug"] = " ".join(debug)
+    names = [[each.name for each in fields(cls) if each.init] for cls in arguments]
+    values = [{name: parsed[name] for name in own if name in parsed} for own in names]
+    return tuple(cls(**own) for cls, own in zip(arguments, values, strict=True))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from accelerate import Accelerator
 from datasets import Dataset
-from trl import ModelConfig, TrlParser, get_quantization_config
+from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
@@ -199,4 +199,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

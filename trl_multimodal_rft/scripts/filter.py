@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from ..data.folders import check_empty, write_folder
 from ..evaluation import EvaluationConfig, EvaluationResult
@@ -176,4 +176,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """GRPO on the rows of a dataset, see `trl-multimodal-rft grpo --help`."""
 
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from ..trainers.grpo_config import MultimodalGRPOConfig
 from ..trainers.grpo_trainer import MultimodalGRPOTrainer
@@ -31,4 +31,4 @@ def main(script_args: RFTScriptArguments, training_args: MultimodalGRPOConfig, m
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

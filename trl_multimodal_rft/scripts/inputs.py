@@ -21,6 +21,16 @@ from .prompts import with_system_message, with_texts
 logger = get_logger(__name__)
 
 
+def reward_names() -> list[str]:
+    """
+    Names of reward functions that need no path.
+
+    Returns:
+        `list[str]`: Names.
+    """
+    return [name for name in rewards.__all__ if name.endswith("_reward")]
+
+
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
     """
     Reward functions by their names.
@@ -35,7 +45,7 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
     Raises:
         `ValueError`: If there is no such function.
     """
-    reward_funcs, own = [], [name for name in rewards.__all__ if name.endswith("_reward")]
+    reward_funcs, own = [], reward_names()
     for name in names:
         module, _, function = name.rpartition(".")
         if not module and name not in own:

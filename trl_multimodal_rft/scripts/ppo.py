@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from ..data.named import load_rows
 from ..trainers.ppo_config import MultimodalPPOConfig
@@ -57,4 +57,4 @@ def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

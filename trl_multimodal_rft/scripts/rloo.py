@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """RLOO on the rows of a dataset, see `trl-multimodal-rft rloo --help`."""
 
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from ..trainers.rloo_config import MultimodalRLOOConfig
 from ..trainers.rloo_trainer import MultimodalRLOOTrainer
@@ -31,4 +31,4 @@ def main(script_args: RFTScriptArguments, training_args: MultimodalRLOOConfig, m
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Supervised training on the rows of a dataset, see `trl-multimodal-rft sft --help`."""
 
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from ..trainers.sft_config import MultimodalSFTConfig
 from ..trainers.sft_trainer import MultimodalSFTTrainer
@@ -31,4 +31,4 @@ def main(script_args: SFTScriptArguments, training_args: MultimodalSFTConfig, mo
 
 
 if __name__ == "__main__":
-    main(*parse(TrlParser(ARGUMENTS)))
+    main(*parse(ARGUMENTS))

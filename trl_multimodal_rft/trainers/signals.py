@@ -22,7 +22,14 @@ logger = get_logger(__name__)
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 
 # Programs, or modules of Python, that start processes and wait for them
-_LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+_LAUNCHERS = {
+    "trl-multimodal-rft",
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "torchrun",
+    "torch.distributed.run",
+}
 
 
 class EndOnSignal(TrainerCallback):

@@ -1,0 +1,60 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Whether a name is a path on this machine or a name on the Hub, told before anything heavy is imported."""
+
+import difflib
+import os
+from pathlib import Path
+
+
+# Endings of files with rows that `datasets` reads
+DATA_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".tar", ".zip")
+# Endings of compressed files, which come after those
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+
+
+def data_ending(name: str) -> str | None:
+    """
+    The ending of a file with rows.
+
+    Args:
+        name (`str`):
+            Path or URL of a file.
+
+    Returns:
+        `str`, *optional*: One of `DATA_ENDINGS`, `None` if it has none of them.
+    """
+    name = name.lower()
+    name = next((name.removesuffix(ending) for ending in _PACKED if name.endswith(ending)), name)
+    return next((ending for ending in DATA_ENDINGS if name.endswith(ending)), None)
+
+
+def local_path(name: str) -> Path | None:
+    """
+    The path that the name of a dataset or a model stands for.
+
+    Args:
+        name (`str`):
+            Path of a file or a folder, `~` for the home folder; name on the Hub; or URL.
+
+    Returns:
+        `Path`, *optional*: The file or folder. `None` of what looks like a name on the Hub and isn't there, and of
+        URLs.
+
+    Raises:
+        `ValueError`: If the name looks like a path (it starts with `.`, `~` or `/`, has more than one `/`, or the
+            ending of a file with rows) and nothing is there. The message names what is near.
+    """
+    if "://" in name:
+        return None
+    path = Path(os.path.expanduser(name))
+    if path.exists():
+        return path
+    if not name.startswith((".", "~")) and not path.is_absolute() and name.count("/") < 2 and not data_ending(name):
+        return None
+    folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
+    missing = path.relative_to(folder).parts[0]
+    names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    near = difflib.get_close_matches(missing, names, n=3)
+    near += [each for each in names if each not in near and Path(each).stem == Path(missing).stem]
+    has = ", ".join(map(repr, near)) if near else f"no {missing!r}"
+    raise ValueError(f"There is no file or folder {name!r}; {os.path.abspath(folder)!r} has {has}.")

@@ -1,0 +1,69 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Errors of input, which a command shows in one line."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+
+# Names the folder into which launched processes write errors of input, for the command to show one of them
+FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
+
+
+def one_line(text: str) -> str:
+    """
+    A message without line breaks.
+
+    Args:
+        text (`str`):
+            Message.
+
+    Returns:
+        `str`: In one line.
+    """
+    return re.sub(r"\s*\n\s*", " ", text.strip())
+
+
+# Packages whose errors say what is wrong with what they were given
+_CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
+
+
+def input_error(error: BaseException) -> str | None:
+    """
+    The message of an error of input, for which nobody needs a traceback.
+
+    Args:
+        error (`BaseException`):
+            Error.
+
+    Returns:
+        `str`, *optional*: The message in one line. `None` of other errors, and of those in others' code, such as a
+            reward function.
+    """
+    if not isinstance(error, (ValueError, ImportError, OSError)):
+        return None
+    raised, frame = "", error.__traceback__
+    while frame is not None:
+        package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+        raised = raised if package in sys.stdlib_module_names else package
+        frame = frame.tb_next
+    return one_line(str(error)) if raised in _CAREFUL else None
+
+
+def leave(error: BaseException) -> None:
+    """
+    Leaves an error of input of a launched process to the command that launched it.
+
+    Args:
+        error (`BaseException`):
+            Error.
+
+    Raises:
+        `BaseException`: The error, if it isn't one of input, or if there is no such command or it was asked for
+            tracebacks.
+    """
+    text, folder = input_error(error), os.environ.get(FOLDER)
+    if text is None or folder is None:
+        raise error
+    Path(folder, os.environ.get("RANK", "0")).write_text(text, encoding="utf-8")

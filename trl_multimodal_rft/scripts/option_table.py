@@ -1,0 +1,118 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The table of options, from the config classes; `python -m trl_multimodal_rft.scripts.option_table` writes it."""
+
+import enum
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from accelerate.commands.launch import launch_command_parser
+from transformers import TrainingArguments
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+
+from .arguments import PromptArguments
+from .inputs import reward_names
+
+
+FILE = Path(__file__).with_name("options.json")
+SCRIPTS = ("grpo", "rloo", "ppo", "sft", "evaluate", "filter")
+# Arguments of `accelerate launch` that the command itself sets
+_NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
+
+
+def collect() -> dict[str, Any]:
+    """
+    Collects the options of all launched commands.
+
+    Returns:
+        `dict[str, Any]`: As [`~scripts.options.table`] returns them.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for script in SCRIPTS:
+        for option in options(importlib.import_module(f"{__package__}.{script}").ARGUMENTS):
+            row = rows.setdefault(json.dumps(option), {**option, "commands": []})
+            row["commands"].append(script)
+    return {
+        "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
+        "rewards": reward_names(),
+        "options": [*rows.values(), *_launch_options()],
+    }
+
+
+def options(classes: Sequence[type]) -> list[dict[str, Any]]:
+    """
+    Options of a script, as [`~trl.TrlParser`] takes them.
+
+    Args:
+        classes (`Sequence[type]`):
+            Its dataclasses.
+
+    Returns:
+        `list[dict[str, Any]]`: One for each field.
+    """
+    hints = {name: hint for each in classes for name, hint in get_type_hints(each).items()}
+    groups = {each.name: _group(cls, each.name) for cls in classes for each in fields(cls) if each.init}
+    actions = {}
+    for action in TrlParser(classes)._actions:
+        actions.setdefault(action.dest, action)  # what turns a switch off comes after it
+    return [_option(actions[name], group, type(None) in get_args(hints[name])) for name, group in groups.items()]
+
+
+def _option(action: Any, group: str, optional: bool) -> dict[str, Any]:
+    kind = getattr(action.type, "__name__", "str")
+    kind = "bool" if kind in ("string_to_bool", "str_to_bool") else kind
+    kind = "str" if action.choices is not None or kind == "DebugOption" else kind
+    default = [] if action.default == () else action.default
+    return {
+        "name": action.dest,
+        "group": group,
+        "type": kind if kind in ("str", "int", "float", "bool") else "json",
+        "nargs": action.nargs if action.nargs == "+" else None,
+        "optional": optional,
+        "default": default.value if isinstance(default, enum.Enum) else default,
+        "choices": None if action.choices is None else [*action.choices],
+        "help": (action.help or "").replace("%%", "%"),
+    }
+
+
+def _group(owner: type, name: str) -> str:
+    """Group of a field: for configs of trainers by who defines it last."""
+    if issubclass(owner, TrainingArguments):
+        defined = next(each for each in owner.__mro__ if name in vars(each).get("__annotations__", ()))
+        return {"trl_multimodal_rft": "multimodal"}.get(package := defined.__module__.split(".")[0], package)
+    if issubclass(owner, PromptArguments):
+        return "mixture" if name in {each.name for each in fields(DatasetMixtureConfig)} else "script"
+    return "model" if owner is ModelConfig else "evaluation"
+
+
+def _launch_options() -> list[dict[str, Any]]:
+    """Those of `accelerate launch`, whose values go on as words."""
+    found = []
+    for action in launch_command_parser()._actions:
+        if action.dest in _NOT_TAKEN or not action.option_strings:
+            continue
+        name = next(each[2:] for each in action.option_strings if each.startswith("--"))
+        option = _option(action, "launch", False)
+        kind = option["type"] if option["type"] in ("int", "float") else "str"
+        found.append({**option, "name": name, "type": "bool" if action.nargs == 0 else kind, "commands": []})
+    return found
+
+
+def text() -> str:
+    """
+    The table as it is stored.
+
+    Returns:
+        `str`: JSON with one option in a line.
+    """
+    collected = collect()
+    lines = ",\n".join(json.dumps(option) for option in collected.pop("options"))
+    return f'{json.dumps(collected)[:-1]}, "options": [\n{lines}\n]}}\n'
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")

@@ -1,0 +1,497 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Parsers of the commands, made without importing what they run."""
+
+import argparse
+import functools
+import importlib.resources
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from ..spelling import did_you_mean
+from .errors import one_line
+
+
+# Titles of groups in `--help`, in its order
+GROUPS = {
+    "script": "data, prompts and rewards",
+    "mixture": "several datasets",
+    "evaluation": "evaluation",
+    "model": "model",
+    "multimodal": "trainer, by trl-multimodal-rft",
+    "trl": "trainer, by TRL",
+    "transformers": "transformers.TrainingArguments",
+    "launch": "accelerate launch",
+}
+_ONLY_IN_FULL_HELP = ("transformers", "launch")
+# Options that name a model, a dataset or a folder
+NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
+NAMES += ("dataset_name", "ptx_dataset_name")
+_LISTED = 8  # choices that `--help` lists before the description
+
+
+class Key(NamedTuple):
+    """
+    What a config file has under a key.
+
+    Args:
+        value (`Any`):
+            Value as YAML reads it.
+        text (`str`, *optional*):
+            What is written, if it is one word or number.
+        texts (`list[str | None]`, *optional*):
+            The same of the items of a list.
+        where (`str`):
+            File and line.
+    """
+
+    value: Any
+    text: str | None
+    texts: list[str | None] | None
+    where: str
+
+
+def read_config(path: str) -> dict[str, Key]:
+    """
+    What a config file says.
+
+    Args:
+        path (`str`):
+            Path of the YAML file.
+
+    Returns:
+        `dict[str, Key]`: By key.
+
+    Raises:
+        `ValueError`: If it isn't YAML, has no keys, or has one twice.
+    """
+    try:
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
+        written = set()
+        for key, _ in node.value:
+            if key.value in written:
+                raise ValueError(f"{path}:{key.start_mark.line + 1}: `{key.value}` is set twice; remove one.")
+            written.add(key.value)
+        loader.flatten_mapping(node)
+        return {
+            str(key.value): Key(
+                loader.construct_object(value, deep=True),
+                _text(value),
+                [_text(item) for item in value.value] if isinstance(value, yaml.SequenceNode) else None,
+                f"{path}:{key.start_mark.line + 1}",
+            )
+            for key, value in node.value
+        }
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{path}{line}: it isn't YAML: {error.problem or error.context}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
+
+
+def read_keys(path: str) -> dict[str, Any]:
+    """
+    Values of a config file.
+
+    Args:
+        path (`str`):
+            Path of the YAML file.
+
+    Returns:
+        `dict[str, Any]`: Values by key.
+
+    Raises:
+        `ValueError`: If it isn't YAML, has no keys, or has one twice.
+    """
+    return {name: key.value for name, key in read_config(path).items()}
+
+
+def _text(node: yaml.Node) -> str | None:
+    return node.value if isinstance(node, yaml.ScalarNode) else None
+
+
+def shipped(folder: str, name: str) -> str:
+    """
+    A YAML file, which may be one of those that come with this package.
+
+    Args:
+        folder (`str`):
+            Folder of the package.
+        name (`str`):
+            Path of a file, or the name of one in that folder, without `.yaml`.
+
+    Returns:
+        `str`: Path of the file.
+
+    Raises:
+        `ValueError`: If there is neither. The message has the names.
+    """
+    if Path(name).is_file():
+        return name
+    root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
+    files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    if name not in files:
+        near = did_you_mean(name, files) or f" This package has {', '.join(files)}."
+        raise ValueError(f"There is no file {name!r}.{near}")
+    return str(files[name])
+
+
+class Parser(argparse.ArgumentParser):
+    """
+    Parser of a command: errors are one line, which names the closest option, and `--config` reads options from a file.
+
+    Args:
+        prog (`str`):
+            Words of the command.
+        kwargs (`Any`):
+            Others of [`argparse.ArgumentParser`].
+    """
+
+    def __init__(self, prog: str, **kwargs: Any):
+        super().__init__(prog, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message)
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+
+    def parse_args(self, args=None, namespace=None):
+        """
+        Parses a command line. Ends the process at an unknown option, before it asks for those that are missing.
+
+        Args:
+            args (`Sequence[str]`, *optional*):
+                Arguments, those of the process by default.
+            namespace (`argparse.Namespace`, *optional*):
+                Values over which the command line wins.
+
+        Returns:
+            `argparse.Namespace`: Parsed options.
+        """
+        required = [action for action in self._actions if action.required and action.option_strings]
+        for action in required:  # unknown options first
+            action.required = False
+        parsed, rest = self.parse_known_args(args, namespace)
+        for word in rest:
+            if word.startswith("--"):
+                self.error(f"there is no option `{word.split('=')[0]}`." + self._near(word.split("=")[0][2:]))
+        if rest:
+            self.error(f"{rest[0]!r} belongs to no option.")
+        missing = [f"`{action.option_strings[0]}`" for action in required if getattr(parsed, action.dest) is None]
+        if missing:
+            self.error(f"{' and '.join(missing)} must be set.")
+        return parsed
+
+    def _check_value(self, action, value):
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, error.message + "." * bool(near) + near) from None
+
+    def _near(self, name: str) -> str:
+        names = [each[2:] for action in self._actions for each in action.option_strings if each.startswith("--")]
+        return did_you_mean(name, [each for each in names if "-" not in each]).replace("mean `", "mean `--")
+
+    def parse_with_config(
+        self, argv: Sequence[str], of_run: Callable[[dict[str, Key]], dict[str, Key]] | None = None
+    ) -> argparse.Namespace:
+        """
+        Parses a command line whose `--config` may name a file or a recipe of this package. The command line wins.
+
+        Args:
+            argv (`Sequence[str]`):
+                Arguments.
+            of_run (`Callable`, *optional*):
+                Gives the keys of a run the names of this command's options, of which others are ignored. By default an
+                unknown key is an error.
+
+        Returns:
+            `argparse.Namespace`: Parsed options.
+
+        Raises:
+            `ValueError`: If the file can't be read, or a key isn't an option or has no value of it.
+        """
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config")
+        finder.error = self.error  # type: ignore[method-assign]
+        name = finder.parse_known_args(argv)[0].config
+        values = argparse.Namespace()
+        if name is not None and not {"-h", "--help", "--help-all"} & {*argv}:
+            keys = read_config(shipped("recipes", name))
+            if of_run is None:
+                env = keys.pop("env", Key({}, None, None, "")).value or {}
+                os.environ.update({name: str(value) for name, value in env.items()})
+            else:
+                keys = of_run(keys)
+            self._set_values(keys, values, ignores_others=of_run is not None)
+        parsed = self.parse_args(argv, values)
+        for option in NAMES:
+            if (getattr(parsed, option, None) or "").startswith("~"):
+                setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
+        return parsed
+
+    def _set_values(self, keys: dict[str, Key], values: argparse.Namespace, ignores_others: bool) -> None:
+        actions = {
+            option[2:]: action
+            for action in self._actions
+            for option in action.option_strings
+            if not isinstance(action, (argparse._HelpAction, argparse._StoreFalseAction))
+        }
+        for name, key in keys.items():
+            action = actions.get(name)
+            if action is None:
+                if ignores_others:
+                    continue
+                raise ValueError(f"{key.where}: there is no option `{name}`.{did_you_mean(name, actions)}")
+            if key.value is None and not getattr(action, "is_optional", False):
+                continue
+            try:
+                value = _value(action, key)
+                self._check_choices(action, value)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise ValueError(f"{key.where}: `{name}`: {error}") from error
+            if isinstance(action, LaunchAction):
+                if value is not False:
+                    action(self, values, [] if value is True else value)
+            else:
+                setattr(values, action.dest, value)
+
+    def _check_choices(self, action: argparse.Action, value: Any) -> None:
+        for each in value if isinstance(value, list) and action.nargs == "+" else [value]:
+            if action.choices is not None and each is not None and each not in action.choices:
+                raise ValueError(
+                    f"{each!r} is not one of {', '.join(map(str, action.choices))}."
+                    + did_you_mean(str(each), map(str, action.choices))
+                )
+
+
+def _value(action: argparse.Action, key: Key) -> Any:
+    """Value of an option for what a config file has, read as the command line would be."""
+    convert: Any = action.type or str
+    name = getattr(convert, "__name__", "value")
+    if key.value is None:
+        return None
+    if action.nargs == "*" and isinstance(key.value, bool):  # `--debug`
+        return [] if key.value else None
+    if action.nargs == 0 or name == "bool":
+        return key.value if isinstance(key.value, bool) else _converted(to_bool, "bool", key.value, key.text)
+    if action.nargs in ("+", "*"):
+        items = [(key.value, key.text)] if key.texts is None else list(zip(key.value, key.texts, strict=True))
+        return [_converted(convert, name, *item) for item in items]
+    return _converted(convert, name, key.value, key.text, action.choices)
+
+
+def _converted(convert: Any, name: str, value: Any, text: str | None, choices: Iterable | None = None) -> Any:
+    if name == "str":
+        # YAML reads `no` as false; whatever else isn't text goes to the config as it is
+        return text if text is not None and (isinstance(value, str) or text in (choices or ())) else value
+    if name in ("json", "loads"):
+        return value if text is None or not isinstance(value, str) else convert(text)
+    try:
+        if text is not None:
+            return convert(text)
+    except ValueError:
+        pass
+    kinds = {"int": "an integer, such as 8", "float": "a number, such as 1e-5", "bool": "`true` or `false`"}
+    shown = text if text is not None else json.dumps(value)
+    raise ValueError(f"{shown!r} is not {kinds.get(name, name)}.")
+
+
+def to_bool(text: str) -> bool:
+    """
+    Reads a boolean, as [`~transformers.HfArgumentParser`] does.
+
+    Args:
+        text (`str`):
+            What is written.
+
+    Returns:
+        `bool`: The boolean.
+
+    Raises:
+        `ValueError`: If it is none.
+    """
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise ValueError(text)
+
+
+class LaunchAction(argparse.Action):
+    """Collects arguments of `accelerate launch` as words."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        word = self.option_strings[0] if self.nargs == 0 else f"{self.option_strings[0]}={values}"
+        namespace.launch = [*getattr(namespace, "launch", ()), word]
+
+
+class _FullHelp(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        for action in parser._actions:
+            action.help = getattr(action, "full_help", action.help)
+        parser.print_help()
+        parser.exit()
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Names with underscores only, and defaults that say something."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32)
+
+    def _format_action_invocation(self, action):
+        names = [each for each in action.option_strings if "-" not in each.lstrip("-") or each == "--help-all"]
+        if not names:
+            return super()._format_action_invocation(action)
+        if getattr(action, "has_opposite", False):
+            names.append(f"--no_{action.dest}")
+        values = "" if action.nargs == 0 else self._format_args(action, action.metavar or action.dest.upper())
+        return ", ".join(names) + f" {values}" * bool(values)
+
+    def _get_help_string(self, action):
+        default = getattr(action, "shown_default", action.default)
+        says_nothing = default is None or default is False or default in (argparse.SUPPRESS, [], {})
+        if not action.option_strings or says_nothing or "efault" in action.help:
+            return action.help
+        shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+        return f"{action.help} (default: {shown.replace('%', '%%')})"
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """
+    The options of the launched commands: of TRL, transformers and accelerate in the versions that are installed.
+
+    Returns:
+        `dict[str, Any]`: `"options"` with `"name"`, `"type"`, `"commands"` and more, and names of `"rewards"`.
+    """
+    file = importlib.resources.files(__package__ or "").joinpath("options.json")
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    if saved["versions"] == {name: version(name) for name in saved["versions"]}:
+        return saved
+    from .option_table import collect  # imports them, which takes seconds
+
+    return json.loads(json.dumps(collect()))
+
+
+def options_of(command: str) -> list[dict[str, Any]]:
+    """
+    Options of a launched command.
+
+    Args:
+        command (`str`):
+            Its name.
+
+    Returns:
+        `list[dict[str, Any]]`: Rows of the table.
+    """
+    return [option for option in table()["options"] if command in option["commands"]]
+
+
+def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: str | None = None) -> Parser:
+    """
+    Parser of a command that `accelerate launch` runs.
+
+    Args:
+        prog (`str`):
+            Words of the command.
+        options (`Iterable[dict[str, Any]]`):
+            Rows of the table, to which those of `accelerate launch` are added.
+        description (`str`, *optional*):
+            What it does.
+
+    Returns:
+        [`Parser`]: The parser, which sets only what is given.
+    """
+    epilog = (
+        "`--help-all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
+        "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "
+        "such as `--num_processes`. All of them may be given on the command line and in the file of `--config`."
+    )
+    parser = Parser(
+        prog,
+        usage=f"{prog} [--config CONFIG] [options]",
+        description=description,
+        epilog=epilog,
+        argument_default=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    add("--help-all", nargs=0, action=_FullHelp, help="show all options and exit")
+    add("--config", help="YAML file with options, or a recipe of this package by its name; the command line wins")
+    add("--accelerate_config", help="config of this package (cpu, single_gpu, multi_gpu, fsdp2, ...), or a file")
+    options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
+    takes_values = any(
+        option["name"] == "debug" for option in options
+    )  # transformers' own, such as underflow_overflow
+    how: dict[str, Any] = {"nargs": "*", "metavar": "OPTION"} if takes_values else {"action": "store_true"}
+    add("--debug", help="show the traceback of an error" + "; with values: transformers' option" * takes_values, **how)
+    known = {"debug"}
+    for group, title in GROUPS.items():
+        rows = [option for option in options if option["group"] == group and option["name"] not in known]
+        known.update(option["name"] for option in rows)
+        section = parser.add_argument_group(title)
+        for option in rows:
+            _add_option(section, option)
+    return parser
+
+
+def _add_option(group: Any, option: dict[str, Any]) -> None:
+    name, kind, choices = option["name"], option["type"], option["choices"]
+    names = [f"--{name}"] + [f"--{name.replace('_', '-')}"] * ("_" in name)
+    text = " ".join(option["help"].split()).replace("%", "%%")
+    arguments: dict[str, Any] = {"nargs": option["nargs"]}
+    if option["group"] == "launch" and kind == "bool":
+        action = group.add_argument(*names, action=LaunchAction, nargs=0, help=text)
+    else:
+        convert = {"int": int, "float": float, "bool": _bool, "json": _json}.get(kind, str)
+        if kind == "bool":
+            arguments = {"nargs": "?", "const": True}
+        if option["optional"] and kind != "str":
+            convert = _or_none(convert)
+        if choices is not None and len(choices) > _LISTED:
+            arguments["metavar"] = "NAME"
+            text += f" One of {', '.join(choices)}."
+        elif choices is None:
+            arguments["metavar"] = "TEXT" if kind == "str" else kind.upper()
+        if option["group"] == "launch":
+            arguments["action"] = LaunchAction
+        action = group.add_argument(*names, type=convert, choices=choices, help=text, **arguments)
+    action.shown_default, action.is_optional = option["default"], option["optional"]
+    if option["default"] is True and kind == "bool" and option["group"] != "launch":
+        opposite = [f"--no_{name}", f"--no-{name.replace('_', '-')}"]
+        group.add_argument(*opposite, dest=name, action="store_false", help=argparse.SUPPRESS)
+        action.has_opposite = True
+    if option["group"] in _ONLY_IN_FULL_HELP:
+        action.full_help, action.help = action.help, argparse.SUPPRESS
+
+
+def _bool(text: str) -> bool:
+    return to_bool(text)
+
+
+def _json(text: str) -> Any:
+    return json.loads(text)
+
+
+def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads `none` and `null`, too, as TRL does."""
+
+    def read(text: str) -> Any:
+        return None if text.lower() in ("none", "null") else convert(text)
+
+    read.__name__ = convert.__name__
+    return read
+
+
+for _each, _name in ((_bool, "bool"), (_json, "json")):
+    _each.__name__ = _name  # which messages of argparse show

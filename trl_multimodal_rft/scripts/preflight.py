@@ -1,0 +1,119 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What can be checked of a command line before anything heavy is imported."""
+
+import argparse
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from ..paths import local_path
+from ..spelling import did_you_mean
+from .options import NAMES, table
+
+
+def check_run(command: str, args: argparse.Namespace) -> None:
+    """
+    Checks the arguments of a launched command: what it can't do without, and names of models, datasets and rewards.
+
+    Args:
+        command (`str`):
+            Its name.
+        args (`argparse.Namespace`):
+            Parsed arguments.
+
+    Raises:
+        `ValueError`: If something is missing, or nothing has such a name.
+    """
+    if getattr(args, "model_name_or_path", None) is None:
+        raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
+    if getattr(args, "dataset_name", None) is None and not getattr(args, "datasets", None):
+        raise ValueError("There are no rows; set `--dataset_name` to a name on the Hub, a folder or a file.")
+    if command == "filter" and getattr(args, "ablate", None) is None:
+        raise ValueError("Name the medium that answers are to need: set `--ablate` to audio, image or video.")
+    check_names(args)
+    check_rewards(getattr(args, "reward_funcs", None) or ())
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """
+    Checks the names of models and datasets that look like paths.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed arguments.
+
+    Raises:
+        `ValueError`: If nothing is there.
+    """
+    mixture = [each.get("path") for each in getattr(args, "datasets", None) or () if isinstance(each, dict)]
+    for name in [*(getattr(args, option, None) for option in NAMES), *mixture]:
+        if isinstance(name, str):
+            local_path(name)
+
+
+def check_rewards(names: Sequence[str]) -> None:
+    """
+    Checks the names of reward functions, without importing their modules.
+
+    Args:
+        names (`Sequence[str]`):
+            Names of functions of this package, or dotted paths.
+
+    Raises:
+        `ValueError`: If there is no such function.
+    """
+    for name in names:
+        module, _, function = name.rpartition(".")
+        own = table()["rewards"]
+        if not module and name not in own:
+            near = did_you_mean(name, own)
+            raise ValueError(f"There is no reward function {name!r}; name one of {own}, or a dotted path.{near}")
+        source = module and _source(module, name)
+        if source:
+            defined = _defined(source)
+            if function not in defined and not {"*", "__getattr__"} & defined:
+                near = did_you_mean(function, defined)
+                raise ValueError(f"There is no reward function {name!r}: {source} has no {function!r}.{near}")
+
+
+def _source(module: str, name: str) -> Path | None:
+    """Source of a module. `None` if there is one that can't be found without importing it."""
+    first, *rest = module.split(".")
+    spec = PathFinder.find_spec(first, [os.getcwd(), *sys.path])
+    if spec is None:
+        raise ValueError(
+            f"There is no reward function {name!r}: no module {first!r} in {os.getcwd()} or among the installed."
+        )
+    path, folders = Path(spec.origin or ""), [Path(each) for each in spec.submodule_search_locations or ()]
+    for each in rest:
+        found = [
+            file
+            for folder in folders
+            for file in (folder / each / "__init__.py", folder / f"{each}.py", folder / each)
+            if file.exists()
+        ]
+        if not found:
+            if (
+                folders
+                and all(folder.is_dir() for folder in folders)
+                and not any([*folder.glob(f"{each}.*")] for folder in folders)
+            ):
+                raise ValueError(f"There is no reward function {name!r}: {path.parent} has no module {each!r}.")
+            return None
+        path, folders = found[0], [found[0].parent if found[0].name == "__init__.py" else found[0]]
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def _defined(source: Path) -> set[str]:
+    """Names that a module may define, wherever in it."""
+    try:
+        nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    except SyntaxError as error:
+        raise ValueError(f"{source}:{error.lineno}: {error.msg}.") from error
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imports = [each for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for each in node.names]
+    return names | {each.asname or each.name for each in imports}

@@ -1,0 +1,90 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Suggestions for unknown names of options, keys and arguments."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+
+# Names that TRL or transformers removed, with what to do instead
+REMOVED = {
+    # TRL's trainers
+    "max_prompt_length": "remove long prompts from the dataset (`check` lists them)",
+    "max_seq_length": "use `max_length`",
+    "max_new_tokens": "use `max_completion_length`",
+    "response_length": "use `max_completion_length`",
+    "rloo_k": "use `num_generations`",
+    "kl_coef": "use `beta`",
+    "init_kl_coef": "use `beta`",
+    "cliprange": "use `epsilon`",
+    "use_liger_loss": "use `use_liger_kernel`",
+    "wandb_log_unique_prompts": "use `log_unique_prompts`",
+    "vllm_guided_decoding_regex": "use `vllm_structured_outputs_regex`",
+    "vllm_max_model_len": "use `vllm_max_model_length`",
+    "vllm_dtype": "use `vllm_engine_kwargs`",
+    "vllm_device": "use `vllm_mode`",
+    "vllm_enable_prefix_caching": "use `vllm_engine_kwargs`",
+    "vllm_init_kwargs": "use `vllm_engine_kwargs`",
+    "torch_dtype": "use `dtype`",
+    "use_bnb_4bit": "use `load_in_4bit`",
+    "sft_model_path": "use `model_name_or_path`",
+    "reward_model_path": "use `reward_funcs`",
+    "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
+    # Arguments of trainers
+    "tokenizer": "use `processing_class`",
+    "policy": "use `model`",
+    "dataset": "use `train_dataset`",
+    "reward_model": "use `reward_funcs`",
+    # transformers' TrainingArguments
+    "evaluation_strategy": "use `eval_strategy`",
+    "per_gpu_train_batch_size": "use `per_device_train_batch_size`",
+    "per_gpu_eval_batch_size": "use `per_device_eval_batch_size`",
+    "no_cuda": "use `use_cpu`",
+    "use_mps_device": "leave it out, MPS is used where it is available",
+    "warmup_ratio": "use `warmup_steps`, which takes a ratio below 1, too",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
+    "overwrite_output_dir": "leave it out, or use `resume_from_checkpoint`",
+    "group_by_length": "use `train_sampling_strategy`",
+    "include_inputs_for_metrics": "use `include_for_metrics`",
+    "include_tokens_per_second": "use `include_num_input_tokens_seen`",
+    "push_to_hub_token": "use `hub_token`",
+    "push_to_hub_model_id": "use `hub_model_id`",
+    "push_to_hub_organization": "use `hub_model_id`",
+    "save_safetensors": "leave it out, weights are always saved as safetensors",
+    "half_precision_backend": "leave it out, `bf16` and `fp16` use torch's autocast",
+    "fp16_backend": "leave it out, `bf16` and `fp16` use torch's autocast",
+    "adafactor": "use `optim`",
+    "jit_mode_eval": "use `torch_compile`",
+    "torchdynamo": "use `torch_compile_backend`",
+    "xpu_backend": "use `ddp_backend`",
+    "dispatch_batches": "use `accelerator_config`",
+    "split_batches": "use `accelerator_config`",
+    "fsdp_min_num_params": "use `fsdp_config`",
+    "fsdp_transformer_layer_cls_to_wrap": "use `fsdp_config`",
+    "tpu_metrics_debug": "use `debug`",
+    "ray_scope": "set the environment variable RAY_SCOPE",
+    "tpu_num_cores": "set the environment variable TPU_NUM_CORES",
+}
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """
+    What a message about an unknown name ends with.
+
+    Args:
+        name (`str`):
+            The unknown name, without dashes before it.
+        names (`Iterable[str]`):
+            Names that exist.
+
+    Returns:
+        `str`: What replaces a removed name, or the most similar name, as a sentence after a space; `""` if there is
+            none.
+    """
+    name, names = name.replace("-", "_"), list(names)
+    replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
+    if name in REMOVED and (replacement is None or replacement[1] in names):
+        return f" It was removed: {REMOVED[name]}."
+    close = [each for each in names if each.startswith(f"{name}_")]
+    close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f" Did you mean `{close[0]}`?" if close else ""
