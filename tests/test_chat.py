@@ -175,7 +175,7 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
     client = served(str(folder))
-    assert client.config["title"].startswith("seen")
+    assert client.config["title"].startswith("seen") and '[aria-label="Share"]' in client.config["css"]
     parts = [component["props"] for component in client.config["components"]]
     assert "# Ask seen" in {part.get("value") for part in parts if isinstance(part.get("value"), str)}
     question, image_path, _ = client.predict(api_name="/example")

@@ -24,7 +24,7 @@ LAUNCHED = {
 }
 COMMANDS = {
     **LAUNCHED,
-    "chat": "a page on which to ask a trained model, and its base beside it",
+    "chat": "web page to talk to a trained model, and to compare it with its base",
     "check": "which rows of a dataset would not train and why, and how long the others are",
     "estimate": "does a training run fit into the memory of its GPUs, and what to change if not",
     "families": "the models that see and hear, and what is particular to them",

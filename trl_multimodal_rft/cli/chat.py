@@ -76,7 +76,7 @@ def answerer(
     return answer
 
 
-def _content(text: str, media: dict[str, str], own_tokens: set[str]) -> Any:
+def _content(text: str, media: dict[str, str], own_tokens: list[str]) -> Any:
     """The content of a user message: the media at the tags in the text, or else first, as of a row with columns."""
     if not media:
         return text
@@ -104,8 +104,8 @@ def example_of(name: str) -> tuple[str, str, dict[str, str]]:
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     blocks = messages[-1]["content"] if messages and isinstance(messages[-1]["content"], list) else []
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
-    found = {file_kind(path.name): str(path) for path in reversed(files)}
-    media = {block["type"]: found[block["type"]] for block in blocks if block["type"] in found}
+    found = {file_kind(path.name): str(path) for path in reversed(files)}  # of each kind the first
+    media = {str(block["type"]): found[block["type"]] for block in blocks if block["type"] in found}
     return texts.get("system", ""), texts.get("user", ""), media
 
 
@@ -191,7 +191,8 @@ def page(
     defaults = {**dict.fromkeys(kinds), "system_prompt": system, "temperature": config.temperature}
     defaults |= {"max_completion_length": config.max_completion_length, "turns": None}
     parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=defaults[each]) for each in defaults]
-    ask.__signature__ = Signature([Parameter("question", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+    question = Parameter("question", Parameter.POSITIONAL_OR_KEYWORD)
+    setattr(ask, "__signature__", Signature([question, *parameters]))  # noqa: B010
 
     def show(turns: list) -> Any:
         """The conversation with each model, and empty inputs for the next question."""
