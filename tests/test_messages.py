@@ -93,7 +93,10 @@ def test_values_that_no_config_takes(kind):
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
 def test_values_that_no_sampling_config_takes(kind):
     for options, message in [
-        ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a low"),
+        (
+            {"temperature": 0},
+            "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a low",
+        ),
         ({"temperature": None}, "`temperature` must be above 0, got None; "),
         ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
         ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
@@ -170,7 +173,9 @@ def test_batches_without_whole_groups(kind):
 
 def test_batches_of_processes_without_whole_groups(monkeypatch):
     monkeypatch.setattr(MultimodalGRPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match=r"`gradient_accumulation_steps=1` x 2 processes must .*steps=4` or") as caught:
+    with pytest.raises(
+        ValueError, match=r"`gradient_accumulation_steps=1` x 2 processes must .*steps=4` or"
+    ) as caught:
         config("grpo", per_device_train_batch_size=3, num_generations=8)
     assert "Set `per_device_train_batch_size=4` or `gradient_accumulation_steps=4` or `num_generations=6`" in str(
         caught.value
@@ -237,13 +242,25 @@ def test_arguments_of_another_type(kind, refused, rows):
         ("model", Path("models"), "`model` is a PosixPath; pass a name or folder as a text, or a model."),
         ("model", None, "`model` is a NoneType; pass a name or folder"),
         ("processing_class", hf.AutoProcessor, "`processing_class` is the class AutoProcessor; pass an instance"),
-        ("args", CONFIGS[kind], f"`args` is the class {CONFIGS[kind].__name__}; pass an instance, such as `Multimodal"),
+        (
+            "args",
+            CONFIGS[kind],
+            f"`args` is the class {CONFIGS[kind].__name__}; pass an instance, such as `Multimodal",
+        ),
         ("train_dataset", splits, "DatasetDict with the splits 'train', 'test'; pass one of them, such as `dataset["),
-        ("train_dataset", rows.to_list(), "`train_dataset` is a list, and must be a dataset; pass `Dataset.from_list("),
+        (
+            "train_dataset",
+            rows.to_list(),
+            "`train_dataset` is a list, and must be a dataset; pass `Dataset.from_list(",
+        ),
         ("eval_dataset", [{}], "`eval_dataset` is a list, and must be a dataset; pass `Dataset.from_list(rows)`."),
         ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` is a list"),
         ("train_dataset", "rows", "`train_dataset` is a str, and must be a dataset; pass `train_dataset=load_dataset"),
-        ("callbacks", hf.TrainerCallback(), "`callbacks` must be a list, got TrainerCallback; write `callbacks=[...]`."),
+        (
+            "callbacks",
+            hf.TrainerCallback(),
+            "`callbacks` must be a list, got TrainerCallback; write `callbacks=[...]`.",
+        ),
         ("callbacks", [Needs], "`callbacks[0]` is the class Needs, which needs `patience`; pass an instance, such as"),
         ("callbacks", [3], "`callbacks[0]` must be a `TrainerCallback`, got int."),
     ]:
@@ -307,7 +324,9 @@ def test_model_without_its_processor(tmp_path, rows):
     for path in folder.iterdir():
         if not path.name.startswith(("model", "config")):
             path.unlink()
-    with pytest.raises(OSError, match=r"The processor of '.*/model' can't be loaded: the folder has none of processor_"):
+    with pytest.raises(
+        OSError, match=r"The processor of '.*/model' can't be loaded: the folder has none of processor_"
+    ):
         MultimodalGRPOTrainer(str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
 
 

@@ -233,7 +233,10 @@ class BreakFrozen(TrainerCallback):
             "Weights aren't finite after step 2, such as 'lm_head.weight', so no completions can be sampled. Go on from "
             "an earlier checkpoint, with a lower `learning_rate`",
         ),
-        (BreakFrozen(), "Logits aren't finite after step 0, so no completions can be sampled, although .* torch.float32"),
+        (
+            BreakFrozen(),
+            "Logits aren't finite after step 0, so no completions can be sampled, although .* torch.float32",
+        ),
     ],
 )
 def test_nothing_is_sampled_from_broken_weights(callback, message, tmp_path):

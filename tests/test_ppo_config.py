@@ -52,7 +52,10 @@ WITHOUT = {"advantage_estimator": "rloo"}
             )
         ),
         ({"value_lr_scheduler_type": "other"}, "`value_lr_scheduler_type` must be one of 'linear', 'cosine'"),
-        *(({"ema_decay": value}, f"`ema_decay` must be above 0 and below 1, got {value}") for value in (0.0, 1.0, -1.0)),
+        *(
+            ({"ema_decay": value}, f"`ema_decay` must be above 0 and below 1, got {value}")
+            for value in (0.0, 1.0, -1.0)
+        ),
         ({"ptx_coef": 0.1, "temperature": 0.7}, "which is that of the policy at `temperature=1`, got 0.7"),
         *(
             (

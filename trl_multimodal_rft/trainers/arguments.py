@@ -322,7 +322,11 @@ def _check_callback(name: str, callback: Any) -> None:
         given = getattr(callback, "__name__", type(callback).__name__)
         raise TypeError(f"`{name}` must be a `TrainerCallback`, got {given}.")
     parameters = inspect.signature(callback).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     if needed:
         raise TypeError(
             f"`{name}` is the class {callback.__name__}, which needs `{needed[0]}`; pass an instance, such as "

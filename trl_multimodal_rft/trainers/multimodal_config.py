@@ -390,7 +390,6 @@ class MultimodalArguments(MediaArguments):
                 f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
 
-
     def _check_batches(self, given: list[str]) -> None:
         """Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product."""
         size, group, processes = self.generation_batch_size, self.num_generations, self.world_size
