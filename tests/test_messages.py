@@ -305,7 +305,7 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     for name, message in {
         "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. Did you mean "
         "'models/audio'?",
-        "modls/audio": f"There is no such folder in '{tmp_path}'. Did you mean 'models/audio'? On the Hub: We couldn't",
+        "modls/audio": f"There is no such folder in '{tmp_path}'. Did you mean 'models/audio'? On the Hub: We",
         "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
         "./x/y": "'.' holds 'models'.",
         "~/x": "`~` isn't replaced; write",

@@ -20,7 +20,7 @@ _VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"
 
 def suggest(args: argparse.Namespace) -> str:
     """
-    The config of a run that fits: all weights before adapters, adapters before 4 bits, large micro-batches before small.
+    The config of a run that fits: all weights before adapters, these before 4 bits, large micro-batches before small.
 
     Args:
         args (`argparse.Namespace`):
@@ -69,8 +69,8 @@ def suggest(args: argparse.Namespace) -> str:
                     return _text(args, {**options, **batch, "steps_per_generation": steps}, peak, measured)
     least = f"at least {smallest / GIB:.3g} GiB" if smallest < float("inf") else "more"
     raise ValueError(
-        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes {least}. Take a smaller model, shorter "
-        "completions (`--completion_tokens`), more GPUs (`--gpus`), or GPUs with more memory."
+        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes {least}. Take a smaller model, "
+        "shorter completions (`--completion_tokens`), more GPUs (`--gpus`), or GPUs with more memory."
     )
 
 
@@ -145,8 +145,8 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
     if args.use_vllm and samples:
         keys |= {"use_vllm": True, **{name: getattr(args, name) for name in _VLLM}}
     lines = [
-        f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens and "
-        f"completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with",
+        f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "
+        f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with",
         f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{' --reward_funcs ...' * samples} "
         "--output_dir ...",
     ]
