@@ -347,10 +347,11 @@ def check_arguments(reward_funcs: Any = None, callbacks: Any = None, **given: An
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
+    wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         splits = list(dataset)
         raise TypeError(
-            f"`{name}` is a {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
+            f"{wanted} {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
             + (f", such as `dataset[{splits[0]!r}]`." if splits else ".")
         )
     remedies: dict[str, str] = {
@@ -361,7 +362,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
     }
     kind = type(dataset).__name__
     if kind in remedies and not isinstance(dataset, (Dataset, IterableDataset)):
-        raise TypeError(f"`{name}` is a {kind}, and must be a dataset; pass {remedies[kind]}.")
+        raise TypeError(f"{wanted} {kind}; pass {remedies[kind]}.")
     refuse_classes(**{name: dataset})
 
 
