@@ -83,7 +83,10 @@ REFUSED = [
     (["grpo", *MODEL, *ROWS, "--config", "broken.yaml"], r"broken\.yaml:2: "),
     (["grpo", *MODEL, *ROWS, *SHORT, "--temperature", "0"], r"`temperature` must be above 0"),
     (["grpo", *MODEL, "--dataset_name", "train.jsonl", *SHORT], r"no column 'prompt'.* 'question' to 'prompt'"),
-    (["rloo", *MODEL, *ROWS[:2], *ROWS[4:], *SHORT], r"train_\d+\.wav.*relative paths start from the working directory"),
+    (
+        ["rloo", *MODEL, *ROWS[:2], *ROWS[4:], *SHORT],
+        r"train_\d+\.wav.*relative paths start from the working directory",
+    ),
     (["evaluate", *MODEL, "--dataset_name", "deaf.jsonl", *SCORED], r"'audio_path'.* rename it to 'audio'"),
     (["sft", *MODEL, "--dataset_name", "sharegpt.jsonl", *SHORT[:-4]], r"prepare sharegpt"),
     (["grpo", *MODEL, "--dataset_name", "verl.jsonl", *SHORT], r"prepare verl"),
@@ -208,7 +211,9 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     # Rows of other tools
     for layout, (_, options) in LAYOUTS.items():
         command("prepare", layout, f"{layout}.jsonl", "--output_dir", f"prepared/{layout}", *options)
-        kind = ["sft", *SHORT[:-4]] if layout in ("sharegpt", "llama-factory", "ms-swift") else ["grpo", *SHORT, *SCORED]
+        kind = (
+            ["sft", *SHORT[:-4]] if layout in ("sharegpt", "llama-factory", "ms-swift") else ["grpo", *SHORT, *SCORED]
+        )
         model = "seeing" if layout in ("easyr1", "verl") else "model"
         command(*kind, "--model_name_or_path", model, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
@@ -226,13 +231,17 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     assert not difference, "\n".join(difference)
     again = command("grpo", "--config", "trained/run.yaml", "--dry_run").stdout
     assert "<audio: " in again, again
-    result = command("evaluate", "--model_name_or_path", "trained", *HELD_OUT, *SCORED, "--output_dir", "results").stdout
+    result = command(
+        "evaluate", "--model_name_or_path", "trained", *HELD_OUT, *SCORED, "--output_dir", "results"
+    ).stdout
     print(result)
     metrics = json.loads((folder / "results" / "metrics.json").read_text())["metrics"]
     assert metrics["accuracy"] > 0.8, metrics
 
     # The card's code hears a sound of any rate
-    code = re.search(r"## Quick start\n\n```python\n(.*?)```", (folder / "trained" / "README.md").read_text(), re.DOTALL)
+    code = re.search(
+        r"## Quick start\n\n```python\n(.*?)```", (folder / "trained" / "README.md").read_text(), re.DOTALL
+    )
     script = re.sub(r"path/to/\S+?\.wav", "sounds/test_7.wav", code[1])
     heard = subprocess.run([programs / "python", "-c", script], cwd=folder, env=env, text=True, capture_output=True)
     assert heard.stdout.split()[-1].strip("[]'\"") == "seven", script + heard.stdout + heard.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.families import FAMILIES
 from helpers.trainer_utils import image_rows, load
 from transformers import TrainerCallback
@@ -17,6 +18,8 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import arguments, estimate, main
 from trl_multimodal_rft.cli.estimate import Measured, memory
 from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.scripts.arguments import parse as parse_script
+from trl_multimodal_rft.scripts.grpo import ARGUMENTS
 
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
@@ -249,3 +252,44 @@ def test_errors(folder, capsys):
         with pytest.raises(SystemExit) as exit:
             main(["estimate", *options])
         assert exit.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_suggested_config_fits_and_is_read(folder, small_tile, tmp_path, capsys):
+    """What is suggested for less and less memory is what `estimate` says fits, and what the command's parser reads."""
+    size = [*TINY[:-4], "--num_generations", "4", "--device", "cpu"]  # of prompts and completions
+
+    def suggested(*options):
+        main(["estimate", "--model_name_or_path", str(folder), *size, "--suggest", *options])
+        path = tmp_path / "run.yaml"
+        path.write_text(capsys.readouterr().out)
+        return path, yaml.safe_load(path.read_text())
+
+    whole = ["--per_device_train_batch_size", "1", "--gradient_checkpointing"]
+    args = parse("--model_name_or_path", folder, *size, *whole)
+    too_little = 0.99 * memory(args, estimate.measure(args))["peak"] / estimate.USABLE / 2**30
+    found = []
+    for memory_ in ("1", str(too_little)):
+        path, keys = suggested("--gpu_memory", memory_)
+        found.append(keys)
+        main(["estimate", "--config", str(path), *size, "--gpu_memory", memory_, "--json"])
+        assert json.loads(capsys.readouterr().out)["fits"]
+    plenty, little = found
+    assert "use_peft" not in plenty and plenty["per_device_train_batch_size"] == 4 and plenty["dtype"] == "float32"
+    assert little["use_peft"] and little["dtype"] == "bfloat16"
+    for keys in found:
+        completions = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"]
+        assert completions == 64 and keys["steps_per_generation"] * keys["per_device_train_batch_size"] % 4 == 0
+
+    argv = ["--config", str(path), "--dataset_name", "d", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    argv += ["--bf16", "False", "--report_to", "none"]
+    _, config, model_args = parse_script(ARGUMENTS, argv)
+    assert config.max_tokens_per_microbatch == little["max_tokens_per_microbatch"] and config.learning_rate == 1e-5
+    assert model_args.use_peft and model_args.lora_target_modules == "all-linear"
+
+    several = suggested("--gpus", "4", "--gpu_memory", "1")[1]
+    assert several["accelerate_config"] == "multi_gpu" and several["num_processes"] == 4
+    assert several["gradient_accumulation_steps"] == 4
+    with pytest.raises(SystemExit):
+        suggested("--gpu_memory", "0.001")
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "nothing fits into 90% of 0.001 GiB: a run takes at least 0.00" in line

@@ -251,11 +251,15 @@ def test_arguments_of_another_type(kind, refused, rows):
         (
             "train_dataset",
             rows.to_list(),
-            "`train_dataset` is a list, and must be a dataset; pass `Dataset.from_list(",
+            "`Dataset` or `IterableDataset`, got a list; pass `Dataset.from_list(",
         ),
-        ("eval_dataset", [{}], "`eval_dataset` is a list, and must be a dataset; pass `Dataset.from_list(rows)`."),
-        ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` is a list"),
-        ("train_dataset", "rows", "`train_dataset` is a str, and must be a dataset; pass `train_dataset=load_dataset"),
+        (
+            "eval_dataset",
+            [{}],
+            "`eval_dataset` must be a `Dataset` or `IterableDataset`, got a list; pass `Dataset.from_list(rows)`.",
+        ),
+        ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` must be a `Dataset`"),
+        ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
         (
             "callbacks",
             hf.TrainerCallback(),
@@ -305,7 +309,7 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     for name, message in {
         "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. Did you mean "
         "'models/audio'?",
-        "modls/audio": f"There is no such folder in '{tmp_path}'. Did you mean 'models/audio'? On the Hub: We couldn't",
+        "modls/audio": f"There is no such folder in '{tmp_path}'. Did you mean 'models/audio'? On the Hub: We",
         "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
         "./x/y": "'.' holds 'models'.",
         "~/x": "`~` isn't replaced; write",

@@ -230,8 +230,8 @@ class BreakFrozen(TrainerCallback):
     [
         (
             Poison(2),
-            "Weights aren't finite after step 2, such as 'lm_head.weight', so no completions can be sampled. Go on from "
-            "an earlier checkpoint, with a lower `learning_rate`",
+            "Weights aren't finite after step 2, such as 'lm_head.weight', so no completions can be sampled. Go on "
+            "from an earlier checkpoint, with a lower `learning_rate`",
         ),
         (
             BreakFrozen(),

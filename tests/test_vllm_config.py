@@ -159,7 +159,7 @@ def test_versions(installed, accepted, monkeypatch):
 def test_an_error_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_versions, "is_vllm_available", lambda: False)
     with pytest.raises(
-        ImportError, match=re.escape("vLLM isn't installed; run `pip install \"trl-multimodal-rft[vllm]\"`")
+        ImportError, match=re.escape('vLLM isn\'t installed; run `pip install "trl-multimodal-rft[vllm]"`')
     ):
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, use_vllm=True)
 

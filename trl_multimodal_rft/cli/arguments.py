@@ -151,6 +151,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     add("--vllm_enable_sleep_mode", action="store_true", help="vLLM gives its share back during updates")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels to count with")
     add("--json", action="store_true", help="print one JSON object")
+    add("--suggest", action="store_true", help="print the config of a run that fits, for `--config` of the trainer")
 
 
 def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:

@@ -407,11 +407,26 @@ def estimate(args: argparse.Namespace) -> dict:
         raise ValueError("`--load_in_4bit` freezes the model; what is trained are adapters: add `--use_peft`.")
     if args.strategy == "single" and args.gpus > 1:
         raise ValueError(f"`--strategy single` is one GPU; for {args.gpus} name another, such as `ddp` or `fsdp2`.")
-    measured, note = _measured(args)
+    measured, note = measured_with_note(args)
+    result = verdict(args, measured)
+    return {**result, "note": note} if note else result
+
+
+def verdict(args: argparse.Namespace, measured: Measured) -> dict:
+    """
+    Whether a run fits of which it is known what it takes.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+        measured ([`Measured`]):
+            What the model's run took.
+
+    Returns:
+        `dict`: As [`estimate`] returns it.
+    """
     parts = memory(args, measured)
     result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
-    if note:
-        result["note"] = note
     if not result["fits"]:
         result["advice"] = advice(args, measured, parts)
     if parts["vLLM"]:
@@ -426,8 +441,20 @@ def estimate(args: argparse.Namespace) -> dict:
     return result
 
 
-def _measured(args) -> tuple[Measured, str | None]:
-    """What was measured, without media if these need numbers and weren't asked for."""
+def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
+    """
+    What was measured, without media if these need numbers and weren't asked for.
+
+    Args:
+        args (`argparse.Namespace`):
+            Parsed options.
+
+    Returns:
+        `tuple`: The [`Measured`], and if it is without media, why.
+
+    Raises:
+        `ValueError`: If the model can't be read or run.
+    """
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
@@ -449,6 +476,11 @@ def run(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`):
             Parsed options.
     """
+    if args.suggest:
+        from .suggest import suggest
+
+        print(suggest(args), end="")
+        return
     result = estimate(args)
     if args.json:
         print(json.dumps(result))

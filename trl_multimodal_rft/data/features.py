@@ -244,8 +244,9 @@ def _decode(ref: MediaRef) -> Any:
         if not isinstance(feature, Image) and not is_torchcodec_usable(decode=ref.kind):
             name = type(feature).__name__
             message = (
-                "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. Install "
-                f"both (`{install('audio')}`), or cast the column to `{name}(decode=False)` and read its files yourself"
+                "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. "
+                f"Install both (`{install('audio')}`), or cast the column to `{name}(decode=False)` and read its "
+                "files yourself"
             )
             raise ImportError(str(ref.error(message)))
         return feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})

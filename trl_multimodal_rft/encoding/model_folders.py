@@ -80,14 +80,14 @@ def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
                 raise
             raise OSError(
                 f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(_PROCESSOR_FILES)}. "
-                f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`), "
-                "or pass `processing_class`."
+                f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`)"
+                ", or pass `processing_class`."
             ) from error
         if isinstance(error, OSError) and repr(name) not in reason[: len(name) + 20]:
             offline = " `HF_HUB_OFFLINE` is set." if is_offline_mode() else ""
             raise OSError(
-                f"The {what} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}.{_near(name)} On the "
-                f"Hub: {reason}{offline}"
+                f"The {what} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}.{_near(name)} On "
+                f"the Hub: {reason}{offline}"
             ) from error
         raise
 

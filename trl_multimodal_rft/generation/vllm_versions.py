@@ -18,7 +18,7 @@ def engine_obstacle() -> str | None:
     Returns:
         `str`, *optional*: What is missing, and the remedy. `None` where a version is installed that can.
     """
-    remedy = "run `pip install \"trl-multimodal-rft[vllm]\"`, or set `use_vllm=False`."
+    remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"
     # The build for CPUs is a distribution of another name

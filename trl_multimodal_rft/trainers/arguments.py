@@ -167,6 +167,57 @@ def check_packages(config) -> None:
             raise ImportError(f"`{argument}` needs {package}, which isn't installed: `{install(extra)}`")
 
 
+def check_batches(config, given: list[str]) -> None:
+    """
+    Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product.
+
+    Args:
+        config (`MultimodalArguments`):
+            The config.
+        given (`list[str]`):
+            The arguments whose product is the generation batch.
+
+    Raises:
+        `ValueError`: If it has no whole groups. The message has values with which it does.
+    """
+    size, group, processes = config.generation_batch_size, config.num_generations, config.world_size
+    if config.do_eval and config.eval_strategy != "no":
+        name, group_eval = "per_device_eval_batch_size", config.num_generations_eval or group
+        rows = getattr(config, name) * processes
+        if rows % group_eval != 0:
+            raise ValueError(
+                f"{_product(config, [name], processes)} must be a multiple of `num_generations"
+                f"{'_eval' if config.num_generations_eval else ''}={group_eval}`, so that prompts keep all their "
+                f"completions. Set `{name}={_multiple(getattr(config, name), group_eval, processes)}`."
+            ) from None
+    if size is None or size % group == 0:
+        return
+    if len(given) == 1:
+        whole = math.lcm(group, config.per_device_train_batch_size * processes)
+        raise ValueError(
+            f"`generation_batch_size={size}` must be a multiple of `num_generations={group}`, so that prompts keep "
+            f"all their completions. Set `generation_batch_size={_multiple(size, whole, 1)}`."
+        ) from None
+    sizes = [f"`{name}={_multiple(getattr(config, name), group, size // getattr(config, name))}`" for name in given]
+    smaller = max(each for each in range(1, min(size, group) + 1) if size % each == 0)
+    sizes += [f"`num_generations={smaller}`"] if smaller > 1 else []
+    raise ValueError(
+        f"{_product(config, given, processes)} must be a multiple of "
+        f"`num_generations={group}`, so that prompts keep all their completions. Set {' or '.join(sizes)}."
+    ) from None
+
+
+def _product(config, names: list[str], processes: int) -> str:
+    factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{processes} processes"] * (processes > 1)
+    return " x ".join(factors)
+
+
+def _multiple(value: int, group: int, others: int) -> int:
+    """The smallest number from a value on whose product with others is a multiple of a group."""
+    step = group // math.gcd(group, others)
+    return -(-value // step) * step
+
+
 def check_generation_kwargs(config, known: set[str] | None) -> None:
     """
     Checks options of sampling.
@@ -181,8 +232,8 @@ def check_generation_kwargs(config, known: set[str] | None) -> None:
         `ValueError`: If there is no such option, or if it is out of range.
     """
     options = config.generation_kwargs or {}
-    for name in options if known is not None else ():
-        if name not in known:
+    for name in options:
+        if known is not None and name not in known:
             raise ValueError(
                 f"`generation_kwargs` has {name!r}, which is no option of `transformers.GenerationConfig`; correct or "
                 f"remove it.{did_you_mean(name, known)}"
@@ -296,10 +347,11 @@ def check_arguments(reward_funcs: Any = None, callbacks: Any = None, **given: An
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
+    wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         splits = list(dataset)
         raise TypeError(
-            f"`{name}` is a {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
+            f"{wanted} {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
             + (f", such as `dataset[{splits[0]!r}]`." if splits else ".")
         )
     remedies: dict[str, str] = {
@@ -310,7 +362,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
     }
     kind = type(dataset).__name__
     if kind in remedies and not isinstance(dataset, (Dataset, IterableDataset)):
-        raise TypeError(f"`{name}` is a {kind}, and must be a dataset; pass {remedies[kind]}.")
+        raise TypeError(f"{wanted} {kind}; pass {remedies[kind]}.")
     refuse_classes(**{name: dataset})
 
 
@@ -334,7 +386,7 @@ def _check_callback(name: str, callback: Any) -> None:
         )
 
 
-def check_output_dir(folder: str) -> None:
+def check_output_dir(folder: Any) -> None:
     """
     Refuses an output folder that can't be one.
 

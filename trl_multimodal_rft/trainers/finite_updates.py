@@ -69,8 +69,8 @@ class FiniteMixin(TrainerMixin):
             broken = [name for name, value in trained.items() if not value.isfinite().all()]
             raise FloatingPointError(
                 f"Weights aren't finite after step "
-                f"{self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so {consequence}. Go on from "
-                "an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+                f"{self.state.global_step}{f', such as {broken[0]!r}' if broken else ''}, so {consequence}. Go on "
+                "from an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
             )
 
     @contextmanager
@@ -82,10 +82,10 @@ class FiniteMixin(TrainerMixin):
             if "probability tensor contains" not in str(error):
                 raise
             raise FloatingPointError(
-                f"Logits aren't finite after step {self.state.global_step}, so no completions can be sampled, although "
-                "the weights that are trained are finite. Frozen weights aren't, or activations are too large for "
-                f"{self.model.dtype}: load the model in bfloat16 or float32 (`model_init_kwargs={{'dtype': 'bfloat16'}}`)"
-                ", and set `bf16=True` in the place of `fp16`."
+                f"Logits aren't finite after step {self.state.global_step}, so no completions can be sampled, "
+                "although the trained weights are finite. Frozen weights aren't, or activations overflow "
+                f"{self.model.dtype}: load the model with `model_init_kwargs={{'dtype': 'bfloat16'}}` or 'float32', "
+                "and set `bf16=True` instead of `fp16=True`."
             ) from error
 
     def _any_process(self, condition: bool) -> bool:

@@ -269,8 +269,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         self.num_generations_eval = self.num_generations_eval or 1
         if self.num_generations == 1:
             raise ValueError(
-                "`per_device_train_batch_size=1` x `gradient_accumulation_steps=1` is one completion at a time, and TRL "
-                "needs two; raise one of them."
+                "`per_device_train_batch_size=1` x `gradient_accumulation_steps=1` is one completion at a time, and "
+                "TRL needs two; raise one of them."
             )
         super().__post_init__()
         self.num_generations = 1

@@ -3,7 +3,6 @@
 
 import copy
 import logging
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
-from .arguments import KnownKeywords, check_generation_kwargs, check_packages, check_values
+from .arguments import KnownKeywords, check_batches, check_generation_kwargs, check_packages, check_values
 
 
 logger = logging.getLogger(__name__)
@@ -217,8 +216,8 @@ class MediaArguments(KnownKeywords):
         super().__post_init__()
         if self.fp16 and self.device.type == "cpu":
             raise ValueError(
-                "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`. `bf16=True` with `use_cpu=True` "
-                "computes in bfloat16 there."
+                "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`. `bf16=True` with "
+                "`use_cpu=True` computes in bfloat16 there."
             )
         for name in ("audio_overlong", "on_media_error"):
             check_choice(self, name)
@@ -388,7 +387,7 @@ class MultimodalArguments(MediaArguments):
             super().__post_init__()
         except ValueError:
             if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
-                self._check_batches(given)
+                check_batches(self, given)
             raise
         check_choice(self, "packing")
         # vLLM has others
@@ -403,45 +402,6 @@ class MultimodalArguments(MediaArguments):
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
                 f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
-
-    def _check_batches(self, given: list[str]) -> None:
-        """Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product."""
-        size, group, processes = self.generation_batch_size, self.num_generations, self.world_size
-        if self.do_eval and self.eval_strategy != "no":
-            name, group_eval = "per_device_eval_batch_size", self.num_generations_eval or group
-            rows = getattr(self, name) * processes
-            if rows % group_eval != 0:
-                raise ValueError(
-                    f"{_product(self, [name], processes)} must be a multiple of `num_generations"
-                    f"{'_eval' if self.num_generations_eval else ''}={group_eval}`, so that prompts keep all their "
-                    f"completions. Set `{name}={_multiple(getattr(self, name), group_eval, processes)}`."
-                ) from None
-        if size is None or size % group == 0:
-            return
-        if len(given) == 1:
-            whole = math.lcm(group, self.per_device_train_batch_size * processes)
-            raise ValueError(
-                f"`generation_batch_size={size}` must be a multiple of `num_generations={group}`, so that prompts keep "
-                f"all their completions. Set `generation_batch_size={_multiple(size, whole, 1)}`."
-            ) from None
-        sizes = [f"`{name}={_multiple(getattr(self, name), group, size // getattr(self, name))}`" for name in given]
-        smaller = max(each for each in range(1, min(size, group) + 1) if size % each == 0)
-        sizes += [f"`num_generations={smaller}`"] if smaller > 1 else []
-        raise ValueError(
-            f"{_product(self, given, processes)} must be a multiple of "
-            f"`num_generations={group}`, so that prompts keep all their completions. Set {' or '.join(sizes)}."
-        ) from None
-
-
-def _product(config, names: list[str], processes: int) -> str:
-    factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{processes} processes"] * (processes > 1)
-    return " x ".join(factors)
-
-
-def _multiple(value: int, group: int, others: int) -> int:
-    """The smallest number from a value on whose product with others is a multiple of a group."""
-    step = group // math.gcd(group, others)
-    return -(-value // step) * step
 
 
 def _has_bf16() -> bool:

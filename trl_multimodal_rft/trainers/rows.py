@@ -256,15 +256,15 @@ class RowsMixin(TrainerMixin):
     def _warn_of_positions(self, prompts: Sequence[EncodedPrompt], numbers: Sequence[int]) -> None:
         """Warns once of a row that is longer than what the model was made for."""
         config = unwrapped(self.accelerator, self.model).config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None)
-        for prompt, number in zip(prompts, numbers, strict=True) if most and not self._warned_of_positions else ():
+        most = getattr(config, "max_position_embeddings", None) or math.inf
+        for prompt, number in () if self._warned_of_positions else zip(prompts, numbers, strict=True):
             taken = int(prompt.position_ids.max()) + 1
             if taken > most:
                 self._warned_of_positions = True
                 logger.warning(
                     f"Row {number} takes {taken} positions, more than the {most} of the model "
-                    "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their media "
-                    "smaller, or scale its positions (`rope_scaling` of its config).",
+                    "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their "
+                    "media smaller, or scale its positions (`rope_scaling` of its config).",
                     main_process_only=False,
                 )
                 return

@@ -185,7 +185,8 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         if isinstance(args, TrainingArguments) and _is_general(args):  # as TRL takes them
-            args = MultimodalSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
+            options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
+            args = MultimodalSFTConfig(**options)
         args = own_config(MultimodalSFTConfig, args, model)
         ignore_deprecated_names()
         check_arguments(
