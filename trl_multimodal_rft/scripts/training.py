@@ -173,9 +173,10 @@ def next_lines(trainer: Any, script_args: Any) -> list[str]:
     model = ["--model_name_or_path", folder]
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
     data = ["--dataset_name", script_args.dataset_name or "path/to/dataset"]
-    for name in ("dataset_config", "prompt"):
-        if getattr(script_args, name) is not None:
-            data += [f"--{name}", getattr(script_args, name)]
+    values = {**vars(script_args), "media_dir": args.media_dir}
+    for name in ("dataset_config", "media_dir", "prompt"):
+        if values[name] is not None:
+            data += [f"--{name}", values[name]]
     if getattr(script_args, "reward_funcs", None):
         data += ["--reward_funcs", *script_args.reward_funcs]
     name = args.hub_model_id or f"USER/{Path(folder).name}"
