@@ -2,10 +2,10 @@
 """
 The first hour of a new user: from a folder of sounds to a model that learned, and the mistakes on the way.
 
-The environment has the wheel and nothing else of this repository, and the working directory has only the user's files.
-Through the commands alone a model with random weights learns spoken digits from WAV files that a JSON Lines file names.
-The console of its training is compared with `first_hour.txt`, in which numbers, times and folders are masked; `--write`
-stores it anew. Each mistake is one line and exit code 1 or 2. Part of `make test-extras`.
+The environment has the wheel and nothing else of this repository; the working directory has the user's files alone.
+Through the commands a model with random weights learns spoken digits from WAV files that a JSON Lines file names. The
+console of its training is compared with `first_hour.txt`, in which numbers, times and folders are masked; `--write`
+stores it anew. Each mistake gives one line and exit code 1 or 2.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from helpers.trainer_utils import (
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import EarlyStoppingCallback, GenerationConfig
-from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -699,7 +699,7 @@ def test_the_script_prints_per_cent_with_intervals_and_answers(tmp_path, capsys)
         *("--dataset_name", str(tmp_path / "data"), "--reward_funcs", "accuracy_reward"),
         *("--output_dir", str(tmp_path / "results")),
     ]
-    evaluate_script.main(*parse(TrlParser(evaluate_script.ARGUMENTS), options))
+    evaluate_script.main(*parse(evaluate_script.ARGUMENTS, options))
     printed = capsys.readouterr().out
     low, high = wilson_interval(4, 7)
     assert f"accuracy 57.1 % (95 %: {100 * low:.1f} to {100 * high:.1f} %), 7 rows\n" in printed

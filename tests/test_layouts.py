@@ -124,7 +124,10 @@ def test_verl(form, tmp_path, capsys):
     dataset = dataset.cast_column("images", List(Image())) if form == "feature" else dataset
     dataset.to_parquet(tmp_path / "verl" / "train.parquet")
     with pytest.raises(SystemExit):  # as it is
-        main(["check", "--dataset", str(tmp_path / "verl"), "--model", str(saved("qwen2_5_vl")), "--num_workers", "0"])
+        main(
+            ["check", "--dataset_name", str(tmp_path / "verl"), "--num_workers", "0"]
+            + ["--model_name_or_path", str(saved("qwen2_5_vl"))]
+        )
     assert "are those of verl, by `trl-multimodal-rft prepare verl`" in capsys.readouterr().out
     main(["prepare", "verl", str(tmp_path / "verl"), "--output_dir", str(tmp_path / "out")])
     shown = capsys.readouterr().out

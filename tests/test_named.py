@@ -12,7 +12,6 @@ import pytest
 import yaml
 from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
-from trl import TrlParser
 
 from trl_multimodal_rft.data import load_easyr1
 from trl_multimodal_rft.scripts import ppo
@@ -54,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def read(*words: str, split: str = "train"):
-    (args,) = parse(TrlParser(PromptArguments), words)
+    (args,) = parse([PromptArguments], words)
     return load_split(args, split)
 
 
@@ -94,7 +93,7 @@ def test_mixture_of_files(streaming, folder):
     ("words", "message"),
     [
         (["row.jsonl"], "There is no file or folder 'row.jsonl'; '{folder}' has 'rows.jsonl', "),
-        (["~/y.json"], "There is no file or folder '~/y.json'; '{folder}/home' has 'x.json'."),
+        (["~/y.json"], "There is no file or folder '{folder}/home/y.json'; '{folder}/home' has 'x.json'."),
         (["./data"], "There is no file or folder './data'; '{folder}' has no 'data'."),
         (["rows.jsonl", "--dataset_config", "en"], "'rows.jsonl' can't be read: a file has no configurations"),
         (["saved", "--dataset_config", "en"], "a folder of `save_to_disk` has no configurations, so leave out 'en'"),
@@ -118,7 +117,7 @@ def test_split_that_isnt_there(folder):
 
 
 def test_supervised_rows_of_ppo_and_other_layouts(folder):
-    (args,) = parse(TrlParser(ppo.PPOScriptArguments), ["--ptx_dataset_name", "./rows.jsonl"])
+    (args,) = parse([ppo.PPOScriptArguments], ["--ptx_dataset_name", "./rows.jsonl"])
     assert len(ppo.critic_inputs(args)["ptx_dataset"]) == 4
     Path("home", "r1.jsonl").write_text(json.dumps({"problem": "2 + 2", "answer": "4"}) + "\n")
     assert load_easyr1("~/r1.jsonl")["solution"] == ["4"]

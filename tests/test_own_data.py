@@ -11,7 +11,6 @@ import pytest
 import soundfile
 from helpers.chats import RATE, audio
 from helpers.trainer_utils import saved
-from trl import TrlParser
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data.columns import MediaError
@@ -49,7 +48,7 @@ def command(script, *words):
         given += ["--use_cpu", "--bf16", "False", "--output_dir", "trained", "--max_steps", "1", "--report_to", "none"]
         given += ["--per_device_train_batch_size", "2", "--gradient_checkpointing", "False"]
         given += ["--max_completion_length", "2"] if script is not sft else []
-    script.main(*parse(TrlParser(script.ARGUMENTS), [*given, *words]))
+    script.main(*parse(script.ARGUMENTS, [*given, *words]))
 
 
 SCRIPTS = [grpo, rloo, ppo, sft, evaluate, filter]
@@ -66,9 +65,18 @@ def test_relative_paths_start_from_the_folder(script, folder):
     command(script, "--media_dir", "clips", *more)
 
 
+def test_evaluation_of_a_file_needs_other_rows(folder):
+    write(audio="clips/{i}.wav")
+    with pytest.raises(ValueError, match=r"'rows.jsonl' is one split, so evaluation would use the training rows"):
+        command(grpo, "--eval_strategy", "steps")
+    splits = ["--dataset_train_split", "train[:2]", "--dataset_test_split", "train[2:]"]
+    command(grpo, "--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "2", *splits)
+
+
 def test_check_starts_relative_paths_from_the_folder(folder, capsys):
     write(audio="{i}.wav")
-    words = ["check", "--dataset", "rows.jsonl", "--model", str(saved("qwen2_audio")), "--num_workers", "0"]
+    words = ["check", "--dataset_name", "rows.jsonl", "--num_workers", "0"]
+    words += ["--model_name_or_path", str(saved("qwen2_audio"))]
     with pytest.raises(SystemExit):
         main(words)
     assert (

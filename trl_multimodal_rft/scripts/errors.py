@@ -41,7 +41,7 @@ def input_error(error: BaseException) -> str | None:
         `str`, *optional*: The message in one line. `None` of other errors, and of those in others' code, such as a
             reward function.
     """
-    if not isinstance(error, (ValueError, ImportError, OSError)):
+    if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
     raised, frame = "", error.__traceback__
     while frame is not None:

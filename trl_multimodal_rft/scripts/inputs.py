@@ -11,6 +11,7 @@ from trl.scripts.utils import DatasetConfig
 
 from ..data.loading import require_module
 from ..data.named import load_arguments, load_rows, reading
+from ..paths import local_path
 from ..rewards.named import load_reward_funcs
 from .arguments import PromptArguments, RFTScriptArguments
 from .prompts import with_system_message, with_texts
@@ -110,6 +111,8 @@ def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args:
         raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (training_args.model_init_kwargs or {})
     evaluates = training_args.eval_strategy != "no"
+    if evaluates and not script_args.datasets:
+        _refuse_same_rows(script_args)
     inputs = {
         "model": model_args.model_name_or_path,
         "args": training_args,
@@ -123,6 +126,17 @@ def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args:
         functions = load_reward_funcs(default if script_args.reward_funcs is None else script_args.reward_funcs)
         inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
     return inputs
+
+
+def _refuse_same_rows(script_args: PromptArguments) -> None:
+    """A file is one split, which has any name."""
+    name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
+    path = None if name is None else local_path(name)
+    if path is not None and path.is_file() and not any("[" in split for split in splits):
+        raise ValueError(
+            f"{name!r} is one split, so evaluation would use the training rows. Name a folder with files for train "
+            "and test, or split the file: `--dataset_train_split 'train[:90%]' --dataset_test_split 'train[90%:]'`."
+        )
 
 
 def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
