@@ -218,7 +218,7 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
         command(*kind, "--model_name_or_path", model, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
     # From sounds to a model that learned
-    command("check", *MODEL, *ROWS[:4], "--num_workers", "0")
+    command("check", *MODEL, *ROWS, "--num_workers", "0")
     assert not (folder / "trained").exists()
     dry = command("grpo", *MODEL, *ROWS, *LEARN, "--dry_run").stdout
     assert "<audio: " in dry and not (folder / "trained").exists(), dry

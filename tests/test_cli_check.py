@@ -234,6 +234,8 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
     run(*options, "--dataset_name", tmp_path / "rows.parquet", status=1)
     report = capsys.readouterr().out
     assert "3 of 3 rows (100 %) would not train." in report and "rename 'question' to 'prompt'" in report
+    run(*options, "--dataset_name", tmp_path / "rows.parquet", "--prompt", "{question}", "--system_prompt", "Answer.")
+    assert "All 3 rows would train." in capsys.readouterr().out
     picture = image(56, 56)["image"]
     Dataset.from_list([{"prompt": "What?", "photo": picture}] * 3).to_parquet(tmp_path / "unread.parquet")
     run(*options, "--dataset_name", tmp_path / "unread.parquet", status=1)

@@ -77,6 +77,8 @@ def check(parser: argparse.ArgumentParser) -> None:
     add("--dataset_config", help="configuration of the dataset")
     add("--dataset_split", default="train", help="which rows")
     add("--dataset_streaming", action="store_true", help="read rows without downloading all of them first")
+    add("--prompt", help="makes the column `prompt`, as in training: a text with the names of columns in braces")
+    add("--system_prompt", help="text of the system message that every prompt begins with")
     add("--model_name_or_path", required=True, help="name on the Hub or folder, whose config and processor are read")
     add("--model_revision", help="branch, tag or commit of the model")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")

@@ -25,6 +25,7 @@ from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import load_processor
 from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
 from ..models.pretrained import read_config
+from ..scripts.prompts import with_system_message, with_texts
 from .check_report import CheckedRow, Report
 
 
@@ -174,6 +175,7 @@ def run(args: argparse.Namespace) -> None:
     if limit is None and positions is not None:
         limit = positions - args.max_completion_length
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
+    rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     report = Report(
         args.dataset_name, args.dataset_split, args.model_name_or_path, limit, cuts=args.audio_overlong == "truncate"
     )
