@@ -363,7 +363,7 @@ def test_without_matplotlib(monkeypatch):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     for call in (TrainingCurvesCallback, lambda: figure_of([{"step": 1, "reward": 0.5}])):
-        with pytest.raises(ImportError, match=r"matplotlib .* `pip install trl-multimodal-rft\[plots\]`"):
+        with pytest.raises(ImportError, match=r"matplotlib .* `pip install \"trl-multimodal-rft\[plots\]\"`"):
             call()
     project = tomllib.loads(Path(__file__).parent.parent.joinpath("pyproject.toml").read_text())["project"]
     needs = [Requirement(text) for text in project["optional-dependencies"]["plots"]]

@@ -404,7 +404,7 @@ def test_empty_audio_file_is_named(tmp_path):
 @pytest.mark.parametrize(("module", "source"), [("soundfile", b"RIFF"), ("soxr", (SAMPLES, 8000))])
 def test_missing_audio_libraries_are_named(monkeypatch, module, source):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"{module} .*pip install trl-multimodal-rft\[audio\]"):
+    with pytest.raises(ImportError, match=rf'{module} .*pip install "trl-multimodal-rft\[audio\]"'):
         load_audio(ref("audio", source), RATE)
     load_audio(ref("audio", (SAMPLES, RATE)), RATE)  # needs neither
 
@@ -600,7 +600,7 @@ def test_missing_video_libraries_are_named(folder, monkeypatch):
     for module, load in (("av", load_video), ("qwen_vl_utils", lambda r: load_with_qwen_vl_utils(r, 14))):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, "qwen_vl_utils.vision_process", raising=False)
-        with pytest.raises(ImportError, match=rf"{module} .*pip install trl-multimodal-rft\[video\]"):
+        with pytest.raises(ImportError, match=rf'{module} .*pip install "trl-multimodal-rft\[video\]"'):
             load(ref("video", folder / "v.mp4"))
 
 

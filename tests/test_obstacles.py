@@ -11,6 +11,7 @@ from helpers.by_hand import FAMILIES, gradients, own_logps
 from helpers.chats import chat, image, text
 from helpers.completions import random_completions
 from helpers.families import template, tokenizer
+from helpers.trainer_utils import length_and_sum
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -178,7 +179,7 @@ REFUSED = {
 def construct(model, folder, **options):
     args = MultimodalGRPOConfig(folder, report_to="none", use_cpu=True, bf16=False, **options)
     rows = Dataset.from_list([{"prompt": chat(text("What?"))}])
-    return MultimodalGRPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows, processing_class=Words())
+    return MultimodalGRPOTrainer(model, reward_funcs=length_and_sum, args=args, train_dataset=rows, processing_class=Words())
 
 
 @pytest.mark.parametrize("name", REFUSED)
