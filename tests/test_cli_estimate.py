@@ -186,7 +186,8 @@ def test_options_of_a_run():
         main(["estimate", "--config=qwen2_5_vl_7b/geometry3k_grpo_qlora", "--num_generations", "4", "--gpus", "2"])
         main(["estimate", "--config", "qwen2_5_vl_7b/video_r1_sft", "--strategy", "zero2"])
     first, second, third = map(vars, seen)
-    assert first["model_name_or_path"] == "Qwen/Qwen2.5-VL-7B-Instruct" and (first["strategy"], first["gpus"]) == ("fsdp2", 8)
+    assert first["model_name_or_path"] == "Qwen/Qwen2.5-VL-7B-Instruct"
+    assert (first["strategy"], first["gpus"]) == ("fsdp2", 8)
     assert (first["per_device_train_batch_size"], first["steps_per_generation"], first["num_generations"]) == (
         20,
         16,

@@ -179,7 +179,9 @@ REFUSED = {
 def construct(model, folder, **options):
     args = MultimodalGRPOConfig(folder, report_to="none", use_cpu=True, bf16=False, **options)
     rows = Dataset.from_list([{"prompt": chat(text("What?"))}])
-    return MultimodalGRPOTrainer(model, reward_funcs=length_and_sum, args=args, train_dataset=rows, processing_class=Words())
+    return MultimodalGRPOTrainer(
+        model, reward_funcs=length_and_sum, args=args, train_dataset=rows, processing_class=Words()
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
