@@ -6,18 +6,7 @@ from collections.abc import Callable
 
 
 def lazy_names(package: str, places: dict[str, str]) -> tuple[Callable, Callable, list[str]]:
-    """
-    What a package defines to import its names when they are asked for.
-
-    Args:
-        package (`str`):
-            Its `__name__`.
-        places (`dict[str, str]`):
-            Modules of the package by the name that they hold.
-
-    Returns:
-        `tuple`: Its `__getattr__`, `__dir__` and `__all__`.
-    """
+    """What a package defines to import its names when they are asked for."""
 
     def load(name: str):
         if name not in places:

@@ -13,37 +13,14 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 
 
 def data_ending(name: str) -> str | None:
-    """
-    The ending of a file with rows.
-
-    Args:
-        name (`str`):
-            Path or URL of a file.
-
-    Returns:
-        `str`, *optional*: One of `DATA_ENDINGS`, `None` if it has none of them.
-    """
+    """The ending of a file with rows."""
     name = name.lower()
     name = next((name.removesuffix(ending) for ending in _PACKED if name.endswith(ending)), name)
     return next((ending for ending in DATA_ENDINGS if name.endswith(ending)), None)
 
 
 def local_path(name: str) -> Path | None:
-    """
-    The path that the name of a dataset or a model stands for.
-
-    Args:
-        name (`str`):
-            Path of a file or a folder, `~` for the home folder; name on the Hub; or URL.
-
-    Returns:
-        `Path`, *optional*: The file or folder. `None` of what looks like a name on the Hub and isn't there, and of
-        URLs.
-
-    Raises:
-        `ValueError`: If the name looks like a path (it starts with `.`, `~` or `/`, has more than one `/`, or the
-            ending of a file with rows) and nothing is there. The message names what is near.
-    """
+    """The path that the name of a dataset or a model stands for."""
     if "://" in name:
         return None
     path = Path(os.path.expanduser(name))

@@ -8,18 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Paper:
-    """
-    A paper.
+    """A paper."""
 
-    Args:
-        title (`str`):
-            Its title, or the name of its method.
-        number (`str`):
-            Its number on arXiv.
-    """
-
-    title: str
-    number: str
+    title: str  # its title, or the name of its method
+    number: str  # its number on arXiv
 
     @property
     def link(self) -> str:
@@ -31,12 +23,7 @@ def paper_of(function: Callable) -> Paper | None:
     """
     The first paper that a docstring links.
 
-    Args:
-        function (`Callable`):
-            The function.
-
-    Returns:
-        [`Paper`] or `None`: The paper; `None` where there is none, as when Python strips docstrings (`-OO`).
+    Returns the paper; `None` where there is none, as when Python strips docstrings (`-OO`).
     """
     found = re.search(r"\[([^\]]+)\]\(https://huggingface\.co/papers/([\d.]+)\)", function.__doc__ or "")
     return None if found is None else Paper(*found.groups())

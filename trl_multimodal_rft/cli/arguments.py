@@ -42,13 +42,7 @@ def _add_rules(parser: argparse.ArgumentParser, *but: str) -> None:
 
 
 def chat(parser: argparse.ArgumentParser) -> None:
-    """
-    Adds the options of `chat`.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
+    """Adds the options of `chat`."""
     add = parser.add_argument
     model = "folder of a trained model or adapter, or name on the Hub"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
@@ -64,13 +58,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser) -> None:
-    """
-    Adds the options of `check`.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
+    """Adds the options of `check`."""
     _add_config(parser)
     add = parser.add_argument
     add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
@@ -94,28 +82,13 @@ def check(parser: argparse.ArgumentParser) -> None:
 
 
 def of_run_check(keys: dict[str, Key]) -> dict[str, Key]:
-    """
-    Options of `check` for a run.
-
-    Args:
-        keys (`dict[str, Key]`):
-            Keys of the run's config.
-
-    Returns:
-        `dict[str, Key]`: The same by names of options.
-    """
+    """Options of `check` for a run."""
     splits = {"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {}
     return {**keys, **splits}
 
 
 def estimate(parser: argparse.ArgumentParser) -> None:
-    """
-    Adds the options of `estimate`.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
+    """Adds the options of `estimate`."""
     _add_config(parser)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
@@ -157,19 +130,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
-    """
-    Options of `estimate` for a run.
-
-    Args:
-        keys (`dict[str, Key]`):
-            Keys of the run's config, those of `accelerate launch`, too.
-
-    Returns:
-        `dict[str, Key]`: The same by names of options.
-
-    Raises:
-        `ValueError`: If there is no such `accelerate_config`.
-    """
+    """Options of `estimate` for a run."""
     name = keys["accelerate_config"].value if "accelerate_config" in keys else "single_gpu"
     launch = {**read_config(shipped("accelerate_configs", name)), **keys}
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
@@ -188,13 +149,7 @@ def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
 
 
 def families(parser: argparse.ArgumentParser) -> None:
-    """
-    Adds the options of `families`.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
+    """Adds the options of `families`."""
     parser.add_argument(
         "--only_known", action="store_true", help="leave out models of which nothing particular is known"
     )
@@ -208,13 +163,7 @@ def families(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
-    """
-    Adds the options of `prepare`.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser to add them to.
-    """
+    """Adds the options of `prepare`."""
     add = parser.add_argument
     add("layout", choices=LAYOUTS, help="how the dataset is laid out")
     add("path", help="file or folder, or name of a dataset on the Hub")

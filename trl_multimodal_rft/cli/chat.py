@@ -40,22 +40,7 @@ _LONGEST = 2048  # tokens of an answer that the page lets choose, unless the com
 def answerer(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
 ) -> Callable[..., str]:
-    """
-    A model that continues one conversation at a time, as evaluations ask.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Its processor.
-        adapted (`bool`, *optional*, defaults to `True`):
-            Whether the model answers with its adapter, if it has one.
-
-    Returns:
-        `Callable`: Gives the answer to `(questions, answers, system, config)`: the text and the media by kind of each
-        question so far, the model's answers to all but the last, the text of the system message, and the
-        [`EvaluationConfig`].
-    """
+    """A model that continues one conversation at a time, as evaluations ask."""
     accelerator = Accelerator()
     own_tokens = placeholder_tokens(model, processor)
 
@@ -88,17 +73,7 @@ def _content(text: str, media: dict[str, str], own_tokens: list[str]) -> Any:
 
 
 def example_of(name: str) -> tuple[str, str, dict[str, str]]:
-    """
-    The question that a trained model's card asks, with media saved in the model's folder.
-
-    Args:
-        name (`str`):
-            Folder of a model, or name on the Hub.
-
-    Returns:
-        `tuple[str, str, dict[str, str]]`: Text of the system message, text of the question, and files by kind. The
-        texts are empty if this package wrote no card, and there are no files for a model on the Hub.
-    """
+    """The question that a trained model's card asks, with media saved in the model's folder."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     messages = _messages_of(Path(card).read_text(encoding="utf-8")) if card else []
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
@@ -132,27 +107,7 @@ def page(
     system: str = "",
     example: tuple[str, dict[str, str]] | None = None,
 ) -> Any:
-    """
-    The page, whose endpoints are `/ask`, `/clear` and `/example`, too.
-
-    Args:
-        answerers (`dict[str, Callable]`):
-            What answers, see [`answerer`], by the names over its answers. The first one's is the title.
-        kinds (`tuple[str, ...]`):
-            The media that it takes: `"image"`, `"video"`, `"audio"`.
-        config ([`EvaluationConfig`]):
-            How it answers unless the page is told otherwise.
-        system (`str`, *optional*, defaults to `""`):
-            Text of the system message, if there is one.
-        example (`tuple[str, dict[str, str]]`, *optional*):
-            A question and its files, by kind.
-
-    Returns:
-        `gradio.Blocks`: The page.
-
-    Raises:
-        `ImportError`: If gradio is missing.
-    """
+    """The page, whose endpoints are `/ask`, `/clear` and `/example`, too."""
     gradio = require_module("gradio", "chat")
     buttons = ["download"]  # not the one that shares with the Hub
     makers = {
@@ -254,16 +209,7 @@ def page(
 
 
 def shown_error(error: Exception) -> str:
-    """
-    What the page says of an error, which others may read.
-
-    Args:
-        error (`Exception`):
-            The error.
-
-    Returns:
-        `str`: Its message without credentials, tokens and the folders of paths.
-    """
+    """What the page says of an error, which others may read."""
     text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # there is no row but the conversation
     text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(text))
     text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted, and maybe with spaces
@@ -274,15 +220,6 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     """
     Why a request isn't answered: because another site sent it, by its own scripts or under a name of its own that
     leads here (DNS rebinding), or because it is too large.
-
-    Args:
-        headers (`Mapping[str, str]`):
-            Headers of the request, their names in lower case.
-        host (`str`):
-            Address or name that the page listens at.
-
-    Returns:
-        `tuple[int, str]`: Status and reason; `None` if it is answered.
     """
     named, origin = headers.get("host", ""), headers.get("origin")
     try:
@@ -332,22 +269,7 @@ class _Guard:
 
 
 def serve(blocks: Any, host: str, port: int | None = None, **options: Any) -> Any:
-    """
-    Serves the page to those who open it, and to no other site.
-
-    Args:
-        blocks (`gradio.Blocks`):
-            The page.
-        host (`str`):
-            Address or name to listen at.
-        port (`int`, *optional*):
-            Port; by default the first from 7860 on that is free.
-        options (`Any`):
-            Others of `launch`.
-
-    Returns:
-        `Any`: What `launch` returns: the app and its addresses.
-    """
+    """Serves the page to those who open it, and to no other site."""
     middleware = require_module("starlette.middleware", "chat").Middleware
     return blocks.launch(
         server_name=host,
@@ -361,16 +283,7 @@ def serve(blocks: Any, host: str, port: int | None = None, **options: Any) -> An
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple[str, ...]]:
-    """
-    Loads the models.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Returns:
-        `tuple`: What answers, by name, and the media that it takes.
-    """
+    """Loads the models."""
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, processor = load_trained(args.model_name_or_path, **options)
     answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
@@ -389,18 +302,7 @@ def _shown_name(name: str) -> str:
 
 
 def open_page(args: argparse.Namespace, **options: Any) -> Any:
-    """
-    Loads the models, and serves the page.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-        options (`Any`):
-            Others of gradio's `launch`.
-
-    Returns:
-        `Any`: What `launch` returns: the app and its addresses.
-    """
+    """Loads the models, and serves the page."""
     config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
     system, text, media = example_of(args.model_name_or_path)
     answerers, kinds = load(args)
@@ -416,11 +318,5 @@ def open_page(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def run(args: argparse.Namespace) -> None:
-    """
-    Loads the models, and serves the page until it is interrupted.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-    """
+    """Loads the models, and serves the page until it is interrupted."""
     open_page(args)

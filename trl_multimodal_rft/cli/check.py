@@ -30,19 +30,7 @@ from .check_report import CheckedRow, Report
 
 
 class RowChecker(torch.utils.data.Dataset):
-    """
-    Rows by their place, encoded as trainers encode them.
-
-    Args:
-        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            The rows. Those of a stream come with their place.
-        model ([`~transformers.PreTrainedModel`]):
-            Model, without weights.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What encodes prompts.
-        args (`argparse.Namespace`):
-            Parsed options.
-    """
+    """Rows by their place, encoded as trainers encode them."""
 
     def __init__(self, rows: Dataset | IterableDataset | None, model: PreTrainedModel, processor: Any, args):
         self.rows: Any = FetchOnce(rows) if isinstance(rows, Dataset) else None
@@ -101,40 +89,13 @@ class RowChecker(torch.utils.data.Dataset):
 
 
 def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """
-    Builds a model that takes no memory.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Its config.
-        model_class (`type`):
-            Its class.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model, which knows its tokens and positions.
-    """
+    """Builds a model that takes no memory."""
     with torch.device("meta"), no_init_weights():
         return model_class._from_config(config)
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
-    """
-    Checks rows, in order, by several processes.
-
-    Args:
-        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            The rows.
-        checker ([`RowChecker`]):
-            What checks one.
-        num_workers (`int`):
-            Number of processes; 0 is this one.
-
-    Yields:
-        [`CheckedRow`]: What is known of each row.
-
-    Raises:
-        `ValueError`: If a process was killed.
-    """
+    """Checks rows, in order, by several processes."""
     # Rows of a stream are read here, in their order, and sent to the processes like their places otherwise
     places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=places, batch_size=None, num_workers=num_workers)
@@ -151,16 +112,7 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
 
 
 def run(args: argparse.Namespace) -> None:
-    """
-    Checks a dataset, and prints what it found.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Raises:
-        `SystemExit`: With status 1, if not all rows would train.
-    """
+    """Checks a dataset, and prints what it found."""
     check_ignored(args.ignored_media_columns)
     source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
     source |= {"trust_remote_code": True} if args.trust_remote_code else {}

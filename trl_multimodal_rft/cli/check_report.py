@@ -17,64 +17,28 @@ _LISTED = 20
 
 @dataclass
 class CheckedRow:
-    """
-    What is known of a row.
+    """What is known of a row."""
 
-    Args:
-        index (`int`):
-            Its place in the dataset.
-        media (`dict[str, int]`, *optional*):
-            How many media of each kind it has.
-        tokens (`int`, *optional*):
-            Tokens of its prompt; `None` if it has none.
-        media_tokens (`dict[str, int]`, *optional*):
-            How many of them stand for media, by kind.
-        is_cut (`bool`, *optional*, defaults to `False`):
-            Whether it has sounds beyond the model's window.
-        error (`str`, *optional*):
-            Why it would not train.
-        column (`str`, *optional*):
-            Where the error is.
-    """
-
-    index: int
-    media: dict[str, int] = field(default_factory=dict)
-    tokens: int | None = None
-    media_tokens: dict[str, int] = field(default_factory=dict)
-    is_cut: bool = False
-    error: str | None = None
-    column: str | None = None
+    index: int  # its place in the dataset
+    media: dict[str, int] = field(default_factory=dict)  # how many media of each kind it has
+    tokens: int | None = None  # tokens of its prompt; `None` if it has none
+    media_tokens: dict[str, int] = field(default_factory=dict)  # how many of them stand for media, by kind
+    is_cut: bool = False  # whether it has sounds beyond the model's window
+    error: str | None = None  # why it would not train
+    column: str | None = None  # where the error is
 
 
 @dataclass
 class Rows:
-    """
-    Rows that have something in common.
+    """Rows that have something in common."""
 
-    Args:
-        example (`str`, *optional*, defaults to `""`):
-            The error of the first one.
-        count (`int`, *optional*, defaults to 0):
-            How many there are.
-        first (`list[int]`, *optional*):
-            Places of the first ones.
-        columns (`dict[str, None]`, *optional*):
-            Columns, in the order in which they came.
-    """
-
-    example: str = ""
-    count: int = 0
-    first: list[int] = field(default_factory=list)
-    columns: dict[str, None] = field(default_factory=dict)
+    example: str = ""  # the error of the first one
+    count: int = 0  # how many there are
+    first: list[int] = field(default_factory=list)  # places of the first ones
+    columns: dict[str, None] = field(default_factory=dict)  # columns, in the order in which they came
 
     def add(self, row: CheckedRow) -> None:
-        """
-        Counts a row.
-
-        Args:
-            row ([`CheckedRow`]):
-                The row.
-        """
+        """Counts a row."""
         self.count += 1
         if len(self.first) < _LISTED:
             self.first.append(row.index)
@@ -88,21 +52,7 @@ class Rows:
 
 
 class Report:
-    """
-    What was found, row by row.
-
-    Args:
-        dataset (`str`):
-            Name of the dataset.
-        split (`str`):
-            Name of its split.
-        model (`str`):
-            Name of the model.
-        limit (`int`, *optional*):
-            The most tokens of a prompt.
-        cuts (`bool`, *optional*, defaults to `False`):
-            Whether sounds beyond the model's window are cut, rather than refused.
-    """
+    """What was found, row by row."""
 
     def __init__(self, dataset: str, split: str, model: str, limit: int | None, cuts: bool = False):
         self.dataset, self.split, self.model, self.limit, self.cuts = dataset, split, model, limit, cuts
@@ -122,13 +72,7 @@ class Report:
         return sum(cause.count for cause in self.causes.values()) + self.overlong.count
 
     def add(self, row: CheckedRow) -> None:
-        """
-        Counts a row.
-
-        Args:
-            row ([`CheckedRow`]):
-                The row.
-        """
+        """Counts a row."""
         self.rows += 1
         for kind, number in row.media.items():
             self.media[kind].append(number)
@@ -149,15 +93,7 @@ class Report:
             self.overlong.add(row)
 
     def text(self) -> str:
-        """
-        Writes the report.
-
-        Returns:
-            `str`: Markdown.
-
-        Raises:
-            `ValueError`: If there was no row.
-        """
+        """Writes the report."""
         if not self.rows:
             raise ValueError(f"{self.dataset!r} has no rows.")
         verdict = f"All {self.rows} rows would train."

@@ -50,54 +50,22 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass
 class Measured:
-    """
-    What a run of the model without numbers says.
+    """What a run of the model without numbers says."""
 
-    Args:
-        trained (`int`):
-            Weights that are trained.
-        frozen (`int`):
-            Weights that are not.
-        in_4_bits (`int`):
-            Frozen weights of linear layers.
-        tensors (`int`):
-            Tensors that are trained.
-        critic (`int`):
-            Weights of a critic of its own.
-        layer (`int`):
-            Weights of the largest layer.
-        ends (`int`):
-            Weights of embeddings and LM head.
-        held (`int`):
-            Bytes that are alive where the backward pass starts, beside weights and gradients.
-        peak (`int`):
-            The most bytes that are.
-        cache_per_token (`float`):
-            Bytes of keys and values, averaged over a completion's length.
-        prompt_tokens (`int`):
-            Tokens of a prompt.
-        tokens (`int`):
-            Tokens of the largest forward.
-        parts (`int`):
-            Forwards of a micro-batch.
-        operations (`float`):
-            Floating-point operations of an update, those of a reference included.
-    """
-
-    trained: int
-    frozen: int
-    in_4_bits: int
-    tensors: int
-    critic: int
-    layer: int
-    ends: int
-    held: int
-    peak: int
-    cache_per_token: float
-    prompt_tokens: int
-    tokens: int
-    parts: int
-    operations: float
+    trained: int  # weights that are trained
+    frozen: int  # weights that are not
+    in_4_bits: int  # frozen weights of linear layers
+    tensors: int  # tensors that are trained
+    critic: int  # weights of a critic of its own
+    layer: int  # weights of the largest layer
+    ends: int  # weights of embeddings and LM head
+    held: int  # bytes that are alive where the backward pass starts, beside weights and gradients
+    peak: int  # the most bytes that are
+    cache_per_token: float  # bytes of keys and values, averaged over a completion's length
+    prompt_tokens: int  # tokens of a prompt
+    tokens: int  # tokens of the largest forward
+    parts: int  # forwards of a micro-batch
+    operations: float  # floating-point operations of an update, those of a reference included
 
 
 def _is_sharded(args) -> bool:
@@ -118,16 +86,7 @@ def _build(args, config, model_class) -> PreTrainedModel:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """
-    Runs score, loss and backward pass of a micro-batch on a model without numbers.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Returns:
-        [`Measured`]: What they take.
-    """
+    """Runs score, loss and backward pass of a micro-batch on a model without numbers."""
     config, model_class = read_config(args.model_name_or_path)
     mode = FakeFloats()
     with mode:
@@ -254,19 +213,7 @@ def _cache_bytes(args, mode, model, length: int, probe: int = 16) -> float:
 
 
 def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
-    """
-    Bytes on each GPU.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-        measured ([`Measured`]):
-            What the model's run took.
-
-    Returns:
-        `dict[str, float]`: The parts, `update` and `generation` with all that is there meanwhile, and their larger,
-        the `peak`.
-    """
+    """Bytes on each GPU."""
     loaded = 4 if args.dtype == "float32" else 2
     adapter = 2 if args.load_in_4bit else 4
     trained, frozen = measured.trained, measured.frozen
@@ -344,20 +291,7 @@ def _states(args, trained: int, frozen: int, own: int, loaded: int) -> tuple[flo
 
 
 def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
-    """
-    What to change first in a run that doesn't fit.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-        measured ([`Measured`]):
-            What the model's run took.
-        parts (`dict[str, float]`):
-            What [`memory`] returned.
-
-    Returns:
-        `str`: An option.
-    """
+    """What to change first in a run that doesn't fit."""
     names = ("weights", "gradients", "optimizer", "reference", "critic", "buckets")
     states = sum(parts[name] for name in names)
     run = measured.peak
@@ -390,19 +324,7 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
 
 
 def estimate(args: argparse.Namespace) -> dict:
-    """
-    Whether a run fits.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Returns:
-        `dict`: `fits`, `advice` if it doesn't, the `memory` in bytes by part, and what was `measured`.
-
-    Raises:
-        `ValueError`: If options contradict each other or the model can't be read or run.
-    """
+    """Whether a run fits."""
     if args.load_in_4bit and not args.use_peft:
         raise ValueError("`--load_in_4bit` freezes the model; what is trained are adapters: add `--use_peft`.")
     if args.strategy == "single" and args.gpus > 1:
@@ -413,18 +335,7 @@ def estimate(args: argparse.Namespace) -> dict:
 
 
 def verdict(args: argparse.Namespace, measured: Measured) -> dict:
-    """
-    Whether a run fits of which it is known what it takes.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-        measured ([`Measured`]):
-            What the model's run took.
-
-    Returns:
-        `dict`: As [`estimate`] returns it.
-    """
+    """Whether a run fits of which it is known what it takes."""
     parts = memory(args, measured)
     result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
     if not result["fits"]:
@@ -442,19 +353,7 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
 
 
 def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
-    """
-    What was measured, without media if these need numbers and weren't asked for.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Returns:
-        `tuple`: The [`Measured`], and if it is without media, why.
-
-    Raises:
-        `ValueError`: If the model can't be read or run.
-    """
+    """What was measured, without media if these need numbers and weren't asked for."""
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
@@ -469,13 +368,7 @@ def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """
-    Prints the estimate.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-    """
+    """Prints the estimate."""
     if args.suggest:
         from .suggest import suggest
 

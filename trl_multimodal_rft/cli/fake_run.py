@@ -88,10 +88,6 @@ class Watch(TorchDispatchMode):
 
     On a GPU these bytes are what `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` add. Torch's
     `MemTracker` and `FlopCounterMode` say the same; the first takes a time that is quadratic in the number of layers.
-
-    Args:
-        known (`Iterable[torch.Tensor]`, *optional*):
-            What was there before and doesn't count.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):

@@ -35,17 +35,7 @@ VLLM = {
 
 
 def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
-    """
-    What is known of each model without loading one.
-
-    Args:
-        only_known (`bool`, *optional*, defaults to `False`):
-            Whether to leave out models that have no row in [`~families.FAMILIES`].
-
-    Returns:
-        `list[tuple[str, str, str, str]]`: `model_type`, media that the class takes, whether prompts go apart, and
-        the class that is trained where that is a part of the model.
-    """
+    """What is known of each model without loading one."""
     import transformers
 
     classes = _classes()
@@ -78,12 +68,7 @@ def _classes() -> dict[str, str]:
 
 
 def measurable() -> dict[str, str]:
-    """
-    Families that complete prompts with media, each class once.
-
-    Returns:
-        `dict[str, str]`: Names of classes by `model_type`.
-    """
+    """Families that complete prompts with media, each class once."""
     import transformers
 
     found: dict[str, str] = {}
@@ -99,16 +84,7 @@ def measurable() -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """
-    Prints the table.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Raises:
-        `ValueError`: If there is no such family.
-    """
+    """Prints the table."""
     if args.measure:
         print_measurements(args)
         return
@@ -126,16 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def print_measurements(args: argparse.Namespace) -> None:
-    """
-    Measures families and prints a table.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Raises:
-        `ValueError`: If there is no such family.
-    """
+    """Measures families and prints a table."""
     from transformers import CONFIG_MAPPING
 
     from .measure import measure_all, measure_class, measure_real, real_families
@@ -174,16 +141,7 @@ HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "sh
 
 
 def cells(found: "Measurement") -> tuple[str, ...]:
-    """
-    One row of the table of measurements.
-
-    Args:
-        found ([`~cli.measure.Measurement`]):
-            What was measured.
-
-    Returns:
-        `tuple[str, ...]`: What is written under each of `HEADER`.
-    """
+    """One row of the table of measurements."""
     numbers = ["" if number is None else f"{number:.0e}" for number in (found.logps, found.gradient)]
     vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
     if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
@@ -193,16 +151,7 @@ def cells(found: "Measurement") -> tuple[str, ...]:
 
 
 def table(measured: "list[Measurement]") -> str:
-    """
-    Measurements in Markdown.
-
-    Args:
-        measured (`list[Measurement]`):
-            The measurements.
-
-    Returns:
-        `str`: Versions, totals and a table.
-    """
+    """Measurements in Markdown."""
     modes = [each.mode.split(":")[0] for each in measured]
     totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))

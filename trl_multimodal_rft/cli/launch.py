@@ -17,21 +17,7 @@ from ..scripts.preflight import check_run
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """
-    Launches a script, after checks that need no imports.
-
-    Args:
-        name (`str`):
-            Name of the command and of the script.
-        args (`argparse.Namespace`):
-            Parsed arguments.
-        argv (`Sequence[str]`):
-            The same, which the script parses once more.
-
-    Raises:
-        `ValueError`: If the run can't start, or a process ended with an error of input.
-        `SystemExit`: If a process ended with another error, which it has printed.
-    """
+    """Launches a script, after checks that need no imports."""
     check_run(name, args)
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={shipped('accelerate_configs', config)}"]

@@ -43,56 +43,24 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Measurement:
-    """
-    What was measured of a family.
+    """What was measured of a family."""
 
-    Args:
-        family (`str`):
-            Its `model_type`.
-        kinds (`str`):
-            Kinds of media that were measured.
-        real (`bool`):
-            Whether prompts came from a real processor.
-        mode (`str`):
-            `"packed"` or `"padded"`, with `"apart"` if prompts are forwarded apart, or `"refused"`; `"wrong: ..."` and
-            `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured.
-        logps (`float`, *optional*):
-            Largest difference of log-probabilities, in nats.
-        gradient (`float`, *optional*):
-            Difference of the gradient, relative to its norm.
-        sharing (`str`, *optional*):
-            Whether samples share a prefill: `"yes"`, `"no"`, or what is wrong.
-        note (`str`, *optional*):
-            What is to be said beside.
-    """
-
-    family: str
-    kinds: str = ""
-    real: bool = False
+    family: str  # its `model_type`
+    kinds: str = ""  # kinds of media that were measured
+    real: bool = False  # whether prompts came from a real processor
+    # `"packed"` or `"padded"`, with `"apart"` if prompts are forwarded apart, or `"refused"`; `"wrong: ..."` and
+    # `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured
     mode: str = "not built"
-    logps: float | None = None
-    gradient: float | None = None
-    sharing: str = ""
-    note: str = ""
+    logps: float | None = None  # largest difference of log-probabilities, in nats
+    gradient: float | None = None  # difference of the gradient, relative to its norm
+    sharing: str = ""  # whether samples share a prefill: `"yes"`, `"no"`, or what is wrong
+    note: str = ""  # what is to be said beside
 
 
 def measure_all(
     families: Mapping[str, Callable[[str], Measurement]], time_limit: float, n_workers: int
 ) -> Iterator[Measurement]:
-    """
-    Measures families, each in a process of its own.
-
-    Args:
-        families (`Mapping[str, Callable]`):
-            What measures a family, by its name.
-        time_limit (`float`):
-            Seconds that a family may take.
-        n_workers (`int`):
-            Processes at a time.
-
-    Yields:
-        [`Measurement`]: What was found of each, in order. A process that ends without a result is a finding, too.
-    """
+    """Measures families, each in a process of its own."""
     context = multiprocessing.get_context(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
     )
@@ -134,18 +102,7 @@ def _send(sender, function: Callable[[str], Measurement], name: str) -> None:
 
 
 def measure_class(name: str, class_name: str) -> Measurement:
-    """
-    Measures a tiny model with made-up media.
-
-    Args:
-        name (`str`):
-            The family's `model_type`.
-        class_name (`str`):
-            Its class in transformers.
-
-    Returns:
-        [`Measurement`]: What was found. Nothing is raised.
-    """
+    """Measures a tiny model with made-up media."""
     found = Measurement(name)
     try:
         model = tiny_model(getattr(transformers, class_name))
@@ -176,20 +133,7 @@ def measure_class(name: str, class_name: str) -> Measurement:
 
 
 def measure_real(name: str, path: str, class_name: str | None = None) -> Measurement:
-    """
-    Measures a tiny model with its real processor.
-
-    Args:
-        name (`str`):
-            The family's name.
-        path (`str`):
-            File of a module in a package, see [`real_families`].
-        class_name (`str`, *optional*):
-            Class that is measured with made-up media where there is no processor.
-
-    Returns:
-        [`Measurement`]: What was found. Nothing is raised.
-    """
+    """Measures a tiny model with its real processor."""
     found = Measurement(name, real=True)
     try:
         family = real_families(path)[name]
@@ -209,18 +153,7 @@ def measure_real(name: str, path: str, class_name: str | None = None) -> Measure
 
 
 def real_families(path: str) -> Mapping[str, Any]:
-    """
-    Families of which tiny models can be built with their processors.
-
-    Args:
-        path (`str`):
-            File of a module in a package, with such families by name in `FAMILIES` or, with more of them,
-            `ALL_FAMILIES`: each has `build()`, which gives a model and its processor, `prompts()`, which gives chats,
-            and `modalities`.
-
-    Returns:
-        `Mapping`: The families.
-    """
+    """Families of which tiny models can be built with their processors."""
     file = Path(path).resolve()
     if (folder := str(file.parents[1])) not in sys.path:
         sys.path.insert(0, folder)
@@ -229,20 +162,7 @@ def real_families(path: str) -> Mapping[str, Any]:
 
 
 def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Measurement) -> Measurement:
-    """
-    Measures a model on prompts.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model, in float32, as it was built.
-        prompts (`Sequence[EncodedPrompt]`):
-            Prompts, each another.
-        found ([`Measurement`]):
-            What is known before.
-
-    Returns:
-        [`Measurement`]: What was found. What fails is a note.
-    """
+    """Measures a model on prompts."""
     plain = copy.deepcopy(model)
     repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]
     ids, mask = _completions(model, len(repeated))

@@ -31,19 +31,7 @@ _OPTIONS += ("nframes", "max_pixels")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
-    """
-    Reads and converts a dataset.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-
-    Returns:
-        [`~datasets.DatasetDict`]: Its splits.
-
-    Raises:
-        `ValueError`: If it can't be read, or an option isn't one of its layout.
-    """
+    """Reads and converts a dataset."""
     load = LAYOUTS[args.layout]
     known = inspect.signature(load).parameters
     given = {name: getattr(args, name, None) for name in _OPTIONS}
@@ -66,13 +54,7 @@ def convert(args: argparse.Namespace) -> DatasetDict:
 
 
 def run(args: argparse.Namespace) -> None:
-    """
-    Converts a dataset, writes it, and prints what came out.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options.
-    """
+    """Converts a dataset, writes it, and prints what came out."""
     check_empty(args.output_dir)
     dataset = convert(args)
     write_folder(dataset, args.output_dir, MediaRules(**{name: getattr(args, name) for name in RULE_NAMES}))

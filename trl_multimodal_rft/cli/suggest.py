@@ -21,16 +21,6 @@ _VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"
 def suggest(args: argparse.Namespace) -> str:
     """
     The config of a run that fits: all weights before adapters, these before 4 bits, large micro-batches before small.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed options of `estimate`, of which model, trainer, GPUs, lengths and `num_generations` are kept.
-
-    Returns:
-        `str`: The config, as YAML.
-
-    Raises:
-        `ValueError`: If nothing fits.
     """
     limit = USABLE * args.gpu_memory * GIB
     smallest, known = float("inf"), {}

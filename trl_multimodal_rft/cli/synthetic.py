@@ -26,27 +26,12 @@ class EncoderInputs:
     """
     Media of a prompt for a model without a processor. Its encoders run beside the text, which counts their features
     among its tokens.
-
-    Args:
-        inputs (`dict[str, dict[str, torch.Tensor]]`, *optional*):
-            By modality what the encoder takes.
     """
 
-    inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # by modality what the encoder takes
 
     def run(self, model: PreTrainedModel, prompts: int) -> Iterator[torch.Tensor]:
-        """
-        Features of all prompts.
-
-        Args:
-            model ([`~transformers.PreTrainedModel`]):
-                Model without wrappers.
-            prompts (`int`):
-                How many prompts hold the media.
-
-        Yields:
-            `torch.Tensor`: Features, one tensor for each modality.
-        """
+        """Features of all prompts."""
         for modality, inputs in self.inputs.items():
             encode = getattr(model, f"get_{modality}_features", None) or model.get_encoder(modality=modality)
             inputs = {
@@ -64,21 +49,7 @@ def _tensors(output) -> list[torch.Tensor]:
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """
-    A prompt with the media and of the length that are asked for.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        args (`argparse.Namespace`):
-            `model`, `prompt_tokens`, `images`, `image_size` and `audio_seconds`.
-
-    Returns:
-        `tuple`: The prompt, and what encoders take beside it, which is nothing where a processor made the prompt.
-
-    Raises:
-        `ValueError`: If the model can't take such media.
-    """
+    """A prompt with the media and of the length that are asked for."""
     sees, hears = ("image" in model.input_modalities, "audio" in model.input_modalities)
     images = int(sees) if args.images is None else args.images
     seconds = (30.0 if hears and not sees else 0.0) if args.audio_seconds is None else args.audio_seconds

@@ -29,44 +29,17 @@ class NotBuilt(Exception):
 
 
 def arguments(model: PreTrainedModel) -> set[str]:
-    """
-    What a model's forward takes.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-
-    Returns:
-        `set[str]`: Names.
-    """
+    """What a model's forward takes."""
     return {*inspect.signature(type(model).forward).parameters}
 
 
 def kinds_of(model: PreTrainedModel) -> list[str]:
-    """
-    Which media a model takes.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-
-    Returns:
-        `list[str]`: Some of `"image"`, `"video"` and `"audio"`.
-    """
+    """Which media a model takes."""
     return [kind for kind in MODALITIES if kind in model.input_modalities]
 
 
 def chats_of(kinds: Sequence[str]) -> list[list[Medium]]:
-    """
-    Media of prompts to measure: one, several of other sizes, all kinds, none.
-
-    Args:
-        kinds (`Sequence[str]`):
-            Kinds of media.
-
-    Returns:
-        `list`: The media of each prompt.
-    """
+    """Media of prompts to measure: one, several of other sizes, all kinds, none."""
     chats: list[list[Medium]] = [[]]
     for kind in kinds:
         chats += [[(kind, 0)], [(kind, 1), (kind, 0)]]
@@ -78,25 +51,7 @@ def chats_of(kinds: Sequence[str]) -> list[list[Medium]]:
 def encode(
     model: PreTrainedModel, media: Sequence[Medium], seed: int = 0, frames_apart: bool = False
 ) -> EncodedPrompt:
-    """
-    Makes a prompt.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-        media (`Sequence`):
-            Its media, in order.
-        seed (`int`, *optional*, defaults to `0`):
-            Which text and which media.
-        frames_apart (`bool`, *optional*, defaults to `False`):
-            Whether text stands between the frames of a video.
-
-    Returns:
-        [`~encoding.prompts.EncodedPrompt`]: The prompt.
-
-    Raises:
-        [`NotBuilt`]: If it is not known how.
-    """
+    """Makes a prompt."""
     if model.config.model_type in _PROMPTS:
         return _PROMPTS[model.config.model_type](model, media, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -138,16 +93,7 @@ def _prompt(model, input_ids, tensors: Tensors, fields: Tensors, kinds: Sequence
 
 
 def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
-    """
-    Ids that no config gives a meaning.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-
-    Returns:
-        `torch.Tensor`: The ids.
-    """
+    """Ids that no config gives a meaning."""
     named = meant_ids(model.config.to_dict())
     size = model.config.get_text_config(decoder=True).vocab_size
     return torch.tensor([i for i in range(50, min(VOCABULARY - 100, 2 * size // 3)) if i not in named])
@@ -157,33 +103,14 @@ def has_placeholders(model: PreTrainedModel) -> bool:
     """
     Whether its config tells which tokens stand for media, or it is known otherwise.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-
-    Returns:
-        `bool`: Whether a prompt can be made.
+    Returns whether a prompt can be made.
     """
     known = model.config.model_type in (*_PROMPTS, "molmo2")
     return known or any(placeholder_token_ids(model, None).values())
 
 
 def placeholder_of(model: PreTrainedModel, kind: str) -> int:
-    """
-    Id of the token that stands for a kind of media.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-        kind (`str`):
-            Kind of media.
-
-    Returns:
-        `int`: The id.
-
-    Raises:
-        [`NotBuilt`]: If the config names none.
-    """
+    """Id of the token that stands for a kind of media."""
     ids = placeholder_token_ids(model, None)
     if model.config.model_type == "molmo2":
         return model.config.image_patch_id
@@ -210,23 +137,7 @@ def _around(model, kind: str) -> tuple[list[int], list[int]]:
 
 
 def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
-    """
-    Tokens of a medium: the features that the model makes of it.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-        kind (`str`):
-            Kind of media.
-        size (`int`):
-            Its size.
-
-    Returns:
-        `int`: How many.
-
-    Raises:
-        [`NotBuilt`]: If the model doesn't tell.
-    """
+    """Tokens of a medium: the features that the model makes of it."""
     tensors = recipe(model, kind)(model, [size])
     counted = _COUNTS.get(model.config.model_type, {}).get(kind)
     if counted is not None:
@@ -252,21 +163,7 @@ def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
 
 
 def recipe(model: PreTrainedModel, kind: str) -> Callable[[PreTrainedModel, Sequence[int]], Tensors]:
-    """
-    What makes tensors of a kind of media.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-        kind (`str`):
-            Kind of media.
-
-    Returns:
-        `Callable`: From the model and the sizes of media to their tensors.
-
-    Raises:
-        [`NotBuilt`]: If it is not known how.
-    """
+    """What makes tensors of a kind of media."""
     own = _OWN.get(model.config.model_type, {}).get(kind)
     if own is not None:
         return own

@@ -187,18 +187,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(config: PreTrainedConfig, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """
-    A config of the same kind with small sizes.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            What a class has by default.
-        changes (`Mapping`, *optional*):
-            What is to be said beside, by name, those of a sub-config in a mapping of their own.
-
-    Returns:
-        [`~transformers.PreTrainedConfig`]: A new config.
-    """
+    """A config of the same kind with small sizes."""
     ids: dict[int, int] = {}
     values = config.to_dict()
     for name, part in config.sub_configs.items():
@@ -269,18 +258,7 @@ def _inside(value: Any, ids: dict[int, int]) -> Any:
 
 
 def meant_ids(values: Any, name: str = "") -> set[int]:
-    """
-    Ids that a config gives a meaning.
-
-    Args:
-        values (`Any`):
-            The config as a dictionary.
-        name (`str`, *optional*):
-            What it is called, where it is a part of another.
-
-    Returns:
-        `set[int]`: The ids.
-    """
+    """Ids that a config gives a meaning."""
     if isinstance(values, dict):
         parts = [meant_ids(value, key) for key, value in values.items() if isinstance(key, str)]
         return set().union(*parts)
@@ -319,18 +297,7 @@ def _cut_rope(rope: dict[str, Any], small: dict[str, Any]) -> None:
 
 
 def tiny_model(model_class: type[PreTrainedModel], changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """
-    A model with random weights, the same at each call, and scaled so that what it sees and hears shows.
-
-    Args:
-        model_class (`type`):
-            Class of the model.
-        changes (`Mapping`, *optional*):
-            See [`tiny_config`].
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model, in float32, in evaluation mode.
-    """
+    """A model with random weights, the same at each call, and scaled so that what it sees and hears shows."""
     torch.manual_seed(0)
     config = model_class.config_class()
     config = tiny_config(config, {**CHANGES.get(config.model_type, {}), **(changes or {})})

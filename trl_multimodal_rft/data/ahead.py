@@ -28,12 +28,6 @@ class ReadAhead:
     Processes, since threads would hold up the one that feeds an accelerator. What they read comes back as a sequence
     of bytes: tensors in shared memory need a file descriptor each, and more of that memory than containers have. Where
     the machine has no room for a copy of this process, rows are read here when they are taken.
-
-    Args:
-        read (`Callable[[int], Any]`):
-            Reads a row, given its number. It may not use an accelerator. What can't be pickled is read here.
-        num_workers (`int`, *optional*, defaults to `1`):
-            Number of processes.
     """
 
     def __init__(self, read: Callable[[int], Any], num_workers: int = 1):
@@ -44,13 +38,7 @@ class ReadAhead:
         self._has_room = True
 
     def want(self, rows: Iterable[int]) -> None:
-        """
-        Has these rows read, and forgets others.
-
-        Args:
-            rows (`Iterable[int]`):
-                Numbers of the rows that are needed next, in this order.
-        """
+        """Has these rows read, and forgets others."""
         before, self._jobs = self._jobs, {}
         for row in dict.fromkeys(rows):
             self._jobs[row] = before.pop(row, None) or self._submit(row)
@@ -58,19 +46,7 @@ class ReadAhead:
             job.cancel()
 
     def take(self, row: int) -> Any:
-        """
-        What was read of a row, which is forgotten here.
-
-        Args:
-            row (`int`):
-                Number of the row, which is read now if it wasn't wanted before.
-
-        Returns:
-            `Any`: What `read` returns.
-
-        Raises:
-            [`MediaError`]: As `read` raises it, or if a process was killed by this row's media.
-        """
+        """What was read of a row, which is forgotten here."""
         job = self._jobs.pop(row, None) or self._submit(row)
         try:
             found = job.result()

@@ -10,22 +10,7 @@ LETTER = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:]|([A-Za-z])$)\s*(.*)", re
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
-    """
-    Texts of choices that may come with their letters.
-
-    Args:
-        choices (`Sequence[str]`):
-            Choices such as `"(A) Man"`, `"B. Woman"`, or texts alone.
-
-    Returns:
-        `list[str]`: Without letters if all have theirs in order, else as they are.
-
-    Example:
-    ```python
-    >>> without_letters(["(A) Man", "(B) Woman"])
-    ['Man', 'Woman']
-    ```
-    """
+    """Texts of choices that may come with their letters."""
     letters = [LETTER.match(choice) for choice in choices]
     in_order = all(
         letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)

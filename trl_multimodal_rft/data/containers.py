@@ -36,18 +36,7 @@ _ASF_PROPERTIES = re.escape(bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365"))
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """
-    Refuses what isn't a file of sounds or videos, such as a list of other files, which FFmpeg would open.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, for errors.
-        stream (`BinaryIO`):
-            Its file; it is at the start afterwards.
-
-    Raises:
-        [`~data.columns.MediaError`]: If it is no such file.
-    """
+    """Refuses what isn't a file of sounds or videos, such as a list of other files, which FFmpeg would open."""
     _behind_tags(stream)
     start = stream.read(_PROBED)
     stream.seek(0)
@@ -65,15 +54,6 @@ def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
     Known of WAV, RF64, W64, AIFF, AU, CAF, NIST, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, WMV,
     IVF, GIF, and of MP3 with a header of LAME's. Others, such as MPEG-TS and AAC streams, don't say how long they are,
     nor do recordings whose header was never completed: what there is of them is taken as all.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, for errors.
-        stream (`BinaryIO`):
-            Its file; it is at the start afterwards.
-
-    Raises:
-        [`~data.columns.MediaError`]: If it was cut off.
     """
     size = stream.seek(0, 2)
     _behind_tags(stream)
@@ -88,18 +68,7 @@ def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
 
 
 def check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """
-    Refuses a PNG whose stream of pixels ends before the last of them, which decoders leave black.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The image, for errors.
-        stream (`BinaryIO`):
-            Its file; it is where it was afterwards.
-
-    Raises:
-        [`~data.columns.MediaError`]: If there are fewer.
-    """
+    """Refuses a PNG whose stream of pixels ends before the last of them, which decoders leave black."""
     place = stream.tell()
     stream.seek(8)
     expected, count, pixels = 0, 0, zlib.decompressobj()
@@ -143,12 +112,7 @@ def finds_frames(stream: BinaryIO) -> bool:
     Whether a file of a video tells where each frame is and when it is shown, as MP4, MOV, Matroska and WebM do. Of
     others, such as AVI and MPEG-TS, what seems to be a frame's number or its time may be that of another.
 
-    Args:
-        stream (`BinaryIO`):
-            The file; it is at the start afterwards.
-
-    Returns:
-        `bool`: Whether decoders may look for frames, which they otherwise must decode from the first.
+    Returns whether decoders may look for frames, which they otherwise must decode from the first.
     """
     _behind_tags(stream)
     found = _INDEXED.match(stream.read(8))
@@ -158,17 +122,10 @@ def finds_frames(stream: BinaryIO) -> bool:
 
 def starts_anew(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Whether no frame from a keyframe of H.264 on needs those before it. What players call keyframes may also be where
-    a picture begins to be refreshed part by part.
+    Whether no frame from a keyframe of H.264 on needs those before it. What players call keyframes may also be where a
+    picture begins to be refreshed part by part.
 
-    Args:
-        packet (`bytes`):
-            The packet of the keyframe.
-        extradata (`bytes`, *optional*):
-            What the file says of the codec, by which one knows how long the parts of a packet are.
-
-    Returns:
-        `bool`: Whether it holds an IDR picture.
+    Returns whether it holds an IDR picture.
     """
     if not extradata or extradata[0] != 1:  # of files in which nobody seeks
         return False
@@ -197,12 +154,7 @@ def is_chained(stream: BinaryIO) -> bool:
     """
     Whether an Ogg file holds several streams one after the other, of which libsndfile reads the first alone.
 
-    Args:
-        stream (`BinaryIO`):
-            A file of any format; it is at the start afterwards.
-
-    Returns:
-        `bool`: Whether a stream begins behind the data of another.
+    Returns whether a stream begins behind the data of another.
     """
     _behind_tags(stream)
     begins, chained = True, False

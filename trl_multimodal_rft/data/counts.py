@@ -22,20 +22,7 @@ class _Unknown(Exception):
 
 
 def most_media(dataset: Any, ignored: Collection[str] = ()) -> dict[str, int] | None:
-    """
-    The most media of each kind that a prompt of a dataset has, in its columns and its messages.
-
-    Args:
-        dataset (`Any`):
-            Dataset with a column `prompt`.
-        ignored (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns that are not for the prompt.
-
-    Returns:
-        `dict[str, int]` or `None`: A number for `"image"`, `"video"` and `"audio"`, at least as large as any row
-        needs: rows that a selection leaves out count, too. `None` if it can't be told: of streams, of datasets with a
-        transform, and of columns of other types than messages and media have.
-    """
+    """The most media of each kind that a prompt of a dataset has, in its columns and its messages."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None
     columns = [column for column in dataset.format["columns"] if column not in ignored]

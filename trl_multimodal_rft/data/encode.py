@@ -39,24 +39,12 @@ _UNKNOWN_FPS = 2.0  # at which frames of unknown rate are played
 
 @dataclass(frozen=True)
 class EncodedMedium:
-    """
-    A medium as it is stored.
+    """A medium as it is stored."""
 
-    Args:
-        kind (`str`):
-            `"image"`, `"audio"` or `"video"`.
-        data (`bytes`):
-            An encoded file that browsers show.
-        suffix (`str`):
-            Its extension, such as `"wav"`.
-        rules ([`~data.rules.MediaRules`], *optional*):
-            How large it may be, for the functions that decode.
-    """
-
-    kind: str
-    data: bytes
-    suffix: str
-    rules: MediaRules = DEFAULT_RULES
+    kind: str  # `"image"`, `"audio"` or `"video"`
+    data: bytes  # an encoded file that browsers show
+    suffix: str  # its extension, such as `"wav"`
+    rules: MediaRules = DEFAULT_RULES  # how large it may be, for the functions that decode
 
     def ref(self) -> MediaRef:
         """Returns a reference to the medium, for the functions that decode."""
@@ -70,19 +58,6 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
     A file that browsers show is taken as it is. Everything else becomes PNG, WAV (mono, 16 bits, of the source's own
     rate) or MP4 (H.264, which needs PyAV): decoded values, files of other formats, and videos of which the message
     asks for a span. Of a video file 64 frames are encoded, evenly spaced.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            What is to be logged.
-        max_bytes (`float`):
-            How many bytes it may take.
-
-    Returns:
-        [`EncodedMedium`]: The medium.
-
-    Raises:
-        [`~data.columns.MediaError`]: If it takes more, or can't be read.
-        `ImportError`: If a library that it needs is missing.
     """
     with decoding(ref):
         file: Any = _source_file(ref)
@@ -120,34 +95,14 @@ def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
 
 
 def png(image: PIL.Image.Image | np.ndarray) -> bytes:
-    """
-    Encodes an image.
-
-    Args:
-        image (`PIL.Image.Image` or `np.ndarray`):
-            The image, or its pixels of shape (H, W, 3), uint8.
-
-    Returns:
-        `bytes`: A PNG file.
-    """
+    """Encodes an image."""
     buffer = io.BytesIO()
     (PIL.Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def wav(samples: np.ndarray, rate: float) -> bytes:
-    """
-    Encodes a sound, its channels averaged, with 16 bits.
-
-    Args:
-        samples (`np.ndarray`):
-            Samples of shape (N,), (C, N) or (N, C), in -1 to 1; what was 16 bits once becomes the same 16 bits.
-        rate (`float`):
-            Their rate in Hz.
-
-    Returns:
-        `bytes`: A WAV file.
-    """
+    """Encodes a sound, its channels averaged, with 16 bits."""
     if samples.ndim > 1:
         samples = samples.mean(axis=np.argmin(samples.shape))
     buffer = io.BytesIO()
@@ -160,18 +115,7 @@ def wav(samples: np.ndarray, rate: float) -> bytes:
 
 
 def mp4(frames: np.ndarray, rate: float) -> bytes:
-    """
-    Encodes a video with H.264, which needs PyAV.
-
-    Args:
-        frames (`np.ndarray`):
-            Frames of shape (T, H, W, 3), uint8.
-        rate (`float`):
-            Frames per second.
-
-    Returns:
-        `bytes`: An MP4 file. A row or a column is added where the size is odd.
-    """
+    """Encodes a video with H.264, which needs PyAV."""
     av = require_module("av", "video")
     # H.264 halves the resolution of colours
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
@@ -187,18 +131,7 @@ def mp4(frames: np.ndarray, rate: float) -> bytes:
 
 
 def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """
-    Decodes evenly spaced frames of a video, of the span that its options `video_start` and `video_end` select.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The video, see [`~data.loading.load_video`].
-        count (`int`):
-            How many frames at most.
-
-    Returns:
-        `tuple[np.ndarray, dict]`: As [`~data.loading.load_video`].
-    """
+    """Decodes evenly spaced frames of a video, of the span that its options `video_start` and `video_end` select."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
 
     def indices(metadata: VideoMetadata) -> list[int]:

@@ -22,17 +22,7 @@ NUMBER = "__row__"
 
 
 class Row(UserDict):
-    """
-    A row of a dataset that knows its number, and is read when somebody looks into it.
-
-    Args:
-        number (`int`):
-            Number of the row in its dataset.
-        read (`Callable[[int], dict]`):
-            Gives the row for its number.
-        block (`int`, *optional*):
-            Number of the block that it comes in, see [`LookAhead`].
-    """
+    """A row of a dataset that knows its number, and is read when somebody looks into it."""
 
     def __init__(self, number: int, read: Callable[[int], dict[str, Any]], block: int | None = None):
         self.number = number
@@ -62,10 +52,6 @@ class FetchOnce:
 
     TRL's sampler asks for a prompt once per completion, and for the whole generation batch once per micro-batch. Here
     the repeats are the same [`Row`], so that media are decoded once and shared.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Dataset to read from.
     """
 
     def __init__(self, dataset: Dataset):
@@ -88,13 +74,7 @@ class FetchOnce:
 
 
 class FetchLater:
-    """
-    A map-style dataset whose rows are read when somebody looks into them.
-
-    Args:
-        dataset ([`FetchOnce`]):
-            Dataset to read from.
-    """
+    """A map-style dataset whose rows are read when somebody looks into them."""
 
     def __init__(self, dataset: FetchOnce):
         self.dataset = dataset
@@ -107,22 +87,7 @@ class FetchLater:
 
 
 def numbered(dataset: IterableDataset, batch: int, generations: int, repeats: int) -> IterableDataset:
-    """
-    Numbers the rows of a stream, in the order in which it gives them, for [`as_rows`].
-
-    Args:
-        dataset ([`~datasets.IterableDataset`]):
-            Stream in which TRL repeats rows.
-        batch (`int`):
-            Number of rows that follow each other, repeats included, before all of them come again.
-        generations (`int`):
-            How often a row comes in succession.
-        repeats (`int`):
-            How often a batch comes.
-
-    Returns:
-        [`~datasets.IterableDataset`]: The stream with one more column.
-    """
+    """Numbers the rows of a stream, in the order in which it gives them, for [`as_rows`]."""
 
     def number(row: dict[str, Any], place: int) -> dict[str, int]:
         batches, within = divmod(place, batch * repeats)
@@ -132,16 +97,7 @@ def numbered(dataset: IterableDataset, batch: int, generations: int, repeats: in
 
 
 def as_rows(batch: list[dict[str, Any]]) -> list[Row]:
-    """
-    Collates rows of a [`numbered`] stream.
-
-    Args:
-        batch (`list[dict]`):
-            The stream's rows.
-
-    Returns:
-        `list[Row]`: Rows that know their numbers.
-    """
+    """Collates rows of a [`numbered`] stream."""
     numbers = [row.pop(NUMBER) for row in batch]
     return [Row(number, {number: row}.__getitem__) for number, row in zip(numbers, batch, strict=True)]
 
@@ -158,19 +114,7 @@ class _Index(int):
 
 
 class LookAhead(Sampler):
-    """
-    A sampler that tells which rows come after those that it gave.
-
-    Args:
-        sampler (`torch.utils.data.Sampler`):
-            The sampler, whose orders consist of blocks.
-        size (`int`):
-            Number of rows that a block begins with.
-        repeats (`int`):
-            How often they are in it.
-        n (`int`):
-            Number of blocks to look ahead.
-    """
+    """A sampler that tells which rows come after those that it gave."""
 
     def __init__(self, sampler: Sampler, size: int, repeats: int, n: int):
         self.sampler: Any = sampler
@@ -201,20 +145,7 @@ class LookAhead(Sampler):
         return block
 
     def after(self, block: int, rows: slice, n: int) -> list[int]:
-        """
-        The rows that come next.
-
-        Args:
-            block (`int`):
-                Number of a block.
-            rows (`slice`):
-                Places in the block that a process has.
-            n (`int`):
-                Number of further blocks.
-
-        Returns:
-            `list[int]`: The rows in these places of these blocks, each once.
-        """
+        """The rows that come next."""
         now = block - self._n_blocks + len(self._blocks)
         return list(
             dict.fromkeys(int(row) for each in islice(self._blocks, now + 1, now + 1 + n) for row in each[rows])
@@ -222,15 +153,7 @@ class LookAhead(Sampler):
 
 
 class EndlessRows:
-    """
-    The rows of a dataset in one shuffled order after the other.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Dataset to read from.
-        seed (`int`):
-            Seed of the first order; the next one has the next seed.
-    """
+    """The rows of a dataset in one shuffled order after the other."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.rows = FetchOnce(dataset)
@@ -238,33 +161,11 @@ class EndlessRows:
         self._orders: dict[int, torch.Tensor] = {}  # of the epochs read last
 
     def at(self, start: int, n: int) -> list[Row]:
-        """
-        Rows at positions of the endless order.
-
-        Args:
-            start (`int`):
-                First position.
-            n (`int`):
-                Number of rows.
-
-        Returns:
-            `list[Row]`: The rows.
-        """
+        """Rows at positions of the endless order."""
         return self.rows.__getitems__(self.numbers(start, n))
 
     def numbers(self, start: int, n: int) -> list[int]:
-        """
-        Which rows are at positions of the endless order.
-
-        Args:
-            start (`int`):
-                First position.
-            n (`int`):
-                Number of rows.
-
-        Returns:
-            `list[int]`: Their numbers in the dataset.
-        """
+        """Which rows are at positions of the endless order."""
         size = len(self.rows)
         epochs = range(start // size, (start + n - 1) // size + 1)
         self._orders = {

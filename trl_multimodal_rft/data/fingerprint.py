@@ -20,16 +20,6 @@ def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
     """
     What identifies a dataset in another process, and wherever its files are: that of Datasets changes with paths and
     with how rows were made.
-
-    Args:
-        dataset (`Any`):
-            Dataset. Of streams no row is read.
-        media_dir (`str`, *optional*):
-            Folder that relative paths start from. By default the working directory.
-
-    Returns:
-        `dict[str, Any]`: Values for JSON: the number of rows, the names of the columns, and checksums (CRC-32) of 64
-        rows as they are stored, by their numbers as text. A path of a file counts as the file's name and size.
     """
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
@@ -43,18 +33,7 @@ def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """
-    How two fingerprints differ.
-
-    Args:
-        before (`dict[str, Any]`):
-            The first one, also as read from JSON.
-        now (`dict[str, Any]`):
-            The second one.
-
-    Returns:
-        `list[str]`: A clause for each difference in what both of them have.
-    """
+    """How two fingerprints differ."""
     both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     found = []
     if "rows" in both and before["rows"] != now["rows"]:

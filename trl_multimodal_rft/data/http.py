@@ -24,21 +24,11 @@ _LONGEST_WAIT = 60.0  # between attempts, in seconds, whatever a server asks for
 
 @dataclass
 class Answer:
-    """
-    What a server answers.
+    """What a server answers."""
 
-    Args:
-        status (`int`):
-            Its status.
-        body (`bytes`):
-            Its whole body.
-        is_html (`bool`):
-            Whether it says, or looks, to be a page.
-    """
-
-    status: int
-    body: bytes
-    is_html: bool
+    status: int  # its status
+    body: bytes  # its whole body
+    is_html: bool  # whether it says, or looks, to be a page
 
 
 class NoAnswer(Exception):
@@ -67,41 +57,7 @@ def ask(
     may_visit: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
 ) -> Answer:
-    """
-    Asks a server until it answers.
-
-    Args:
-        method (`str`):
-            `"GET"` or `"POST"`.
-        url (`str`):
-            What to ask.
-        seconds (`float`):
-            Time for all attempts together.
-        attempts (`int`, *optional*):
-            How often to ask at most; `None` for as long as there is time.
-        max_bytes (`int`):
-            How much of an answer is read.
-        backoff (`float`, *optional*, defaults to `0.5`):
-            Seconds before the second attempt, doubled for each further one. Servers may ask for more.
-        seconds_each (`float`, *optional*):
-            Time for one attempt.
-        json (`Any`, *optional*):
-            What is sent.
-        session (`requests.Session`, *optional*):
-            Whose connections to use.
-        may_visit (`Callable`, *optional*):
-            Takes each URL before it is asked, and raises if it may not be. Without it, redirects aren't followed.
-        is_usable (`Callable`, *optional*):
-            Whether an answer is one, rather than what stands between.
-
-    Returns:
-        [`Answer`]: The answer, of whatever status.
-
-    Raises:
-        [`NoAnswer`]: If there is none in time.
-        [`TooLarge`]: If it is too large.
-        [`TooManyRedirects`]: If it is always elsewhere.
-    """
+    """Asks a server until it answers."""
     deadline = time.monotonic() + seconds
     attempt = 0
     while True:
@@ -128,19 +84,7 @@ def ask(
 
 
 def host_of(url: str) -> str | None:
-    """
-    The host that a request connects to, which another parser may take for a part of the path.
-
-    Args:
-        url (`str`):
-            What would be asked.
-
-    Returns:
-        `str`: The host in lower case and as DNS has it, `None` if there is none.
-
-    Raises:
-        `ValueError`: If it is no URL.
-    """
+    """The host that a request connects to, which another parser may take for a part of the path."""
     try:
         host = urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
         return None if host is None else host.lower()
@@ -152,18 +96,6 @@ def within(until: float, function: Callable[[], Any]) -> Any:
     """
     Calls a function, and leaves it to itself, in a thread, if it takes too long, such as a read of what drips so
     slowly that no byte is late.
-
-    Args:
-        until (`float`):
-            When it must have ended, as `time.monotonic` tells the time.
-        function (`Callable`):
-            What to call.
-
-    Returns:
-        `Any`: What the function returns.
-
-    Raises:
-        [`NoAnswer`]: If it takes too long; else what the function raises.
     """
     result: Future[Any] = Future()
 

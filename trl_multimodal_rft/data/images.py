@@ -39,22 +39,7 @@ class _Opened(Bounded):
 
 
 def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
-    """
-    Opens an image, whose pixels aren't decoded yet.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The image, for its rules and for errors.
-        stream (`BinaryIO`):
-            Its file.
-
-    Returns:
-        `PIL.Image.Image`: The image. Decoding it raises a [`~data.columns.MediaError`] after `media_timeout`.
-
-    Raises:
-        [`~data.columns.MediaError`]: If its headers explode.
-        `PIL.UnidentifiedImageError`: If it is none of the formats.
-    """
+    """Opens an image, whose pixels aren't decoded yet."""
     size = stream.seek(0, 2)
     stream.seek(0)
     most = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
@@ -70,35 +55,13 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
 
 
 def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """
-    Refuses a PIL image that another program would have to draw.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The image, for errors.
-        image (`PIL.Image.Image`):
-            The image, decoded or not.
-
-    Raises:
-        [`~data.columns.MediaError`]: If it is a document.
-    """
+    """Refuses a PIL image that another program would have to draw."""
     if getattr(image, "tile", None) and (image.format == "EPS" or isinstance(image, ImageFile.StubImageFile)):
         raise ref.error(f"a document of format {image.format}; draw it before, and give the pixels")
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """
-    Refuses EXIF data whose entries share their bytes, so that copies of them would fill the memory.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The image, for errors.
-        image (`PIL.Image.Image`):
-            The image, decoded.
-
-    Raises:
-        [`~data.columns.MediaError`]: If it has such data.
-    """
+    """Refuses EXIF data whose entries share their bytes, so that copies of them would fill the memory."""
     data = image.info.get("exif")
     if data is None and "Raw profile type exif" in image.info:  # as ImageMagick writes it
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))

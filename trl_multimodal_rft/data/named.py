@@ -16,25 +16,7 @@ from ..paths import local_path
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """
-    Loads a dataset.
-
-    Args:
-        name (`str`):
-            A file, a folder (also one of `save_to_disk`), or a name on the Hub.
-        config (`str`, *optional*):
-            Its configuration, which files and folders of `save_to_disk` don't have.
-        split (`str`):
-            Which rows. A file is one split, which gets the name that is given.
-        streaming (`bool`):
-            Whether they are read as they are needed.
-
-    Returns:
-        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: The rows.
-
-    Raises:
-        `ValueError`: If there is no such dataset, or it can't be read.
-    """
+    """Loads a dataset."""
     path = local_path(name)
     where = ", which is no file or folder here," if path is None and "://" not in name else ""
     with reading(f"the dataset {name!r}{where}"):
@@ -57,16 +39,7 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """
-    Turns what `datasets` raises within the context into one line.
-
-    Args:
-        what (`str`):
-            What is read, for errors.
-
-    Raises:
-        `ValueError`: If it can't be read.
-    """
+    """Turns what `datasets` raises within the context into one line."""
     try:
         yield
     except StopIteration as error:  # of an empty file of JSON Lines
@@ -78,21 +51,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def load_arguments(name: str, split: str) -> dict[str, Any]:
-    """
-    How `datasets.load_dataset` reads a dataset.
-
-    Args:
-        name (`str`):
-            A file, a folder (also one of `save_to_disk`), or a name on the Hub.
-        split (`str`):
-            Name of the split that a file becomes, or a part of it, such as `"train[:100]"`.
-
-    Returns:
-        `dict[str, Any]`: Its arguments `path` and `data_files`.
-
-    Raises:
-        `ValueError`: If the name is a path where nothing is.
-    """
+    """How `datasets.load_dataset` reads a dataset."""
     path = local_path(name)
     if path is None:
         return {"path": name}
@@ -106,14 +65,5 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
 
 
 def is_saved(path: Path) -> bool:
-    """
-    Whether a folder is one of `save_to_disk`.
-
-    Args:
-        path (`Path`):
-            The folder, or a file.
-
-    Returns:
-        `bool`: Whether it is.
-    """
+    """Whether a folder is one of `save_to_disk`."""
     return any((path / each).is_file() for each in ("dataset_dict.json", "state.json"))

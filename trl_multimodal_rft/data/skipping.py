@@ -7,25 +7,7 @@ from itertools import count
 
 
 def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int:
-    """
-    The row that is used in the place of another, the same in every process that leaves out the same rows.
-
-    Args:
-        row (`int`):
-            Number of the row that was asked for.
-        skipped (`Collection[int]`):
-            Numbers of the rows that are left out.
-        n_rows (`int`):
-            Number of rows of the dataset.
-        seed (`int`):
-            Seed of the run.
-
-    Returns:
-        `int`: The row's own number if it isn't left out, otherwise that of a row drawn for it.
-
-    Raises:
-        `ValueError`: If all rows are left out.
-    """
+    """The row that is used in the place of another, the same in every process that leaves out the same rows."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:
@@ -35,16 +17,5 @@ def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int
 
 
 def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
-    """
-    How many rows may be left out.
-
-    Args:
-        max_skipped_rows (`float`):
-            A number of rows, or below 1 a share of them.
-        n_rows (`int`):
-            Number of rows.
-
-    Returns:
-        `int`: The number, at least 1.
-    """
+    """How many rows may be left out."""
     return int(max_skipped_rows) if max_skipped_rows >= 1 else max(1, int(max_skipped_rows * n_rows))

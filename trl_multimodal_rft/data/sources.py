@@ -42,22 +42,7 @@ _ATTEMPTS = 4
 
 
 def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> Any:
-    """
-    Fetches a file, without reading more than the rules of its medium allow.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, for its rules and for errors.
-        source (`str`, `os.PathLike` or `bytes`):
-            Path, URL, `data:` URI, or the bytes themselves.
-
-    Returns:
-        `str` or `bytes`: A local path, or the bytes.
-
-    Raises:
-        [`~data.columns.MediaError`]: If there is no such file, if it is too large or takes too long, or if the rules
-            forbid its place.
-    """
+    """Fetches a file, without reading more than the rules of its medium allow."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _limited(ref, bytes(source))
     path = os.fspath(source)
@@ -104,40 +89,14 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 
 
 class Bounded:
-    """
-    A stream that ends its reader: by an error, whatever is read next, once its time or its bytes are used up.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, for errors.
-        stream (`BinaryIO`):
-            What is read.
-        until (`float`):
-            When it must have been read, as `time.monotonic` tells the time.
-        most (`float`, *optional*):
-            How many bytes may be read, those twice that are read twice.
-        at_once (`float`, *optional*):
-            How many bytes may be read in one go.
-    """
+    """A stream that ends its reader: by an error, whatever is read next, once its time or its bytes are used up."""
 
     def __init__(self, ref: MediaRef, stream: Any, until: float, most: float = math.inf, at_once: float = math.inf):
         self.most, self.until = most, until
         self._ref, self._stream, self._at_once, self._read = ref, stream, at_once, 0
 
     def read(self, size: int | None = -1) -> bytes:
-        """
-        Reads bytes.
-
-        Args:
-            size (`int`, *optional*, defaults to `-1`):
-                How many at most; all of them by default.
-
-        Returns:
-            `bytes`: The bytes.
-
-        Raises:
-            [`~data.columns.MediaError`]: If that takes too long, or is too much.
-        """
+        """Reads bytes."""
         if time.monotonic() > self.until:
             seconds = self._ref.rules.media_timeout
             raise self._ref.error(f"not read within {seconds:g} s; remove the row, or raise `media_timeout`")
@@ -156,19 +115,7 @@ class Bounded:
 
 
 def open_file(file: str | bytes) -> BinaryIO:
-    """
-    Opens what [`fetch_file`] returns. Decoders get streams, as names can mean more than one file to them.
-
-    Args:
-        file (`str` or `bytes`):
-            A local path, or the bytes.
-
-    Returns:
-        `BinaryIO`: A stream.
-
-    Raises:
-        `OSError`: If there is no such file any more, or a pipe or a device in its place, which isn't waited for.
-    """
+    """Opens what [`fetch_file`] returns. Decoders get streams, as names can mean more than one file to them."""
     if isinstance(file, bytes):
         return BytesIO(file)
     # By its number, as decoders read patterns and formats out of a stream's name, too
@@ -262,18 +209,7 @@ def _check_protocol(ref: MediaRef, protocol: str) -> None:
 
 
 def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
-    """
-    A path that doesn't depend on where relative ones start.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, for its rules.
-        path (`str` or `os.PathLike`):
-            Path in a row.
-
-    Returns:
-        `str`: The path, from `media_dir` on if that is set and the path is relative.
-    """
+    """A path that doesn't depend on where relative ones start."""
     return os.path.join(ref.rules.media_dir or "", path)
 
 

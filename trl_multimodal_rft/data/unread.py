@@ -85,31 +85,6 @@ def check_columns(
     """
     Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded.
     No row is read of a stream, whose features count if they are known, nor of a dataset with a transform.
-
-    Args:
-        dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
-            What to look at.
-        name (`str`):
-            What messages call it.
-        ignored (`Collection[str]`, *optional*, defaults to `()`):
-            Columns whose media aren't for the prompt.
-        reads (`Collection[str]`, *optional*, defaults to `("prompt",)`):
-            Columns whose messages are read.
-        needs_prompt (`bool`, *optional*, defaults to `True`):
-            Whether there must be a column `prompt`.
-        extent (`str`, *optional*, defaults to `"all"`):
-            Whether these are `"all"` rows, or the `"first"` ones, which have no media where they don't even have a
-            column for them. Beside `"some"` others may have media, and there are warnings only.
-        takes (`Collection[str]`, *optional*, defaults to `()`):
-            Kinds of media that the model takes. A column whose texts all look like files of them counts as media.
-
-    Returns:
-        `str`: A warning, where a column that nothing reads holds media, or what looks like files of them; else `None`.
-
-    Raises:
-        `ValueError`: If there is no column `prompt`. The message names the likely one.
-        [`MediaError`]: If a column that nothing reads holds media, or what looks like files that the model takes, and
-            no row has others. The message names the likely column.
     """
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
@@ -146,18 +121,7 @@ def check_columns(
 
 
 def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
-    """
-    Checks that a row has a prompt.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The row.
-        place (`int`, *optional*):
-            Its place among others, for the error, if it isn't a [`~data.fetch.Row`].
-
-    Raises:
-        `ValueError`: If it has none.
-    """
+    """Checks that a row has a prompt."""
     if "prompt" not in row:
         raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row, row)}")
     if "solution" not in row and other_layout(row) == "verl":
@@ -165,18 +129,7 @@ def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
 
 
 def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> None:
-    """
-    Checks that reward functions can get the columns of a row by their names.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The row.
-        place (`int`, *optional*):
-            Its place among others, for the error, if it isn't a [`~data.fetch.Row`].
-
-    Raises:
-        `ValueError`: If a column is called like what they get of the model.
-    """
+    """Checks that reward functions can get the columns of a row by their names."""
     for column in ("prompts", "completions"):
         if column in row:
             raise ValueError(
@@ -186,16 +139,7 @@ def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> No
 
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
-    """
-    The layout of another tool that a row is in.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The row, or its features.
-
-    Returns:
-        `str`, *optional*: What `trl-multimodal-rft prepare` calls the layout, `None` if it is none that is known.
-    """
+    """The layout of another tool that a row is in."""
     needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
     for layout, columns in _LAYOUTS.items():
         column, keys = needed.get(layout, ("", set()))
@@ -205,18 +149,7 @@ def other_layout(row: Mapping[str, Any]) -> str | None:
 
 
 def prepared(layout: str, options: str = "") -> str:
-    """
-    How rows of another layout become ones that are taken.
-
-    Args:
-        layout (`str`):
-            What [`other_layout`] says.
-        options (`str`, *optional*, defaults to `""`):
-            Further options of the command.
-
-    Returns:
-        `str`: A clause.
-    """
+    """How rows of another layout become ones that are taken."""
     return f"convert its rows, which are those of {layout}, by `trl-multimodal-rft prepare {layout}{options}`"
 
 
@@ -238,16 +171,7 @@ def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
-    """
-    Checks `ignored_media_columns`.
-
-    Args:
-        columns (`Collection[str]`, *optional*):
-            Its value.
-
-    Raises:
-        `ValueError`: If it isn't a list, or names the prompt.
-    """
+    """Checks `ignored_media_columns`."""
     if isinstance(columns, str):
         raise ValueError(f"`ignored_media_columns` must be a list of names, got {columns!r}; write [{columns!r}].")
     if "prompt" in (columns or ()):
@@ -258,12 +182,7 @@ def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]])
     """
     Whether a dataset tells its columns before its rows are read.
 
-    Args:
-        dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `Sequence[dict]`):
-            The dataset.
-
-    Returns:
-        `bool`: `False` for a dataset with a transform, and for a stream without features.
+    Returns `False` for a dataset with a transform, and for a stream without features.
     """
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
@@ -336,18 +255,7 @@ def _lists_media(feature: Any) -> bool:
 
 
 def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """
-    What a feature is made of.
-
-    Args:
-        feature (`Any`):
-            Feature of a column, or a part of one; or a value.
-        key (`str`, *optional*, defaults to `""`):
-            Name of `feature`.
-
-    Yields:
-        `tuple[str, Any]`: The last key that leads there, and the part.
-    """
+    """What a feature is made of."""
     if isinstance(feature, (List, LargeList)):
         yield from feature_leaves(feature.feature, key)
     elif isinstance(feature, list):

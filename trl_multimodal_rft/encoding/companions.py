@@ -29,17 +29,6 @@ def companion_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedMode
 
     In a batch beside others, without a completion, it changes nothing for them, and gives the encoder of its kind a
     gradient that is exactly 0.
-
-    Args:
-        kind (`str`):
-            `"image"`, `"video"` or `"audio"`.
-        processor ([`~transformers.ProcessorMixin`]):
-            The model's processor.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        [`CompanionPrompt`]: The prompt.
     """
     (row,) = rows_to_messages([{"prompt": "-", kind: _MEDIA[kind]()}])
     return CompanionPrompt(**vars(encode_prompt(row["prompt"], processor, model)))

@@ -33,18 +33,12 @@ class Conversation(EncodedPrompt):
     A prompt together with what tools returned within one of its completions, where that holds media.
 
     What it inherits are the fields of the prompt alone, and the modalities of both.
-
-    Args:
-        prompt ([`EncodedPrompt`]):
-            The prompt, the same object for all its completions.
-        later ([`EncodedPrompt`]):
-            What follows the prompt, up to the end of the last result: token ids, fields, media and positions.
-        is_causal (`bool`):
-            Whether all tokens see what comes before them alone, so that the prompt is the same whatever follows it.
     """
 
-    prompt: EncodedPrompt
+    prompt: EncodedPrompt  # the prompt, the same object for all its completions
+    # What follows the prompt, up to the end of the last result: token ids, fields, media and positions
     later: EncodedPrompt
+    # Whether all tokens see what comes before them alone, so that the prompt is the same whatever follows it
     is_causal: bool
 
     @property
@@ -76,36 +70,7 @@ def encode_turn(
     keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
-    """
-    Encodes what tools returned as the chat template goes on with it after the assistant's turn.
-
-    Args:
-        history (`Sequence[dict]`):
-            The messages before, without the call.
-        results (`Sequence[dict]`):
-            Messages of the role `"tool"`, whose media blocks hold [`MediaRef`]s.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class with a chat template.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        ends (`Collection[str]`):
-            Tokens that end a turn, the last of which before the results is the model's own.
-        template_kwargs (`dict[str, Any]`):
-            Arguments for `apply_chat_template`.
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
-        keep_decoded (`bool`, *optional*, defaults to `False`):
-            Whether to keep the decoded media, for engines that process them themselves.
-        row (`int`, *optional*):
-            Index of the row in its batch, for errors.
-
-    Returns:
-        [`EncodedPrompt`]: The results up to where the assistant is to go on, without positions.
-
-    Raises:
-        [`MediaError`]: If a medium can't be decoded or encoded.
-        `ValueError`: If the chat template writes the messages before the results in another way once they are there.
-    """
+    """Encodes what tools returned as the chat template goes on with it after the assistant's turn."""
     before = [*history, called(results)]
     text, longer = (
         _written(each, processor, template_kwargs, end) for each, end in ((before, False), ([*before, *results], True))
@@ -144,16 +109,7 @@ def encode_turn(
 
 
 def called(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """
-    An assistant's message that calls tools, which stands for what was sampled.
-
-    Args:
-        results (`Sequence[dict]`):
-            What they returned, as messages.
-
-    Returns:
-        `dict`: The message.
-    """
+    """An assistant's message that calls tools, which stands for what was sampled."""
     calls = [{"type": "function", "function": {"name": each["name"], "arguments": {}}} for each in results]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -173,24 +129,7 @@ def so_far(
     model: PreTrainedModel,
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
 ) -> EncodedPrompt:
-    """
-    A prompt and a completion up to the end of its last result, as a prompt that is to be completed.
-
-    Args:
-        prompt ([`EncodedPrompt`]):
-            The prompt.
-        completion_ids (`list[int]`):
-            What follows it.
-        turns (`Sequence[tuple[int, EncodedPrompt]]`):
-            What tools returned, and where in the completion it starts.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model; gives the positions.
-        processor ([`~transformers.ProcessorMixin`], *optional*):
-            Its processor, if positions are those of vLLM.
-
-    Returns:
-        [`EncodedPrompt`]: All of it.
-    """
+    """A prompt and a completion up to the end of its last result, as a prompt that is to be completed."""
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
     fields = {}
@@ -241,22 +180,7 @@ def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -
 def conversation(
     prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]], whole: EncodedPrompt, is_causal: bool
 ) -> EncodedPrompt:
-    """
-    A completion's prompt, as it is scored with.
-
-    Args:
-        prompt ([`EncodedPrompt`]):
-            The prompt, which it shares with others.
-        turns (`Sequence[tuple[int, EncodedPrompt]]`):
-            What tools returned, and where in the completion it starts.
-        whole ([`EncodedPrompt`]):
-            What [`so_far`] made of them.
-        is_causal (`bool`):
-            See [`Conversation`].
-
-    Returns:
-        [`EncodedPrompt`]: A [`Conversation`] if a result holds media, else the prompt.
-    """
+    """A completion's prompt, as it is scored with."""
     shown = [turn for _, turn in turns if turn.media]
     if not shown:
         return prompt

@@ -17,19 +17,7 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 
 
 def check_model_folder(name: str, subfolder: str = "") -> None:
-    """
-    Refuses a path without a model.
-
-    Args:
-        name (`str`):
-            Name or folder of a model.
-        subfolder (`str`, *optional*):
-            Folder within it.
-
-    Raises:
-        `FileNotFoundError`: If it is a path, and there is no folder, or no model in it. The message names what is
-            missing and what is near.
-    """
+    """Refuses a path without a model."""
     folder = os.path.join(name, subfolder) if subfolder else name
     if not os.path.isdir(name):
         if os.path.isfile(name):
@@ -52,19 +40,7 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
 
 @contextmanager
 def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
-    """
-    Within the context, errors about files that can't be found name them and the folder.
-
-    Args:
-        name (`str`):
-            Name or folder of a model.
-        what (`str`, *optional*, defaults to `"model"`):
-            What is loaded.
-
-    Raises:
-        `OSError`: In the place of an error of transformers.
-        `ImportError`: In the place of one that doesn't name the extra.
-    """
+    """Within the context, errors about files that can't be found name them and the folder."""
     try:
         yield
     except ImportError as error:  # of transformers, which says how to install the package alone

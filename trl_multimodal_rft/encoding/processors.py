@@ -12,22 +12,6 @@ def load_processor(
 ) -> ProcessorMixin | PreTrainedTokenizerBase:
     """
     Loads a processor as it was saved. A `padding_side` or `truncation_side` here would reach more than the tokenizer.
-
-    Args:
-        name (`str`):
-            Name or folder of a model.
-        revision (`str`, *optional*):
-            Branch, tag or commit.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with the model is run.
-
-    Returns:
-        [`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]: The processor, or the tokenizer
-        of a model for text.
-
-    Raises:
-        `OSError`: If there is none.
-        `ValueError`: If it pads audio on the wrong side, see [`check_processor`].
     """
     with naming_what_is_missing(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -36,16 +20,7 @@ def load_processor(
 
 
 def check_processor(processor: ProcessorMixin | PreTrainedTokenizerBase | None) -> None:
-    """
-    Refuses a processor that pads audio on another side than it was made for. The tokenizer's sides don't matter.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
-            What encodes prompts.
-
-    Raises:
-        `ValueError`: If it does.
-    """
+    """Refuses a processor that pads audio on another side than it was made for. The tokenizer's sides don't matter."""
     for part in AUDIO_EXTRACTORS:
         extractor = getattr(processor, part, None)
         side, own = getattr(extractor, "padding_side", None), _own_side(extractor)

@@ -13,13 +13,6 @@ _LONGEST = 200  # characters of a text
 def summary(result: EvaluationResult) -> str:
     """
     Metrics, shares in per cent with their intervals, and some answers, wrong ones among them where there are any.
-
-    Args:
-        result ([`EvaluationResult`]):
-            Result.
-
-    Returns:
-        `str`: A line for each metric, and four for each answer.
     """
     metrics = result.metrics
     lines = []

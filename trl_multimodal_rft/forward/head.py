@@ -20,18 +20,10 @@ _SAME = 1e-5
 
 @dataclass(frozen=True)
 class HeadRule:
-    """
-    What a model does around its LM head: logits are scaled, then soft-capped.
+    """What a model does around its LM head: logits are scaled, then soft-capped."""
 
-    Args:
-        scale (`float`, *optional*, defaults to `1.0`):
-            Factor of the logits.
-        softcap (`float`, *optional*):
-            Largest logit, by `softcap * tanh(logit / softcap)`.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float = 1.0  # factor of the logits
+    softcap: float | None = None  # largest logit, by `softcap * tanh(logit / softcap)`
 
 
 def head_rule(model: PreTrainedModel) -> HeadRule | None:
@@ -41,12 +33,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     Its own forward is run between stand-ins for the backbone and the head, whose values are known. No weight takes
     part, so that they may be anywhere, or nowhere yet.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        [`HeadRule`] or `None`: The rule; `None` if it is another, such as logits that are left out, or not known.
+    Returns the rule; `None` if it is another, such as logits that are left out, or not known.
     """
     head, backbone = model.get_output_embeddings(), _backbone(model)
     # TRL projects with the weight, whatever the head's forward does, such as that of an adapter's layer. The wrapper
@@ -90,15 +77,7 @@ def add_fused_head(model: PreTrainedModel, **options: Any) -> bool:
     Adds TRL's fused LM head with what the model itself does around its head. TRL reads that from the config of the
     text model, where it may stand and not be done, or not stand and be done.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        options:
-            Further arguments of TRL's `add_fused_lm_head`.
-
-    Returns:
-        `bool`: Whether the fused head gives the log-probabilities of the model's own logits. Where it doesn't, score
-        with those, see [`~policy.Remedies`].
+    Returns whether the fused head gives the log-probabilities of the model's own logits.
     """
     rule = head_rule(model)
     config = model.config.get_text_config()
@@ -116,18 +95,7 @@ def scores_of_logits(
     """
     Log-probabilities of tokens and entropies of their distributions.
 
-    Args:
-        logits (`torch.Tensor`):
-            A model's own logits, shape `(..., V)`.
-        ids (`torch.Tensor`):
-            The tokens, shape `(...)`.
-        temperature (`float`):
-            Temperature of the distributions.
-        entropy_requires_grad (`bool`, *optional*, defaults to `True`):
-            Whether entropies have a gradient.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Both in float32, shape `(...)`.
+    Shapes: `logits` `(..., V)`, `ids` `(...)`; returns `(...)`.
     """
     logits = logits.float()
     if temperature < 1:

@@ -30,12 +30,6 @@ _INITIAL_STATES = {"initial_state", "initial_states"}
 class _States:
     """
     What a mixer is given for a cache. Caches of transformers copy states into buffers, which cuts off their gradient.
-
-    Args:
-        conv (`dict[int, torch.Tensor]`):
-            The last inputs of each convolution.
-        recurrent (`dict[int, torch.Tensor]`):
-            Other states.
     """
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
@@ -72,10 +66,6 @@ def install_prefix_states(model: PreTrainedModel) -> None:
     """
     Makes mixers with a state able to run packed rows. Without a [`PrefixLayout`] in the keyword arguments of the
     forward, they do what they did.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
     """
     for mixer in _mixers(model):
         # A method of the module, so that a copy of the module runs its own weights
@@ -86,12 +76,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
     """
     Why states of this model's layers can't be handed from a prompt to its completions.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        `str` or `None`: The reason, or `None` when they can, or there are none.
+    Returns the reason, or `None` when they can, or there are none.
     """
     mixers = _mixers(model)
     kinds = [
@@ -144,16 +129,7 @@ def _cache_name(mixer: nn.Module) -> str | None:
 
 @functools.cache
 def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
-    """
-    Names in the code of a class of modules, read once.
-
-    Args:
-        module_class (`type`):
-            The class.
-
-    Returns:
-        `tuple[frozenset[str], frozenset[str]]`: Functions and attributes, and keyword arguments.
-    """
+    """Names in the code of a class of modules, read once."""
     classes = [each for each in module_class.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
     functions = [f for each in classes for f in vars(each).values() if inspect.isfunction(f)]
     code = [inspect.unwrap(f).__code__ for f in functions]

@@ -76,17 +76,7 @@ class _Request(NamedTuple):
 
 
 def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
-    """
-    What vLLM is to be told to sample as transformers does.
-
-    Args:
-        config ([`~transformers.GenerationConfig`]):
-            How to sample: greedily, or by temperature, `top_p` and `top_k`; the most tokens, those that end a
-            completion, and those that may not be sampled.
-
-    Returns:
-        `dict[str, Any]`: Sampling parameters.
-    """
+    """What vLLM is to be told to sample as transformers does."""
     drawn = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
     return {
         **(drawn if config.do_sample else {"temperature": 0.0}),
@@ -101,17 +91,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     """
     TRL's engine for prompts with media, which are processed once for all completions that follow each other, and for
     all turns of a conversation.
-
-    Args:
-        engine_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `vllm.LLM` beside TRL's, over which they win. In server mode `dtype`, which the server must
-            have, too, and `revision` of the processor.
-        adapter ([`EngineAdapter`], *optional*):
-            Adapter, if TRL isn't to merge it into the weights.
-        adapter_folder (`str`, *optional*):
-            Folder through which a server gets the adapter, which it must see under the same path.
-        kwargs:
-            Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
     def __init__(
@@ -181,34 +160,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         sampling: dict[str, Any] | None = None,
         room: Sequence[int] | None = None,
     ) -> tuple:
-        """
-        Samples a completion of each prompt.
-
-        Args:
-            prompts (`Sequence[list[int]]`, `Sequence[dict]` or `Sequence[EncodedPrompt]`):
-                Each completion's prompt. Those of a group follow each other, and hold the same object. A dictionary is
-                what `vllm.LLM.generate` takes, with media of all kinds and placeholders that aren't expanded.
-            images (`Sequence[list]`, *optional*):
-                Images of prompts that are given as token ids, with placeholders that aren't expanded.
-            num_generations (`int`, *optional*, defaults to `1`):
-                As for TRL's method. Groups are told by the prompts.
-            profiler (`ContextManager`, *optional*):
-                Context in which the engine samples.
-            sampling (`dict[str, Any]`, *optional*):
-                Sampling parameters in place of all those of training. With a `seed`, completion `i` is drawn with
-                `seed + i`, and nothing that is drawn later depends on these.
-            room (`Sequence[int]`, *optional*):
-                How many tokens each completion may have, where these are fewer than those of training.
-
-        Returns:
-            `tuple`: Prompt ids with placeholders expanded, completion ids, log-probabilities and their token ids, as
-            TRL's method returns them.
-
-        Raises:
-            [`MediaError`]: If the engine makes other tokens of a prompt than the processing class, or if a prompt has
-                more media than the engine takes. The message names the row.
-            `ValueError`: If a prompt is too long for the engine. The message names the row.
-        """
+        """Samples a completion of each prompt."""
         options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = None if sampling is None else options.pop("seed", None)
         most = options["max_tokens"]
@@ -437,12 +389,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return adapter is not None and adapter.alone and (adapter.is_4bit or self.enable_sleep_mode)
 
     def sync_weights(self):
-        """
-        Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others.
-
-        Raises:
-            `RuntimeError`: If the engine, in colocate mode, leaves out weights.
-        """
+        """Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others."""
         adapter = self._adapter if self._adapter and self._adapter.alone else None
         is_first = self._adapter_request is None
         gives_weights = adapter is None or self._fills_beside_adapter and (is_first or self.enable_sleep_mode)

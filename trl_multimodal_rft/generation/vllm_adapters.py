@@ -31,20 +31,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineAdapter:
-    """
-    The LoRA adapter of a policy, as vLLM takes it: by itself, or merged into what weights of 4 bits stand for.
-
-    Args:
-        model ([`~peft.PeftModel`]):
-            The policy. Its adapter is all that is trained.
-        accelerator ([`~accelerate.Accelerator`]):
-            What trains it.
-        alone (`bool`, *optional*, defaults to `True`):
-            Whether it is given by itself.
-
-    Raises:
-        `ValueError`: If vLLM can't take the adapter so. The message names what it can't take, and the remedy.
-    """
+    """The LoRA adapter of a policy, as vLLM takes it: by itself, or merged into what weights of 4 bits stand for."""
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True):
         self._dist = DistributedBackend(accelerator)
@@ -97,15 +84,7 @@ class EngineAdapter:
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """
-        What the engine must be started with.
-
-        Returns:
-            `dict[str, Any]`: Arguments for `vllm.LLM`.
-
-        Raises:
-            `ValueError`: If the adapter's rank is larger than vLLM takes.
-        """
+        """What the engine must be started with."""
         # Trained on weights that lost bits, the adapter is right on these alone, and they are given in full
         in_full = {"quantization": None} if self.is_4bit else {}
         if not self.alone:
@@ -121,12 +100,7 @@ class EngineAdapter:
         return {**options, **in_full}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """
-        The weights without the adapter where that is given by itself, otherwise with it.
-
-        Yields:
-            `tuple[str, torch.Tensor]`: Name in memory and weight. One of 4 bits is what it stands for.
-        """
+        """The weights without the adapter where that is given by itself, otherwise with it."""
         adapted = {id(layer.get_base_layer().weight): layer for layer in self._layers.values()}
         for name, parameter in self._base.named_parameters():
             if "lora_" in name:
@@ -140,13 +114,7 @@ class EngineAdapter:
                 yield name.replace("base_layer.", ""), weight
 
     def write(self, folder: str | Path | None) -> None:
-        """
-        Writes the adapter as vLLM reads it. With ZeRO-3 all processes must call it.
-
-        Args:
-            folder (`str` or `Path`, *optional*):
-                Folder, which exists. `None` where another process writes.
-        """
+        """Writes the adapter as vLLM reads it. With ZeRO-3 all processes must call it."""
         tensors = {}
         with self._dist.gather_params([parameter for pair in self._pairs() for parameter in pair]):
             if folder is None:
@@ -163,20 +131,7 @@ class EngineAdapter:
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
     def replace_on_server(self, client: Any, folder: Path, last: Path | None) -> None:
-        """
-        Has a server sample with the adapter.
-
-        Args:
-            client ([`~trl.generation.vllm_client.VLLMClient`]):
-                The connection to it.
-            folder (`Path`):
-                Where the adapter was written, to a name that the server hasn't had.
-            last (`Path`, *optional*):
-                Where the one before was written, which is deleted.
-
-        Raises:
-            `RuntimeError`: If the server can't load it.
-        """
+        """Has a server sample with the adapter."""
         adapter = {"lora_name": folder.name, "lora_path": str(folder)}
         loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
         if not loaded.ok:

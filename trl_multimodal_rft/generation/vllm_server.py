@@ -38,21 +38,7 @@ _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 class ServerRequest(NamedTuple):
-    """
-    What a server is asked.
-
-    Args:
-        ids (`list[int]`):
-            Token ids of the prompt, placeholders expanded.
-        features (`dict[str, Any]`, *optional*):
-            What [`server_features`] made of its media.
-        count (`int`):
-            How many completions are wanted.
-        most (`int`):
-            How many tokens they may have.
-        seed (`int`, *optional*):
-            Seed of the first one.
-    """
+    """What a server is asked."""
 
     ids: list[int]
     features: dict[str, Any] | None
@@ -62,22 +48,7 @@ class ServerRequest(NamedTuple):
 
 
 def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
-    """
-    Refuses a server that would sample from another model, or can't be told what from.
-
-    Args:
-        client ([`~trl.generation.vllm_client.VLLMClient`]):
-            The connection to it.
-        info (`dict[str, Any]`):
-            Its configuration, as `client.get_server_info()` returns it.
-        config (`PretrainedConfig`):
-            Configuration of the trainer's model.
-        dtype (`str`):
-            What the trainer computes in, such as `"bfloat16"`.
-
-    Raises:
-        ValueError: If the trainer can't use the server. The message names what to start it with.
-    """
+    """Refuses a server that would sample from another model, or can't be told what from."""
     settings = info["model_config"]
     computed = settings["dtype"].removeprefix("torch.")
     version = client.session.get(f"{client.base_url}/version").json()["version"]
@@ -119,22 +90,7 @@ def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
 
 
 def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """
-    Makes of prompts what a server would, without an engine.
-
-    Args:
-        info (`dict[str, Any]`):
-            The server's configuration.
-        model (`str`):
-            Folder or name of the trainer's model, for its processor.
-        revision (`str`, *optional*):
-            Its revision.
-        trust_remote_code (`bool`):
-            Whether code in that folder may run.
-
-    Returns:
-        `vllm.renderers.BaseRenderer`: vLLM's renderer with the server's settings.
-    """
+    """Makes of prompts what a server would, without an engine."""
     settings = info["model_config"]
     media = settings["multimodal_config"] or {}
     args = EngineArgs(
@@ -154,15 +110,7 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     """
     What a server is sent beside the ids of a prompt.
 
-    Args:
-        rendered (`dict[str, Any]`):
-            The prompt, as vLLM's renderer returns it.
-
-    Returns:
-        `dict[str, Any]` or `None`: The features and where they go, `None` for a prompt without media.
-
-    Raises:
-        [`MediaError`]: If the model has tokens of text between those of a medium, which HTTP has no field for.
+    Returns the features and where they go, `None` for a prompt without media.
     """
     if "mm_kwargs" not in rendered:
         return None
@@ -192,16 +140,7 @@ def _range(place, kind: str) -> dict[str, int]:
 
 
 def joined(asked: list[ServerRequest]) -> list[ServerRequest]:
-    """
-    Requests that follow each other with the same prompt as one, since processes may share a group.
-
-    Args:
-        asked (`list[ServerRequest]`):
-            Those of all processes, in their order.
-
-    Returns:
-        `list[ServerRequest]`: The same, for as many completions.
-    """
+    """Requests that follow each other with the same prompt as one, since processes may share a group."""
     result: list[ServerRequest] = []
     for each in asked:
         if result and _of_same_prompt(result[-1], each):
@@ -219,21 +158,7 @@ def _of_same_prompt(one: ServerRequest, other: ServerRequest) -> bool:
 def server_completions(
     client: VLLMClient, asked: list[ServerRequest], options: dict[str, Any]
 ) -> list[tuple[list[int], list[float | None]]]:
-    """
-    Samples with a server.
-
-    Args:
-        client ([`~trl.generation.vllm_client.VLLMClient`]):
-            The connection to it.
-        asked (`list[ServerRequest]`):
-            What to sample.
-        options (`dict[str, Any]`):
-            Sampling parameters of all.
-
-    Returns:
-        `list[tuple[list[int], list[float]]]`: Token ids and log-probabilities of each completion, those of a request
-        one after the other.
-    """
+    """Samples with a server."""
 
     def sample(request: ServerRequest) -> list[tuple]:
         output: dict[str, Any] = client.generate(
@@ -253,16 +178,7 @@ def server_completions(
 
 
 def forget_media(client: VLLMClient) -> None:
-    """
-    Has a server forget what its encoders made, which it keeps by the medium alone (huggingface/trl#7198).
-
-    Args:
-        client ([`~trl.generation.vllm_client.VLLMClient`]):
-            The connection to it.
-
-    Raises:
-        RuntimeError: If it doesn't.
-    """
+    """Has a server forget what its encoders made, which it keeps by the medium alone (huggingface/trl#7198)."""
     response = client.session.post(f"{client.base_url}/reset_encoder_cache")
     if response.status_code != 200:
         raise RuntimeError(

@@ -12,12 +12,7 @@ _VERSIONS = SpecifierSet(">=0.27.1,<0.31")
 
 
 def engine_obstacle() -> str | None:
-    """
-    Why vLLM can't sample here.
-
-    Returns:
-        `str`, *optional*: What is missing, and the remedy. `None` where a version is installed that can.
-    """
+    """Why vLLM can't sample here."""
     remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"

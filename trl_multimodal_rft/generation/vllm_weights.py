@@ -19,18 +19,7 @@ from transformers.core_model_loading import (
 def checkpoint_weights(
     model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    Turns weights of a model in memory into those of its checkpoint.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        weights (`Iterable[tuple[str, torch.Tensor]]`):
-            Names and weights. A weight may change as soon as the next one is asked for.
-
-    Yields:
-        `tuple[str, torch.Tensor]`: Name and weight. Those that the checkpoint holds as one come last.
-    """
+    """Turns weights of a model in memory into those of its checkpoint."""
     joining = [each for each in _converters(model) if len(each.source_patterns) > 1]
     joined = {}
     for name, weight in weights:
@@ -42,18 +31,7 @@ def checkpoint_weights(
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
-    """
-    The name that a layer has in its model's checkpoint.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        name (`str`):
-            Dotted name of the layer in memory.
-
-    Returns:
-        `str`, *optional*: The name. `None` where the checkpoint holds the layer's weight in another shape.
-    """
+    """The name that a layer has in its model's checkpoint."""
     weight = f"{name}.weight"
     if any(_takes(each, weight) for each in _converters(model)):
         return None

@@ -14,10 +14,6 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     Puts a module and its parts into evaluation mode within the context, and back into the mode that each was in.
 
     Parts may be in another mode than the whole, as frozen encoders are.
-
-    Args:
-        module (`nn.Module`):
-            Module.
     """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -35,10 +31,6 @@ def fix_encoders(model: PreTrainedModel) -> None:
     Encoders such as that of Granite Speech would otherwise compute other features in each forward pass: completions
     would be scored on features that differ from those they were sampled on, and statistics would move while sampling.
     Their parts stay in training mode, which gradient checkpointing needs.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():

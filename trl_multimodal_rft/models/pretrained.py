@@ -21,18 +21,7 @@ SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """
-    The class that loads what is trained of a model, where that isn't all of it.
-
-    Args:
-        name (`str`):
-            Name or folder of a model.
-        kwargs:
-            Arguments of `from_pretrained`, of which those count that say where files are.
-
-    Returns:
-        `type`, *optional*: The class. `None` where the model's config names it.
-    """
+    """The class that loads what is trained of a model, where that isn't all of it."""
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
@@ -40,21 +29,7 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 
 
 def load_model(name: str, **kwargs) -> PreTrainedModel:
-    """
-    Loads what is trained of a model, as TRL loads a policy.
-
-    Args:
-        name (`str`):
-            Name or folder of a model.
-        kwargs:
-            Arguments of `from_pretrained`.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model.
-
-    Raises:
-        `OSError`: If there is no such model. The message names what is missing.
-    """
+    """Loads what is trained of a model, as TRL loads a policy."""
     check_model_folder(name, kwargs.get("subfolder", ""))
     with naming_what_is_missing(name):
         kwargs.setdefault("architecture", trained_part(name, **kwargs))
@@ -64,22 +39,7 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
 def load_trained(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs
 ) -> tuple[Any, ProcessorMixin | PreTrainedTokenizerBase]:
-    """
-    Loads what a trainer has saved, a model or an adapter, and what encodes its prompts.
-
-    Args:
-        name (`str`):
-            Name or folder of a model, or of an adapter, whose base is loaded, too.
-        revision (`str`, *optional*):
-            Branch, tag or commit.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with a model is run.
-        kwargs:
-            Arguments of `from_pretrained` for the model.
-
-    Returns:
-        `tuple`: The [`~transformers.PreTrainedModel`], or with an adapter the [`~peft.PeftModel`], and its processor.
-    """
+    """Loads what a trainer has saved, a model or an adapter, and what encodes its prompts."""
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
     if find_adapter_config_file(name, **source) is None:
@@ -96,21 +56,7 @@ def load_trained(
 
 
 def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """
-    Config of a model, and the class that is trained.
-
-    Args:
-        name (`str`):
-            Name on the Hub, folder, or file with a config.
-        kwargs:
-            Arguments of `from_pretrained` that say where files are.
-
-    Returns:
-        `tuple`: Both.
-
-    Raises:
-        `ValueError`: If there is no such config, or none of a model that can be trained.
-    """
+    """Config of a model, and the class that is trained."""
     try:
         part = trained_part(name, **kwargs)
         config_class: Any = transformers.AutoConfig if part is None else part.config_class

@@ -11,10 +11,6 @@ def keep_differentiable(model: nn.Module) -> None:
     On CPUs with AVX512-BF16, bitsandbytes packs the weights of a layer for inference at the first forward in
     evaluation mode, such as sampling, and never takes that back: layers then pass no gradient on to those below,
     without a word.
-
-    Args:
-        model (`nn.Module`):
-            Model, changed in place. Without 4-bit layers nothing happens.
     """
     for module in model.modules():
         if _is_4bit(module):
@@ -22,16 +18,7 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def is_4bit(model: nn.Module) -> bool:
-    """
-    Whether a model has 4-bit weights.
-
-    Args:
-        model (`nn.Module`):
-            Model.
-
-    Returns:
-        `bool`: Whether it has.
-    """
+    """Whether a model has 4-bit weights."""
     return any(map(_is_4bit, model.modules()))
 
 

@@ -9,21 +9,7 @@ from ..families import family_of
 
 
 def find_tower(model: PreTrainedModel, modality: str) -> str:
-    """
-    Finds the encoder of a modality.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        modality (`str`):
-            `"image"` or `"audio"`.
-
-    Returns:
-        `str`: Dotted name of the module.
-
-    Raises:
-        `ValueError`: If the model has no such encoder.
-    """
+    """Finds the encoder of a modality."""
     other = family_of(model).towers.get(modality)
     if other is not None:
         return other
@@ -40,12 +26,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
 def freeze_as_built(model: PreTrainedModel) -> None:
     """
     Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's
-    encoder:
-    `from_pretrained` makes every weight one to train.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model that was loaded.
+    encoder: `from_pretrained` makes every weight one to train.
     """
     if is_deepspeed_zero3_enabled():  # which loads weights in place
         return

@@ -13,18 +13,7 @@ from transformers import PreTrainedModel
 
 
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
-    """
-    The model within wrappers of the engine and of PEFT.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`], *optional*):
-            What prepared the model, if anything did.
-        model (`torch.nn.Module`):
-            Model.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model itself.
-    """
+    """The model within wrappers of the engine and of PEFT."""
     if isinstance(model, PreTrainedModel):
         return model  # nothing is around it; Accelerate looks through all installed packages to tell
     own: Any = model if accelerator is None else accelerator.unwrap_model(model)
@@ -39,15 +28,7 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
     A model that merges media and holds a language model with its head has no backbone whose outputs they are. They are
     taken at its head then, which leaves out what the head leaves out.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        instead_of_logits (`bool`, *optional*, defaults to `False`):
-            Whether a model without a backbone gives them away as one does, for TRL's fused head, and computes the
-            logits of no token but the last.
-
-    Returns:
-        `list[torch.Tensor]`: The states of each forward, shape `(B, S, hidden_size)`.
+    Shapes: returns `(B, S, hidden_size)`.
     """
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()
@@ -77,30 +58,12 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
 def is_whole(accelerator: Accelerator) -> bool:
     """
     Whether processes run forwards without each other: all hold all weights, and no engine stands between.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The processes.
-
-    Returns:
-        `bool`: Whether they do.
     """
     engines = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
     return all(engine is None for engine in engines)
 
 
 def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
-    """
-    What a model computes in: that of mixed precision, or else its own.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            What prepared the model.
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-
-    Returns:
-        `torch.dtype`: The dtype.
-    """
+    """What a model computes in: that of mixed precision, or else its own."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return autocast.get(accelerator.mixed_precision, model.dtype)

@@ -158,16 +158,7 @@ class CompactLogCallback(TrainerCallback):
 
 
 def waiting_display(trainer: Any) -> CompactLogCallback | None:
-    """
-    The display of a trainer that hasn't shown an example yet.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer.
-
-    Returns:
-        [`CompactLogCallback`], *optional*: The callback, on the main process only.
-    """
+    """The display of a trainer that hasn't shown an example yet."""
     for callback in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
         if isinstance(callback, CompactLogCallback) and callback._needs_example:
             return callback
@@ -178,16 +169,7 @@ def waiting_display(trainer: Any) -> CompactLogCallback | None:
 
 
 def model_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """
-    Parameters of a model's parts.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model of a trainer, without the wrappers of an engine.
-
-    Returns:
-        `dict[str, tuple[int, int]]`: How many parameters each part has, and how many of them are trained.
-    """
+    """Parameters of a model's parts."""
     base: Any = unwrapped(None, model)
     adapter = getattr(getattr(model, "base_model", None), "prefix", None) or "lora_"
     encoders = {}
@@ -232,16 +214,7 @@ def _size(parameter: Any) -> int:
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]]) -> list[str]:
-    """
-    Writes parts of a model.
-
-    Args:
-        parts (`Mapping[str, tuple[int, int]]`):
-            Of [`model_parts`].
-
-    Returns:
-        `list[str]`: A line for each, and one for all.
-    """
+    """Writes parts of a model."""
     total, trained = (sum(each) for each in zip(*parts.values(), strict=True))
     return [f"  {label:<15}{_count(n):>8}  {_trained(n, t)}" for label, (n, t) in parts.items()] + [
         f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"
@@ -263,16 +236,7 @@ def _count(number: int) -> str:
 
 
 def described_media(messages: Any) -> dict[str, list[str | None]]:
-    """
-    Says how long or large media are.
-
-    Args:
-        messages (`Any`):
-            Messages with references to media.
-
-    Returns:
-        `dict[str, list[str | None]]`: By kind, in the order of the prompt; `None` where that can't be read.
-    """
+    """Says how long or large media are."""
     described: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
         try:
@@ -299,22 +263,7 @@ def prompt_text(
     placeholders: Mapping[str, set[int]],
     media: Mapping[str, Sequence[str | None]],
 ) -> str:
-    """
-    Decodes token ids, with `<audio: 13 tokens, 0.62 s>` for the placeholders of a medium.
-
-    Args:
-        input_ids (`Sequence[int]`):
-            Token ids.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer.
-        placeholders (`Mapping[str, set[int]]`):
-            Ids of placeholders by kind of media.
-        media (`Mapping[str, Sequence[str | None]]`):
-            Of [`described_media`].
-
-    Returns:
-        `str`: The text.
-    """
+    """Decodes token ids, with `<audio: 13 tokens, 0.62 s>` for the placeholders of a medium."""
     ids, spans = list(map(int, input_ids)), []
     for kind, own in placeholders.items():
         described = media.get(kind, ())
@@ -358,16 +307,7 @@ def _shortened(text: str) -> str:
 
 
 def metric_parts(logs: Mapping[str, Any]) -> list[str]:
-    """
-    The metrics of a log that tell how a run does.
-
-    Args:
-        logs (`Mapping[str, Any]`):
-            What a trainer logs, of an evaluation without prefixes.
-
-    Returns:
-        `list[str]`: Such as `["reward 0.31 ± 0.40", "accuracy 0.12", "length 3.0, 80 % clipped"]`.
-    """
+    """The metrics of a log that tell how a run does."""
     parts = []
     rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
     if "reward" in logs:
@@ -400,18 +340,7 @@ def metric_parts(logs: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_parts(logs: Mapping[str, Any], datasets: Any) -> list[str]:
-    """
-    The same of an evaluation.
-
-    Args:
-        logs (`Mapping[str, Any]`):
-            What a trainer logs.
-        datasets (`Any`):
-            The trainer's dataset, or several by their names.
-
-    Returns:
-        `list[str]`: Parts, of which the first begins with `eval`.
-    """
+    """The same of an evaluation."""
     names = [name for name in (datasets if isinstance(datasets, dict) else ()) if f"eval_{name}_runtime" in logs]
     prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
     plain = {}

@@ -71,24 +71,6 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
 
     Of more than 60 logs a curve is drawn thin, and thick its exponential moving average over a fortieth of them. The
     number at a panel's corner, or at a curve's name, is the last value.
-
-    Args:
-        log_history (`list[dict]`):
-            The `log_history` of a [`~transformers.TrainerState`].
-        title (`str`, *optional*):
-            Title of the picture.
-
-    Returns:
-        [`~matplotlib.figure.Figure`]: The picture, 1200 pixels wide, which pyplot knows nothing of.
-
-    Raises:
-        `ValueError`: If nothing of this was logged.
-        `ImportError`: If matplotlib is missing.
-
-    Example:
-    ```python
-    figure_of(trainer.state.log_history).savefig("curves.png")
-    ```
     """
     figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
     panels = _panels(log_history)
@@ -147,13 +129,6 @@ def smoothed(values: "pd.Series") -> "pd.Series":
 
     A value of age $i$ has the weight $(1 - \frac{2}{s + 1})^i$ in a mean over all values so far, where $s$ is the
     fortieth.
-
-    Args:
-        values ([`~pandas.Series`]):
-            Values in their order; `NaN` counts as missing.
-
-    Returns:
-        [`~pandas.Series`]: As many values.
     """
     return values.ewm(span=max(len(values) / 40, 1), ignore_na=True).mean()
 

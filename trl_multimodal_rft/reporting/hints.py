@@ -12,18 +12,7 @@ logger = get_logger(__name__)
 
 
 def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
-    """
-    How long rewards have not told completions apart.
-
-    Args:
-        history (`list[dict[str, Any]]`):
-            Logs of a trainer.
-        grouped (`bool`):
-            Whether completions are compared with those of the same prompt, or else with all.
-
-    Returns:
-        `int`: Latest steps in a row with completions of whose rewards the logs say that they were equal.
-    """
+    """How long rewards have not told completions apart."""
     if grouped:
         return _steps(history, "reward", lambda logs: logs["frac_reward_zero_std"] == 1)
     return _steps(history, "reward", lambda logs: _is_constant(logs["reward"], logs["reward_std"]))
@@ -33,13 +22,6 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
     """
     Reward functions that have given all completions of a run the same reward. One that tells nothing apart any more,
     such as that of a form which the model has learned, is none of them.
-
-    Args:
-        history (`list[dict[str, Any]]`):
-            Logs of a trainer.
-
-    Returns:
-        `dict[str, tuple[int, float]]`: By the name of a function the number of steps, and the reward.
     """
     found = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
@@ -69,15 +51,7 @@ def _is_constant(mean: float | None, std: float | None) -> bool:
 
 
 class EqualRewardsHint(TrainerCallback):
-    """
-    Says once that all rewards have been equal for some steps, and once of each function whose own have.
-
-    Args:
-        grouped (`bool`):
-            See [`steps_without_signal`].
-        patience (`int`, *optional*, defaults to `8`):
-            For how many steps.
-    """
+    """Says once that all rewards have been equal for some steps, and once of each function whose own have."""
 
     def __init__(self, grouped: bool, patience: int = 8):
         self.grouped, self.patience = grouped, patience

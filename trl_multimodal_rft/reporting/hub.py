@@ -36,54 +36,18 @@ _LATER = (408, 429, 500, 502, 503, 504)
 
 
 def private_files(args) -> list[str]:
-    """
-    Patterns of the files that hold prompts, completions and media of the dataset in the output folder.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments of the trainer.
-
-    Returns:
-        `list[str]`: The tables of completions, and the files of TensorBoard if these show the tables.
-    """
+    """Patterns of the files that hold prompts, completions and media of the dataset in the output folder."""
     return ["completions/*", "*tfevents*"] if getattr(args, "log_completions", False) else ["completions/*"]
 
 
 def how_to_upload(repo: str, folder: str, patterns: Sequence[str], private: bool) -> str:
-    """
-    A command that publishes a folder as a trainer does.
-
-    Args:
-        repo (`str`):
-            Repository.
-        folder (`str`):
-            Output folder of the trainer.
-        patterns (`Sequence[str]`):
-            Patterns of what stays here.
-        private (`bool`):
-            Whether a repository that it makes is private.
-
-    Returns:
-        `str`: The command.
-    """
+    """A command that publishes a folder as a trainer does."""
     excluded = [word for pattern in (*_NEVER, *patterns) for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 
 
 def explain(error: BaseException, repo: str) -> OSError | None:
-    """
-    What an error of the Hub means.
-
-    Args:
-        error (`BaseException`):
-            The error, which may have come from another.
-        repo (`str`):
-            What was to be published to.
-
-    Returns:
-        `OSError` or `None`: A `PermissionError` if there is no token or the Hub refuses it, a `ConnectionError` if it
-        can't be reached or is out of service; `None` for other errors.
-    """
+    """What an error of the Hub means."""
     cause: BaseException | None = error
     while cause is not None:
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
@@ -108,19 +72,7 @@ def explain(error: BaseException, repo: str) -> OSError | None:
 
 @contextmanager
 def explained(repo: str, then: str):
-    """
-    Turns errors of the Hub within the context into ones that say what to do.
-
-    Args:
-        repo (`str`):
-            What is to be published to.
-        then (`str`):
-            What else to do; other errors get it as a note.
-
-    Raises:
-        `PermissionError`: If there is no token, or the Hub refuses it.
-        `ConnectionError`: If the Hub can't be reached.
-    """
+    """Turns errors of the Hub within the context into ones that say what to do."""
     try:
         yield
     except Exception as error:

@@ -42,22 +42,7 @@ PromptMedia = dict[str, list[EncodedMedium]]
 
 
 def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
-    """
-    Encodes the media of a prompt for logs.
-
-    Args:
-        refs (`list[MediaRef]`):
-            What the prompt holds, in order, and what tools returned.
-        max_bytes (`float`):
-            How many bytes all of them may take.
-
-    Returns:
-        `dict[str, list[EncodedMedium]]`: The media by the column of the dataset; those that come in the messages are
-        under the plural of their kind, those of tools under `tool_images`, `tool_audios` and `tool_videos`.
-
-    Raises:
-        [`~data.columns.MediaError`], `ImportError`: As [`encode_medium`].
-    """
+    """Encodes the media of a prompt for logs."""
     media: PromptMedia = {}
     for ref in refs:
         name = ref.column.split("[")[0]
@@ -75,18 +60,6 @@ class MediaLog:
 
     Rows are counted over all processes since the start, as TRL gathers them: batch by batch, in each of them process
     by process. Nothing is decoded before [`gather`], and nothing is kept longer than TRL keeps the texts.
-
-    Args:
-        n_rows (`int`):
-            How many rows TRL's logs hold.
-        max_prompts (`int` or `None`):
-            How many prompts are logged with their media. `None` means all, 0 that nothing is said of others.
-        max_megabytes (`float`):
-            How much the media of a prompt may take.
-        process_index (`int`):
-            Number of this process.
-        num_processes (`int`):
-            How many there are.
     """
 
     def __init__(
@@ -111,17 +84,7 @@ class MediaLog:
         self.logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
-        """
-        Remembers a batch.
-
-        Args:
-            prompts (`list`):
-                This process's prompts, once for each completion, as texts or messages that hold [`MediaRef`]s.
-            group_size (`int`):
-                How many completions of all processes follow each other that share a prompt.
-            completions (`list`, *optional*):
-                Their completions, as messages in which what tools returned holds [`MediaRef`]s.
-        """
+        """Remembers a batch."""
         start, total = self.n_seen, len(prompts) * self.num_processes
         self.n_seen += total
         first_kept = self.n_seen - self.n_rows
@@ -190,56 +153,19 @@ class MediaLog:
 
 
 def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
-    """
-    Makes a table of TRL's logs, with the columns of TRL.
-
-    Args:
-        logs (`dict[str, Any]`):
-            `_logs` of TRL's trainers, without media.
-        step (`int`):
-            The optimizer step.
-
-    Returns:
-        `pandas.DataFrame`: A row for each completion.
-    """
+    """Makes a table of TRL's logs, with the columns of TRL."""
     table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
     return pd.DataFrame({**table, **logs["rewards"], **logs["extra"], "advantage": logs["advantages"]})
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
-    """
-    Names the columns that hold the media.
-
-    Args:
-        frame (`pandas.DataFrame`):
-            The other columns.
-        media (`list[PromptMedia]`):
-            What each row holds.
-        columns (`Iterable[str]`, *optional*):
-            Columns of the dataset, of which those of media are there even if no row holds any.
-
-    Returns:
-        `dict[str, str]`: For each column of the dataset its name in the table, which is the same unless a reward
-        function has taken it.
-    """
+    """Names the columns that hold the media."""
     found = set(columns).union(*media)
     return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in found}
 
 
 def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, columns: Iterable[str] = ()) -> None:
-    """
-    Writes a table as `datasets` reads it: media are embedded, with their features.
-
-    Args:
-        frame (`pandas.DataFrame`):
-            A row for each completion.
-        media (`list[PromptMedia]`):
-            What each row holds. Columns of one medium become a feature, those of several a list of it.
-        path (`Path`):
-            The file, which is replaced if it exists.
-        columns (`Iterable[str]`, *optional*):
-            Columns of the dataset, see [`media_columns`]. With them, the files of all steps have the same columns.
-    """
+    """Writes a table as `datasets` reads it: media are embedded, with their features."""
     table = pa.Table.from_pandas(frame)
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
@@ -295,21 +221,7 @@ def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -
 
 
 def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
-    """
-    Makes what wandb shows.
-
-    Args:
-        frame (`pandas.DataFrame`):
-            A row for each completion, with texts.
-        media (`list[PromptMedia]`):
-            What each row holds.
-        folder (`Path`):
-            Where the media are put until they are logged.
-
-    Returns:
-        `dict[str, Any]`: What is to be logged: a table whose cells hold a medium each, which wandb shows and plays.
-        The column `images` becomes `images_0`, `images_1` and so on.
-    """
+    """Makes what wandb shows."""
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
@@ -329,17 +241,6 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     """
     Makes what trackio shows. Cells of its tables show pictures, and don't play: those of audio hold the names under
     which the sounds are beside the table, those of videos some frames, with the videos beside the table, too.
-
-    Args:
-        frame (`pandas.DataFrame`):
-            A row for each completion, with texts.
-        media (`list[PromptMedia]`):
-            What each row holds.
-        folder (`Path`):
-            Where the media are put until they are logged.
-
-    Returns:
-        `dict[str, Any]`: What is to be logged: the table, and sounds and videos by their name.
     """
     trackio = require_module("trackio", "logging")
     played = {}
@@ -361,19 +262,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
 
 
 def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
-    """
-    Writes the table as text, and media under the names that it holds: images, sounds, and frames of videos.
-
-    Args:
-        writer (`torch.utils.tensorboard.SummaryWriter`):
-            The writer.
-        frame (`pandas.DataFrame`):
-            A row for each completion, with texts.
-        media (`list[PromptMedia]`):
-            What each row holds.
-        step (`int`):
-            The optimizer step.
-    """
+    """Writes the table as text, and media under the names that it holds: images, sounds, and frames of videos."""
 
     def cell(found):
         for medium, label in found:
@@ -403,12 +292,6 @@ def log_completions(trainer, log: MediaLog) -> None:
     """
     Prints the table of completions, writes it to the output folder and sends it where the metrics go. Main process
     only.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            The trainer, whose logs it takes.
-        log ([`MediaLog`]):
-            The media of these logs.
     """
     args, step = trainer.args, trainer.state.global_step
     if log.logged == (step, log.n_seen):  # at the end of training, which logs once more

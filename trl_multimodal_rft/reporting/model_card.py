@@ -79,32 +79,14 @@ _MEDIA = {
 
 
 def in_text(name: str) -> str:
-    """
-    Writes a name that others gave: as it is, but no Markdown, HTML, link or template, and without credentials.
-
-    Args:
-        name (`str`):
-            Such as that of a dataset.
-
-    Returns:
-        `str`: One line of Markdown that shows the name.
-    """
+    """Writes a name that others gave: as it is, but no Markdown, HTML, link or template, and without credentials."""
     name = without_credentials(" ".join(name.split()))
     letters = [each if each.isalnum() or each in " _-/." else f"&#{ord(each)};" for each in name]
     return re.sub(r"(?i)(www)\.", r"\1&#46;", "".join(letters))
 
 
 def in_code(name: str) -> str:
-    """
-    Writes a name that others gave as code, see [`in_text`].
-
-    Args:
-        name (`str`):
-            Such as that of a column.
-
-    Returns:
-        `str`: One line of Markdown.
-    """
+    """Writes a name that others gave as code, see [`in_text`]."""
     name = without_credentials(name)
     return f"`{name}`" if re.fullmatch(r"[\w .,:=()\[\]'\"/+*?-]+", name) else f"<code>{in_text(name)}</code>"
 
@@ -112,15 +94,6 @@ def in_code(name: str) -> str:
 def linked_repository(name: str, kind: str = "") -> str:
     """
     Links a repository on the Hub. Of a path on this machine only the last part is shown, and other names as they are.
-
-    Args:
-        name (`str`):
-            Name of a model or a dataset.
-        kind (`str`, *optional*, defaults to `""`):
-            `"datasets/"` for a dataset.
-
-    Returns:
-        `str`: Markdown.
     """
     if is_hub_name(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
@@ -131,27 +104,13 @@ def task_of(kinds: set[str]) -> str | None:
     """
     Task of a model on the Hub.
 
-    Args:
-        kinds (`set[str]`):
-            Media that its prompts have.
-
-    Returns:
-        `str` or `None`: The task, `None` for text alone.
+    Returns the task, `None` for text alone.
     """
     return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
 
 
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """
-    What a prompt says, without its media.
-
-    Args:
-        prompt (`str` or `list[dict]`):
-            Text, or messages.
-
-    Returns:
-        `tuple[tuple[str, str]]`: Role and text of each message.
-    """
+    """What a prompt says, without its media."""
     if isinstance(prompt, str):
         return (("user", prompt),)
     contents = [(message["role"], message.get("content") or "") for message in prompt]
@@ -162,16 +121,7 @@ def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str]
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """
-    Accuracy on rows that weren't trained on, where [`GenerationEvalCallback`] measured it.
-
-    Args:
-        history (`list[dict[str, Any]]`):
-            Logs of a trainer.
-
-    Returns:
-        `list[tuple[str, str]]`: A name and what was measured last, or nothing.
-    """
+    """Accuracy on rows that weren't trained on, where [`GenerationEvalCallback`] measured it."""
     measured = [logs for logs in history if "eval_accuracy" in logs]
     if not measured:
         return []
@@ -186,20 +136,7 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
-    """
-    The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`].
-
-    Args:
-        history (`list[dict[str, Any]]`):
-            Logs of a trainer.
-        task (`str`, *optional*):
-            Task of the model on the Hub.
-        dataset (`str`, *optional*):
-            Name of the dataset on the Hub, if it is there.
-
-    Returns:
-        `list[EvalResult]`, *optional*: One result, `None` where nothing was measured.
-    """
+    """The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
     measured = [logs for logs in history if "eval_accuracy" in logs]
     if not measured:
         return None
@@ -228,30 +165,7 @@ def quick_start(
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """
-    Code that asks a model about files, complete but for the files.
-
-    Args:
-        model_class (`str`):
-            Class of transformers.
-        folder (`str`):
-            Folder or repository of the model, or of its adapter.
-        kinds (`Sequence[str]`):
-            Media of a question, of `"image"`, `"audio"` and `"video"`.
-        max_new_tokens (`int`):
-            Length of a completion at most.
-        base_model (`str`, *optional*):
-            Folder or repository of the model without its adapter, where there is one.
-        rate (`int`, *optional*):
-            Samples per second of audio.
-        template_kwargs (`dict[str, Any]`, *optional*):
-            Arguments of the chat template.
-        conversation (`list[tuple[str, str]]`, *optional*):
-            Role and text of each message, the last of which has the media.
-
-    Returns:
-        `str`: The code.
-    """
+    """Code that asks a model about files, complete but for the files."""
     processor = "AutoProcessor" if kinds else "AutoTokenizer"
     imports = [line for kind in kinds for line in _MEDIA[kind][0]]
     reads = [line.format(rate=rate) for kind in kinds for line in _MEDIA[kind][1]]
@@ -292,17 +206,7 @@ def quick_start(
 
 
 def write_card(trainer, model_name: str | None, dataset_name: str | None) -> None:
-    """
-    Writes the card of a model over that of TRL, whose metadata it keeps, in the output folder.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            Trainer of the model.
-        model_name (`str`, *optional*):
-            Name of the model.
-        dataset_name (`str`, *optional*):
-            Name of the dataset.
-    """
+    """Writes the card of a model over that of TRL, whose metadata it keeps, in the output folder."""
     path, kinds = Path(trainer.args.output_dir, "README.md"), trainer._kinds_seen
     history, name = trainer.state.log_history, model_name or Path(trainer.args.output_dir).name
     loaded_from = get_config_model_id(trainer.model.config)
@@ -380,16 +284,7 @@ def _reports() -> list[tuple[str, str]]:
 
 
 def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """
-    How a model was trained: advantages, loss, divergence, tokens, rewards, sampling.
-
-    Args:
-        options (`dict[str, Any]`):
-            Options of the config by name. Not every config has all of them.
-
-    Returns:
-        `list[tuple[str, str]]`: Names and values in Markdown, with links to papers.
-    """
+    """How a model was trained: advantages, loss, divergence, tokens, rewards, sampling."""
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:

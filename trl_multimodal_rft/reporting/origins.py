@@ -17,12 +17,7 @@ def is_hub_name(name: str) -> bool:
     """
     Tells names of repositories on the Hub from folders, which are read first where there are both.
 
-    Args:
-        name (`str`):
-            Name or path of a model or a dataset.
-
-    Returns:
-        `bool`: Whether it is written `owner/name`, and is no path here.
+    Returns whether it is written `owner/name`, and is no path here.
     """
     return _REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
 
@@ -33,13 +28,6 @@ def base_metadata(name: str) -> dict[str, str]:
 
     The license is that of the model's own card, in its folder or in the Hub's cache. The folder of a model that this
     package trained knows its base from there, too.
-
-    Args:
-        name (`str`):
-            Name or folder that the model was loaded from, empty for none.
-
-    Returns:
-        `dict[str, str]`: Those of `base_model`, `license`, `license_name` and `license_link` that are known.
     """
     on_hub = is_hub_name(name)
     if on_hub:

@@ -9,13 +9,7 @@ from trl.trainer.utils import nanmax, nanmin
 
 
 class PendingMetrics:
-    """
-    Numbers of this process that wait for those of the others.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the processes.
-    """
+    """Numbers of this process that wait for those of the others."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -25,43 +19,17 @@ class PendingMetrics:
         """
         Adds a metric.
 
-        Args:
-            take (`Callable`):
-                What gets the result, such as a list's `append`.
-            numbers (`torch.Tensor`):
-                This process's part, a scalar or of shape `(K,)`.
-            combine (`Callable`):
-                From the parts of all processes, `(P,)` or `(P, K)`, to a scalar.
+        Shapes: `numbers` `(K,)`, `combine` `(P,)`.
         """
         self._pending.append((take, numbers.detach(), combine))
 
     def add_token_mean(self, take: Callable[[float], None], values: torch.Tensor, mask: torch.Tensor) -> None:
-        """
-        Adds a mean over valid tokens.
-
-        Args:
-            take (`Callable`):
-                What gets the result.
-            values (`torch.Tensor`):
-                A value per token.
-            mask (`torch.Tensor`):
-                1 on valid tokens.
-        """
+        """Adds a mean over valid tokens."""
         total = torch.where(mask.bool(), values, 0).sum()
         self.add(take, torch.stack([total, mask.sum().float()]), _ratio)
 
     def add_extreme(self, take: Callable[[float], None], values: torch.Tensor, largest: bool) -> None:
-        """
-        Adds the smallest or the largest of the values that aren't NaN, or NaN if all are.
-
-        Args:
-            take (`Callable`):
-                What gets the result.
-            values (`torch.Tensor`):
-                Values, at least one.
-            largest (`bool`):
-                Which of the two.
-        """
+        """Adds the smallest or the largest of the values that aren't NaN, or NaN if all are."""
         # TRL's functions would wait for the device here
         nan = values.isnan()
         best = torch.where(nan, -torch.inf, values).max() if largest else torch.where(nan, torch.inf, values).min()

@@ -30,25 +30,7 @@ def reward_arguments(
     rows: Sequence[dict[str, Any]],
     completions: Sequence[list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """
-    What reward functions get, by the names that TRL's trainers give it.
-
-    Args:
-        prompts (`Sequence`):
-            Each completion's prompt, text or messages.
-        texts (`Sequence[str]`):
-            The completions, which become messages where prompts are.
-        ids (`Sequence[Sequence[int]]`):
-            Their ids.
-        rows (`Sequence[dict]`):
-            Each completion's dataset row.
-        completions (`Sequence[list[dict]]`, *optional*):
-            The completions' messages. By default one of the text, where prompts are messages.
-
-    Returns:
-        `dict`: `prompts`, `completions` and `completion_ids`, and the columns of the rows. What the model made isn't
-        replaced by a column of the same name.
-    """
+    """What reward functions get, by the names that TRL's trainers give it."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
     if completions is None and is_conversational({"prompt": prompts[0]}):
         completions = [[{"role": "assistant", "content": text}] for text in texts]
@@ -71,35 +53,7 @@ def call_rewards(
     media_rules: MediaRules = DEFAULT_RULES,
     completions: Sequence[list[dict[str, Any]]] | None = None,
 ) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
-    """
-    Calls reward functions as TRL's trainers do, outside of one.
-
-    Args:
-        reward_funcs (`Sequence[Callable]`):
-            Functions of different names, see [`~rewards.checks.checked_reward`].
-        prompts (`Sequence`):
-            Each completion's prompt, text or messages.
-        texts (`Sequence[str]`):
-            The completions.
-        ids (`Sequence[Sequence[int]]`):
-            Their ids.
-        rows (`Sequence[dict]`):
-            Each completion's dataset row, whose columns the functions get.
-        trainer_state ([`~transformers.TrainerState`], *optional*):
-            State of the trainer, if there is one.
-        loop (`asyncio.AbstractEventLoop`, *optional*):
-            Where async functions run, see [`reward_loop`].
-        media_rules ([`~data.rules.MediaRules`], *optional*):
-            What functions obey that open media.
-        completions (`Sequence[list[dict]]`, *optional*):
-            The completions' messages, see [`reward_arguments`].
-
-    Returns:
-        `tuple`: Rewards by function, columns that they logged, and metrics that they logged, by name.
-
-    Raises:
-        `ValueError`: If a logged column has another number of values than there are completions.
-    """
+    """Calls reward functions as TRL's trainers do, outside of one."""
     extras: dict[str, list] = {}
     metrics: list[tuple[str, float]] = []
     arguments = {
@@ -131,13 +85,7 @@ def call_rewards(
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """
-    An event loop where a function is async, in a thread, since one may run here already, as in a notebook.
-
-    Args:
-        reward_funcs (`Sequence[Callable]`):
-            Reward functions.
-    """
+    """An event loop where a function is async, in a thread, since one may run here already, as in a notebook."""
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

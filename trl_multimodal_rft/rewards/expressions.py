@@ -30,18 +30,6 @@ def equal(answer: str, reference: str) -> bool:
     Compares two expressions with math-verify, from any thread.
 
     The process that does it is started by the first call, and ends with this one.
-
-    Args:
-        answer (`str`):
-            Expression in LaTeX or plain text.
-        reference (`str`):
-            What it should be.
-
-    Returns:
-        `bool`: Whether they are equal. `False` if that can't be told in [`LIMIT`] seconds.
-
-    Raises:
-        `RuntimeError`: If the process doesn't start.
     """
     return _comparer(os.getpid()).equal(answer, reference)
 

@@ -33,20 +33,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
-    """
-    Reward functions by their names.
-
-    Args:
-        names (`Sequence[str]`):
-            Names of functions in `trl_multimodal_rft.rewards`, those of TRL's that its command takes, or dotted paths,
-            also from the working directory.
-
-    Returns:
-        `list[Callable]`: The functions.
-
-    Raises:
-        `ValueError`: If there is no such function, or if it doesn't take what it will be called with.
-    """
+    """Reward functions by their names."""
     reward_funcs = [_load(name) for name in names]
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))
@@ -54,21 +41,7 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
 
 
 def as_reward_funcs(given: Any) -> list[Any]:
-    """
-    What a trainer was given as `reward_funcs`, as a list.
-
-    Args:
-        given (`Callable`, `str`, [`~torch.nn.Module`] or a `list` of these):
-            Reward functions, names of functions as [`load_reward_funcs`] takes them, reward models, or names of reward
-            models on the Hub or in a folder. A name of both a function and a folder is the folder's.
-
-    Returns:
-        `list`: Reward functions, reward models and names of these.
-
-    Raises:
-        `ValueError`: If there is no function of a name that can only be one's, or if a function doesn't take what it
-            will be called with.
-    """
+    """What a trainer was given as `reward_funcs`, as a list."""
     reward_funcs = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(each, str):

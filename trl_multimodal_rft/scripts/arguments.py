@@ -14,17 +14,10 @@ from .options import launched_parser, read_keys, shipped
 
 @dataclass
 class PromptArguments(ScriptArguments, DatasetMixtureConfig):
-    r"""
-    Arguments of scripts that read a dataset of prompts, or several ([`~trl.DatasetMixtureConfig`]).
+    r"""Arguments of scripts that read a dataset of prompts, or several ([`~trl.DatasetMixtureConfig`])."""
 
-    Args:
-        prompt (`str`, *optional*):
-            Makes the column `prompt` of a dataset without one, or another in its place: a text in which `{column}` is
-            what that column of the row holds. Other braces stay (`\boxed{}`), and `{{word}}` is `{word}`.
-        system_prompt (`str`, *optional*):
-            Text of the system message that every prompt begins with.
-    """
-
+    # Makes the column `prompt` of a dataset without one, or another in its place: a text in which `{column}` is what
+    # that column of the row holds. Other braces stay (`\boxed{}`), and `{{word}}` is `{word}`
     prompt: str | None = field(
         default=None,
         metadata={
@@ -32,6 +25,7 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
             "Other braces stay, and `{{word}}` is `{word}`."
         },
     )
+    # Text of the system message that every prompt begins with
     system_prompt: str | None = field(
         default=None, metadata={"help": "Text of the system message that every prompt begins with."}
     )
@@ -39,20 +33,14 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
 
 @dataclass
 class RunArguments:
-    """
-    Arguments of scripts that train.
+    """Arguments of scripts that train."""
 
-    Args:
-        disable_compact_log (`bool`, *optional*, defaults to `False`):
-            Whether the progress bar and the dictionaries of transformers are shown instead of one line per log.
-        dry_run (`bool`, *optional*, defaults to `False`):
-            Whether to build everything, take one step, show it and stop without saving anything.
-    """
-
+    # Whether the progress bar and the dictionaries of transformers are shown instead of one line per log
     disable_compact_log: bool = field(
         default=False,
         metadata={"help": "Show transformers' progress bar and dictionaries instead of one line per log."},
     )
+    # Whether to build everything, take one step, show it and stop without saving anything
     dry_run: bool = field(
         default=False,
         metadata={"help": "Build everything, take one step, show it and stop without saving anything."},
@@ -64,18 +52,11 @@ class RunArguments:
 
 @dataclass
 class RFTScriptArguments(PromptArguments):
-    """
-    Script arguments of what samples completions.
+    """Script arguments of what samples completions."""
 
-    Args:
-        reward_funcs (`list[str]`, *optional*):
-            Names of functions in `trl_multimodal_rft.rewards` or of TRL's, or dotted paths to others, also of modules
-            in the working directory. If there is no reward model either, `accuracy_reward` and `format_reward`, whose
-            tags prompts are to ask for.
-        reward_model_name_or_path (`str`, *optional*):
-            A sequence classifier, on the Hub or in a folder, whose score is the first reward.
-    """
-
+    # Names of functions in `trl_multimodal_rft.rewards` or of TRL's, or dotted paths to others, also of modules in the
+    # working directory. If there is no reward model either, `accuracy_reward` and `format_reward`, whose tags prompts
+    # are to ask for
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
@@ -83,6 +64,7 @@ class RFTScriptArguments(PromptArguments):
             "there is no reward model either, `accuracy_reward` and `format_reward`, whose tags prompts must ask for."
         },
     )
+    # A sequence classifier, on the Hub or in a folder, whose score is the first reward
     reward_model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "A sequence classifier, on the Hub or in a folder, whose score is the first reward."},
@@ -101,14 +83,9 @@ class RLScriptArguments(RunArguments, RFTScriptArguments):
 
 @dataclass
 class SFTScriptArguments(RunArguments, PromptArguments):
-    """
-    Script arguments of supervised training.
+    """Script arguments of supervised training."""
 
-    Args:
-        completion (`str`, *optional*):
-            Makes the column `completion` as `prompt` makes its own.
-    """
-
+    # Makes the column `completion` as `prompt` makes its own
     completion: str | None = field(
         default=None, metadata={"help": "Makes the column `completion`, as `prompt` makes its own."}
     )
@@ -116,22 +93,10 @@ class SFTScriptArguments(RunArguments, PromptArguments):
 
 @dataclass
 class PPOScriptArguments(RLScriptArguments):
-    """
-    Script arguments of PPO.
+    """Script arguments of PPO."""
 
-    Args:
-        value_model_name_or_path (`str`, *optional*):
-            Critic: a saved critic, a reward model or a backbone, of the policy's family, on the Hub or in a folder. If
-            `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
-        ptx_dataset_name (`str`, *optional*):
-            Path or name of the dataset for the supervised loss, with `ptx_coef`: columns `prompt` and `completion`, or
-            `messages`, and media columns.
-        ptx_dataset_config (`str`, *optional*):
-            Configuration of that dataset.
-        ptx_dataset_split (`str`, *optional*, defaults to `"train"`):
-            Split of that dataset.
-    """
-
+    # Critic: a saved critic, a reward model or a backbone, of the policy's family, on the Hub or in a folder. If
+    # `None`, it is a copy of the policy, or a head on it with `shared_trunk`
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
@@ -139,34 +104,21 @@ class PPOScriptArguments(RLScriptArguments):
             "of the policy, or a head on it with `shared_trunk`."
         },
     )
+    # Path or name of the dataset for the supervised loss, with `ptx_coef`: columns `prompt` and `completion`, or
+    # `messages`, and media columns
     ptx_dataset_name: str | None = field(
         default=None, metadata={"help": "Path or name of the dataset for the supervised loss, with `ptx_coef`."}
     )
+    # Configuration of that dataset
     ptx_dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    # Split of that dataset
     ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
 
 def parse(
     arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """
-    Reads the arguments of a script, with those of its `--config`.
-
-    Args:
-        arguments (`Sequence[type]`):
-            The script's dataclasses.
-        argv (`Sequence[str]`, *optional*):
-            Arguments, those of the process by default. Those of `accelerate launch` have no effect.
-        demo (`Mapping[str, Any]`, *optional*):
-            Defaults of a run that names no model.
-
-    Returns:
-        `tuple`: The dataclasses with their values.
-
-    Raises:
-        `ValueError`: If a key of the config file isn't an option, or has no value of it.
-        `SystemExit`: If an argument isn't one.
-    """
+    """Reads the arguments of a script, with those of its `--config`."""
     from .option_table import options  # which imports this module
 
     argv = sys.argv[1:] if argv is None else argv

@@ -12,16 +12,7 @@ FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
 def one_line(text: str) -> str:
-    """
-    A message without line breaks.
-
-    Args:
-        text (`str`):
-            Message.
-
-    Returns:
-        `str`: In one line.
-    """
+    """A message without line breaks."""
     return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
@@ -52,17 +43,7 @@ def input_error(error: BaseException) -> str | None:
 
 
 def leave(error: BaseException) -> None:
-    """
-    Leaves an error of input of a launched process to the command that launched it.
-
-    Args:
-        error (`BaseException`):
-            Error.
-
-    Raises:
-        `BaseException`: The error, if it isn't one of input, or if there is no such command or it was asked for
-            tracebacks.
-    """
+    """Leaves an error of input of a launched process to the command that launched it."""
     text, folder = input_error(error), os.environ.get(FOLDER)
     if text is None or folder is None:
         raise error

@@ -28,66 +28,37 @@ BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
 
 @dataclass
 class EvaluationArguments:
-    """
-    What to evaluate on, and where the results go.
+    """What to evaluate on, and where the results go."""
 
-    Args:
-        benchmark (`str`, *optional*):
-            `"mmau"`, `"avqa"` or `"geo3k"`: layout of `dataset_name`. If `None`, it has this package's columns.
-        audio_dir (`str`, *optional*):
-            Folder with the audio files of a benchmark.
-        media_dir (`str`, *optional*):
-            Folder that relative paths of media in rows start from. By default the working directory.
-        max_rows (`int`, *optional*):
-            Number of rows, from the first on. By default all.
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
-        special_tokens_in_text (`str`, *optional*):
-            What happens to control tokens in texts of messages: `"allow"`, `"raise"` or `"strip"`; by default a
-            warning.
-        output_dir (`str`, *optional*, defaults to `"outputs/evaluate"`):
-            Folder for `metrics.json` and `rows.parquet`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with a model is run.
-    """
-
+    # `"mmau"`, `"avqa"` or `"geo3k"`: layout of `dataset_name`. If `None`, it has this package's columns
     benchmark: str | None = field(
         default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
     )
+    # Folder with the audio files of a benchmark
     audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
+    # Folder that relative paths of media in rows start from. By default the working directory
     media_dir: str | None = field(
         default=None,
         metadata={"help": "Folder that relative paths of media in rows start from. By default the working directory."},
     )
+    # Number of rows, from the first on. By default all
     max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
+    # What happens to audio longer than the model's window: `"raise"` or `"truncate"`
     audio_overlong: Literal["raise", "truncate"] = field(
         default="raise", metadata={"help": "What happens to audio longer than the model's window."}
     )
+    # What happens to control tokens in texts of messages: `"allow"`, `"raise"` or `"strip"`; by default a warning
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = field(
         default=None, metadata={"help": "What happens to control tokens in texts of messages; by default a warning."}
     )
+    # Folder for `metrics.json` and `rows.parquet`
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
+    # Whether code that comes with a model is run
     trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
 
 
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
-    """
-    The rows to answer.
-
-    Args:
-        script_args ([`RFTScriptArguments`]):
-            Which dataset.
-        evaluation_args ([`EvaluationArguments`]):
-            Of which benchmark it is, if of any, and how many rows.
-        split (`str`):
-            Which split.
-
-    Returns:
-        [`~datasets.Dataset`]: The rows.
-
-    Raises:
-        `ValueError`: If no dataset is named, or if arguments don't go together.
-    """
+    """The rows to answer."""
     name, benchmark = script_args.dataset_name, evaluation_args.benchmark
     if name is None:
         raise ValueError("There is nothing to evaluate on; set `--dataset_name`.")
@@ -111,29 +82,7 @@ def evaluate_by_name(
     split: str,
     accelerator: Accelerator,
 ) -> tuple[Dataset, EvaluationResult]:
-    """
-    Evaluates a model on a dataset, both by their names.
-
-    Args:
-        script_args ([`RFTScriptArguments`]):
-            Dataset, prompts and rewards.
-        evaluation_args ([`EvaluationArguments`]):
-            What to evaluate on.
-        config ([`EvaluationConfig`]):
-            How to sample and count.
-        model_args ([`~trl.ModelConfig`]):
-            The model, or an adapter that a trainer has saved.
-        split (`str`):
-            Split of the dataset.
-        accelerator ([`~accelerate.Accelerator`]):
-            The processes.
-
-    Returns:
-        `tuple`: The dataset, and what was found.
-
-    Raises:
-        `ValueError`: If no model or no dataset is named, or if arguments don't go together.
-    """
+    """Evaluates a model on a dataset, both by their names."""
     name = model_args.model_name_or_path
     if name is None:
         raise ValueError("There is nothing to evaluate; set `--model_name_or_path`.")
@@ -184,22 +133,7 @@ def main(
     config: EvaluationConfig,
     model_args: ModelConfig,
 ) -> None:
-    """
-    Evaluates a model, prints the metrics with some answers and writes them, with all rows.
-
-    Args:
-        script_args ([`RFTScriptArguments`]):
-            Dataset, prompts and rewards.
-        evaluation_args ([`EvaluationArguments`]):
-            What to evaluate on, and where the results go.
-        config ([`EvaluationConfig`]):
-            How to sample and count.
-        model_args ([`~trl.ModelConfig`]):
-            The model, or an adapter that a trainer has saved.
-
-    Raises:
-        `ValueError`: If no model or no dataset is named, or if arguments don't go together.
-    """
+    """Evaluates a model, prints the metrics with some answers and writes them, with all rows."""
     accelerator = Accelerator()
     arguments = script_args, evaluation_args, config, model_args
     _, result = evaluate_by_name(*arguments, script_args.dataset_test_split, accelerator)

@@ -24,25 +24,17 @@ REPORT = "filter.json"
 
 @dataclass
 class FilterArguments(EvaluationArguments):
-    """
-    Which rows are kept.
+    """Which rows are kept."""
 
-    Args:
-        min_accuracy_with (`float`, *optional*, defaults to `0.5`):
-            Share of a row's answers with the medium that must be correct.
-        max_accuracy_without (`float`, *optional*, defaults to `0.25`):
-            Share of its answers without the medium that may be correct.
-        output_dir (`str`, *optional*, defaults to `"outputs/filter"`):
-            Folder for the rows that are kept, which `load_dataset` reads, and for the report `filter.json`. It must be
-            empty.
-    """
-
+    # Share of a row's answers with the medium that must be correct
     min_accuracy_with: float = field(
         default=0.5, metadata={"help": "Share of a row's answers with the medium that must be correct."}
     )
+    # Share of its answers without the medium that may be correct
     max_accuracy_without: float = field(
         default=0.25, metadata={"help": "Share of its answers without the medium that may be correct."}
     )
+    # Folder for the rows that are kept, which `load_dataset` reads, and for the report `filter.json`. It must be empty
     output_dir: str = field(
         default="outputs/filter", metadata={"help": "Empty folder for the rows that are kept, and the report."}
     )
@@ -51,22 +43,7 @@ class FilterArguments(EvaluationArguments):
 def why_dropped(
     record: dict[str, Any], medium: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
-    """
-    Says why the answer of a row doesn't need its medium.
-
-    Args:
-        record (`dict`):
-            What an evaluation with `ablate` says of the row.
-        medium (`str`):
-            Kind of the medium.
-        min_accuracy_with (`float`):
-            Share of answers with the medium that must be correct.
-        max_accuracy_without (`float`):
-            Share of answers without it that may be correct.
-
-    Returns:
-        `str`, *optional*: The reason. `None` of a row that needs it.
-    """
+    """Says why the answer of a row doesn't need its medium."""
     if record["correct_without"] is None:
         return f"no {medium}"
     accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
@@ -140,19 +117,6 @@ def main(
     """
     Answers the training split of a dataset with and without a medium, writes the rows whose answers need it, and says
     why others don't.
-
-    Args:
-        script_args ([`RFTScriptArguments`]):
-            Dataset, prompts and rewards, the first of which tells what is correct.
-        filter_args ([`FilterArguments`]):
-            Which rows are kept, and where they go.
-        config ([`EvaluationConfig`]):
-            How to sample, and which medium to answer without, `ablate`.
-        model_args ([`~trl.ModelConfig`]):
-            The model that answers.
-
-    Raises:
-        `ValueError`: If no medium, model or dataset is named, if the folder isn't empty, or if no row is left.
     """
     medium = config.ablate
     if medium is None:

@@ -13,17 +13,7 @@ ARGUMENTS = (RLScriptArguments, MultimodalGRPOConfig, ModelConfig)
 
 
 def main(script_args: RLScriptArguments, training_args: MultimodalGRPOConfig, model_args: ModelConfig) -> None:
-    """
-    Trains and saves a model.
-
-    Args:
-        script_args ([`RLScriptArguments`]):
-            Dataset, prompts and rewards.
-        training_args ([`MultimodalGRPOConfig`]):
-            The trainer's config.
-        model_args ([`~trl.ModelConfig`]):
-            The model.
-    """
+    """Trains and saves a model."""
     run("grpo", MultimodalGRPOTrainer, script_args, training_args, model_args)
 
 

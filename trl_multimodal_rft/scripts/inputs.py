@@ -21,42 +21,14 @@ logger = get_logger(__name__)
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
-    """
-    Rows with the prompts that arguments ask for.
-
-    Args:
-        rows ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows.
-        script_args ([`PromptArguments`]):
-            Arguments.
-
-    Returns:
-        `Dataset` or `IterableDataset`: The rows.
-
-    Raises:
-        `ValueError`: If they can't have them.
-    """
+    """Rows with the prompts that arguments ask for."""
     completion = getattr(script_args, "completion", None)
     rows = with_texts(rows, {"prompt": script_args.prompt, "completion": completion})
     return with_system_message(rows, script_args.system_prompt)
 
 
 def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    """
-    Rows of the dataset that the arguments name, or of several together, with their prompts.
-
-    Args:
-        script_args ([`PromptArguments`]):
-            Arguments.
-        split (`str`):
-            Which rows.
-
-    Returns:
-        `Dataset` or `IterableDataset`: The rows.
-
-    Raises:
-        `ValueError`: If no dataset is named, or there is none of this name.
-    """
+    """Rows of the dataset that the arguments name, or of several together, with their prompts."""
     if script_args.datasets:
         if script_args.dataset_name is not None:
             logger.warning("Rows are those of `datasets`, as in TRL; `dataset_name` is ignored.")
@@ -90,23 +62,7 @@ def _located(part: DatasetConfig) -> DatasetConfig:
 
 
 def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
-    """
-    Arguments of a trainer, of what script arguments name.
-
-    Args:
-        script_args ([`PromptArguments`]):
-            Which dataset, and [`RFTScriptArguments`] also which rewards.
-        training_args (`TrainingArguments`):
-            The trainer's config. It gets how to load the model.
-        model_args ([`~trl.ModelConfig`]):
-            Which model, and which adapter and quantization.
-
-    Returns:
-        `dict[str, Any]`: Arguments by their names.
-
-    Raises:
-        `ValueError`: If no model or no dataset is named, or there is none of such a name.
-    """
+    """Arguments of a trainer, of what script arguments name."""
     if model_args.model_name_or_path is None:
         raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (training_args.model_init_kwargs or {})
@@ -140,16 +96,7 @@ def _refuse_same_rows(script_args: PromptArguments) -> None:
 
 
 def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
-    """
-    How a model by name is loaded.
-
-    Args:
-        model_args ([`~trl.ModelConfig`]):
-            Arguments.
-
-    Returns:
-        `dict[str, Any]`: Arguments of `from_pretrained`.
-    """
+    """How a model by name is loaded."""
     return {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -158,16 +105,7 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
 
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
-    """
-    Arguments of a trainer about adapter and quantization.
-
-    Args:
-        model_args ([`~trl.ModelConfig`]):
-            Arguments.
-
-    Returns:
-        `dict[str, Any]`: Arguments by their names.
-    """
+    """Arguments of a trainer about adapter and quantization."""
     if model_args.use_peft:
         require_module("peft", "peft")
     return {

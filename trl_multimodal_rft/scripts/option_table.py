@@ -25,12 +25,7 @@ _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script"
 
 
 def collect() -> dict[str, Any]:
-    """
-    Collects the options of all launched commands.
-
-    Returns:
-        `dict[str, Any]`: As [`~scripts.options.table`] returns them.
-    """
+    """Collects the options of all launched commands."""
     rows: dict[str, dict[str, Any]] = {}
     for script in SCRIPTS:
         for option in options(importlib.import_module(f"{__package__}.{script}").ARGUMENTS):
@@ -44,16 +39,7 @@ def collect() -> dict[str, Any]:
 
 
 def options(classes: Sequence[type]) -> list[dict[str, Any]]:
-    """
-    Options of a script, as [`~trl.TrlParser`] takes them.
-
-    Args:
-        classes (`Sequence[type]`):
-            Its dataclasses.
-
-    Returns:
-        `list[dict[str, Any]]`: One for each field.
-    """
+    """Options of a script, as [`~trl.TrlParser`] takes them."""
     hints = {name: hint for each in classes for name, hint in get_type_hints(each).items()}
     groups = {each.name: _group(cls, each.name) for cls in classes for each in fields(cls) if each.init}
     actions = {}
@@ -103,12 +89,7 @@ def _launch_options() -> list[dict[str, Any]]:
 
 
 def text() -> str:
-    """
-    The table as it is stored.
-
-    Returns:
-        `str`: JSON with one option in a line.
-    """
+    """The table as it is stored."""
     collected = collect()
     lines = ",\n".join(json.dumps(option) for option in collected.pop("options"))
     return f'{json.dumps(collected)[:-1]}, "options": [\n{lines}\n]}}\n'

@@ -37,19 +37,7 @@ _LISTED = 8  # choices that `--help` lists before the description
 
 
 class Key(NamedTuple):
-    """
-    What a config file has under a key.
-
-    Args:
-        value (`Any`):
-            Value as YAML reads it.
-        text (`str`, *optional*):
-            What is written, if it is one word or number.
-        texts (`list[str | None]`, *optional*):
-            The same of the items of a list.
-        where (`str`):
-            File and line.
-    """
+    """What a config file has under a key."""
 
     value: Any
     text: str | None
@@ -58,19 +46,7 @@ class Key(NamedTuple):
 
 
 def read_config(path: str) -> dict[str, Key]:
-    """
-    What a config file says.
-
-    Args:
-        path (`str`):
-            Path of the YAML file.
-
-    Returns:
-        `dict[str, Key]`: By key.
-
-    Raises:
-        `ValueError`: If it isn't YAML, has no keys, or has one twice.
-    """
+    """What a config file says."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -99,19 +75,7 @@ def read_config(path: str) -> dict[str, Key]:
 
 
 def read_keys(path: str) -> dict[str, Any]:
-    """
-    Values of a config file.
-
-    Args:
-        path (`str`):
-            Path of the YAML file.
-
-    Returns:
-        `dict[str, Any]`: Values by key.
-
-    Raises:
-        `ValueError`: If it isn't YAML, has no keys, or has one twice.
-    """
+    """Values of a config file."""
     return {name: key.value for name, key in read_config(path).items()}
 
 
@@ -120,21 +84,7 @@ def _text(node: yaml.Node) -> str | None:
 
 
 def shipped(folder: str, name: str) -> str:
-    """
-    A YAML file, which may be one of those that come with this package.
-
-    Args:
-        folder (`str`):
-            Folder of the package.
-        name (`str`):
-            Path of a file, or the name of one in that folder, without `.yaml`.
-
-    Returns:
-        `str`: Path of the file.
-
-    Raises:
-        `ValueError`: If there is neither. The message has the names.
-    """
+    """A YAML file, which may be one of those that come with this package."""
     if Path(name).is_file():
         return name
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
@@ -307,19 +257,7 @@ def _converted(convert: Any, name: str, value: Any, text: str | None, choices: I
 
 
 def to_bool(text: str) -> bool:
-    """
-    Reads a boolean, as [`~transformers.HfArgumentParser`] does.
-
-    Args:
-        text (`str`):
-            What is written.
-
-    Returns:
-        `bool`: The boolean.
-
-    Raises:
-        `ValueError`: If it is none.
-    """
+    """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
     if text.lower() in ("yes", "true", "t", "y", "1"):
         return True
     if text.lower() in ("no", "false", "f", "n", "0"):
@@ -369,12 +307,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """
-    The options of the launched commands: of TRL, transformers and accelerate in the versions that are installed.
-
-    Returns:
-        `dict[str, Any]`: `"options"` with `"name"`, `"type"`, `"commands"` and more, and names of `"rewards"`.
-    """
+    """The options of the launched commands: of TRL, transformers and accelerate in the versions that are installed."""
     file = importlib.resources.files(__package__ or "").joinpath("options.json")
     saved = json.loads(file.read_text(encoding="utf-8"))
     if saved["versions"] == {name: version(name) for name in saved["versions"]}:

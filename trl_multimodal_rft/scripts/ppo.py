@@ -16,34 +16,12 @@ ARGUMENTS = (PPOScriptArguments, MultimodalPPOConfig, ModelConfig)
 
 
 def main(script_args: PPOScriptArguments, training_args: MultimodalPPOConfig, model_args: ModelConfig) -> None:
-    """
-    Trains and saves a model.
-
-    Args:
-        script_args ([`PPOScriptArguments`]):
-            Dataset, prompts, rewards, critic and supervised rows.
-        training_args ([`MultimodalPPOConfig`]):
-            The trainer's config.
-        model_args ([`~trl.ModelConfig`]):
-            The model.
-    """
+    """Trains and saves a model."""
     run("ppo", MultimodalPPOTrainer, script_args, training_args, model_args, **critic_inputs(script_args))
 
 
 def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
-    """
-    Arguments of the trainer that only PPO has.
-
-    Args:
-        script_args ([`PPOScriptArguments`]):
-            Which critic and which supervised rows.
-
-    Returns:
-        `dict[str, Any]`: Arguments by their names.
-
-    Raises:
-        `ValueError`: If there is no such dataset.
-    """
+    """Arguments of the trainer that only PPO has."""
     name, config, split = script_args.ptx_dataset_name, script_args.ptx_dataset_config, script_args.ptx_dataset_split
     return {
         "value_model": script_args.value_model_name_or_path,

@@ -17,15 +17,6 @@ from .options import NAMES, table
 def check_run(command: str, args: argparse.Namespace) -> None:
     """
     Checks the arguments of a launched command: what it can't do without, and names of models, datasets and rewards.
-
-    Args:
-        command (`str`):
-            Its name.
-        args (`argparse.Namespace`):
-            Parsed arguments.
-
-    Raises:
-        `ValueError`: If something is missing, or nothing has such a name.
     """
     if getattr(args, "model_name_or_path", None) is None:
         raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
@@ -55,16 +46,7 @@ def check_names(args: argparse.Namespace) -> None:
 
 
 def check_rewards(names: Sequence[str]) -> None:
-    """
-    Checks the names of reward functions, without importing their modules.
-
-    Args:
-        names (`Sequence[str]`):
-            Names of functions of this package, or dotted paths.
-
-    Raises:
-        `ValueError`: If there is no such function.
-    """
+    """Checks the names of reward functions, without importing their modules."""
     for name in names:
         module, _, function = name.rpartition(".")
         own = table()["rewards"]

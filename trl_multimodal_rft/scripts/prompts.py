@@ -27,19 +27,6 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
     """
     Adds columns of text to a dataset, or puts others in the place of those it has. Media stay where they are stored,
     neither read nor copied.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows.
-        templates (`Mapping[str, str | None]`):
-            By the name of a column its text, in which `{column}` is what that column of the row holds, a text or
-            number. Other braces stay, and `{{word}}` is `{word}`. Those that are `None` change nothing.
-
-    Returns:
-        `Dataset` or `IterableDataset`: The rows with these columns.
-
-    Raises:
-        `ValueError`: If there is no such column, or a row has neither text nor number in it.
     """
     texts = {name: template for name, template in templates.items() if template is not None}
     named = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
@@ -63,21 +50,7 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
 
 
 def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
-    """
-    Puts a system message before the prompts of a dataset.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows with a column `prompt`.
-        text (`str`, *optional*):
-            Text of the message. `None` changes nothing.
-
-    Returns:
-        `Dataset` or `IterableDataset`: The rows, whose prompts are messages.
-
-    Raises:
-        `ValueError`: If there are no prompts, or if they have a system message already or hold media.
-    """
+    """Puts a system message before the prompts of a dataset."""
     if text is None:
         return dataset
     columns, feature = dataset.column_names, (dataset.features or {}).get("prompt")

@@ -13,17 +13,7 @@ ARGUMENTS = (RLScriptArguments, MultimodalRLOOConfig, ModelConfig)
 
 
 def main(script_args: RLScriptArguments, training_args: MultimodalRLOOConfig, model_args: ModelConfig) -> None:
-    """
-    Trains and saves a model.
-
-    Args:
-        script_args ([`RLScriptArguments`]):
-            Dataset, prompts and rewards.
-        training_args ([`MultimodalRLOOConfig`]):
-            The trainer's config.
-        model_args ([`~trl.ModelConfig`]):
-            The model.
-    """
+    """Trains and saves a model."""
     run("rloo", MultimodalRLOOTrainer, script_args, training_args, model_args)
 
 

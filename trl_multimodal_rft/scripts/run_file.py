@@ -20,17 +20,7 @@ _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECAS
 
 
 def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
-    """
-    Writes what the user of a run set.
-
-    Args:
-        folder (`str` or `Path`):
-            Output folder of the run.
-        command (`str`):
-            What starts it.
-        given (`Mapping[str, Any]`):
-            Values by name, those of a config file among them. Below `launch` words for `accelerate launch`.
-    """
+    """Writes what the user of a run set."""
     keys = {**given, **launch_keys(given.get("launch") or ())}
     if keys.get("debug") in (True, "", []):  # tracebacks
         del keys["debug"]
@@ -42,16 +32,7 @@ def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -
 
 
 def launch_keys(words: Sequence[str]) -> dict[str, Any]:
-    """
-    Arguments of `accelerate launch` as a config file has them.
-
-    Args:
-        words (`Sequence[str]`):
-            Such as `["--num_processes=2", "--multi_gpu"]`, or with values as words of their own.
-
-    Returns:
-        `dict[str, Any]`: Such as `{"num_processes": 2, "multi_gpu": True}`.
-    """
+    """Arguments of `accelerate launch` as a config file has them."""
     keys: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -65,18 +46,7 @@ def launch_keys(words: Sequence[str]) -> dict[str, Any]:
 
 
 def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
-    """
-    Values without tokens, keys and passwords, also of dictionaries that are written as JSON.
-
-    Args:
-        value (`Any`):
-            A value, or a dictionary of them.
-        is_environment (`bool`, *optional*, defaults to `False`):
-            Whether names are those of environment variables.
-
-    Returns:
-        `Any`: The same without them.
-    """
+    """Values without tokens, keys and passwords, also of dictionaries that are written as JSON."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             parsed = json.loads(value)

@@ -13,17 +13,7 @@ ARGUMENTS = (SFTScriptArguments, MultimodalSFTConfig, ModelConfig)
 
 
 def main(script_args: SFTScriptArguments, training_args: MultimodalSFTConfig, model_args: ModelConfig) -> None:
-    """
-    Trains and saves a model.
-
-    Args:
-        script_args ([`SFTScriptArguments`]):
-            Dataset, prompts and completions.
-        training_args ([`MultimodalSFTConfig`]):
-            The trainer's config.
-        model_args ([`~trl.ModelConfig`]):
-            The model.
-    """
+    """Trains and saves a model."""
     run("sft", MultimodalSFTTrainer, script_args, training_args, model_args)
 
 

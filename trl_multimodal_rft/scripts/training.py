@@ -34,23 +34,7 @@ def run(
     model_args: ModelConfig,
     **inputs: Any,
 ) -> None:
-    """
-    Trains and saves a model, or with `--dry_run` takes one step and saves nothing.
-
-    Args:
-        name (`str`):
-            Name of the command.
-        trainer_class (`type`):
-            Class of the trainer.
-        script_args ([`PromptArguments`] and [`RunArguments`]):
-            Dataset, prompts and rewards.
-        training_args (`TrainingArguments`):
-            The trainer's config.
-        model_args ([`~trl.ModelConfig`]):
-            The model.
-        inputs (`Any`):
-            Further arguments of the trainer.
-    """
+    """Trains and saves a model, or with `--dry_run` takes one step and saves nothing."""
     script_args.command = script_args.command or f"trl-multimodal-rft {name}"
     with output_folder(script_args, training_args):
         trainer = trainer_class(**trainer_inputs(script_args, training_args, model_args), **inputs, callbacks=curves())
@@ -60,15 +44,7 @@ def run(
 
 @contextmanager
 def output_folder(script_args: RunArguments, training_args: Any) -> Iterator[None]:
-    """
-    Sends what a dry run writes into a folder that is thrown away.
-
-    Args:
-        script_args ([`RunArguments`]):
-            Whether it is a dry run.
-        training_args (`TrainingArguments`):
-            The trainer's config, which is changed for a dry run.
-    """
+    """Sends what a dry run writes into a folder that is thrown away."""
     if not script_args.dry_run:
         yield
         return
@@ -92,12 +68,7 @@ class _OneStep(TrainerCallback):
 
 
 def curves() -> list[TrainerCallback]:
-    """
-    Curves of a run, where there is something to draw them with.
-
-    Returns:
-        `list[TrainerCallback]`: A [`TrainingCurvesCallback`], or a warning and nothing.
-    """
+    """Curves of a run, where there is something to draw them with."""
     if is_matplotlib_available():
         return [TrainingCurvesCallback()]
     logger.warning('No curves are drawn; `pip install "trl-multimodal-rft[plots]"`.')
@@ -108,15 +79,6 @@ def train(trainer: Any, script_args: Any) -> None:
     """
     Trains, or resumes if the config says so, and saves the model and its card. What the user set goes into `run.yaml`
     of the output folder before. A dry run takes one step and saves nothing.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer.
-        script_args ([`~trl.ScriptArguments`] and [`RunArguments`]):
-            The dataset, for the card, and how the run is shown.
-
-    Raises:
-        `SystemExit`: If the user interrupts the run.
     """
     if not script_args.disable_compact_log:
         trainer.add_callback(CompactLogCallback(trainer))
@@ -142,12 +104,6 @@ def train(trainer: Any, script_args: Any) -> None:
 def finish(trainer: Any, script_args: Any) -> None:
     """
     Pushes to the Hub if the config says so, prints what can be done with the model, and ends trackers and processes.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer.
-        script_args ([`~trl.ScriptArguments`] and [`RunArguments`]):
-            The dataset, for the card, and how the run is shown.
     """
     if trainer.args.push_to_hub and not script_args.dry_run:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -157,18 +113,7 @@ def finish(trainer: Any, script_args: Any) -> None:
 
 
 def next_lines(trainer: Any, script_args: Any) -> list[str]:
-    """
-    What can be done with a trained model.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer after training.
-        script_args ([`~trl.ScriptArguments`] and [`RunArguments`]):
-            The dataset and its prompts.
-
-    Returns:
-        `list[str]`: Lines with commands to copy.
-    """
+    """What can be done with a trained model."""
     args, folder = trainer.args, trainer.args.output_dir
     model = ["--model_name_or_path", folder]
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []

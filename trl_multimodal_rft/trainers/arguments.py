@@ -123,16 +123,7 @@ class KnownKeywords:
 
 
 def check_values(config) -> None:
-    """
-    Checks the types and ranges of numeric arguments.
-
-    Args:
-        config (`TrainingArguments`):
-            A dataclass of arguments.
-
-    Raises:
-        `ValueError`: If a text is in the place of a number or of a truth value, or if a number is out of range.
-    """
+    """Checks the types and ranges of numeric arguments."""
     given = vars(config)
     for name, types in _plain_types(type(config)).items():
         value = given[name]
@@ -145,16 +136,7 @@ def check_values(config) -> None:
 
 
 def check_packages(config) -> None:
-    """
-    Checks that optional packages are there which arguments ask for.
-
-    Args:
-        config (`TrainingArguments`):
-            The config.
-
-    Raises:
-        `ImportError`: If one isn't. The message names the extra that installs it.
-    """
+    """Checks that optional packages are there which arguments ask for."""
     trackers = [config.report_to] if isinstance(config.report_to, str) else config.report_to or ()
     needed = [(f"report_to={name!r}", name, "logging") for name in trackers if name in _LOGGING]
     optimizer = str(getattr(config.optim, "value", config.optim))
@@ -168,18 +150,7 @@ def check_packages(config) -> None:
 
 
 def check_batches(config, given: list[str]) -> None:
-    """
-    Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product.
-
-    Args:
-        config (`MultimodalArguments`):
-            The config.
-        given (`list[str]`):
-            The arguments whose product is the generation batch.
-
-    Raises:
-        `ValueError`: If it has no whole groups. The message has values with which it does.
-    """
+    """Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product."""
     size, group, processes = config.generation_batch_size, config.num_generations, config.world_size
     if config.do_eval and config.eval_strategy != "no":
         name, group_eval = "per_device_eval_batch_size", config.num_generations_eval or group
@@ -219,18 +190,7 @@ def _multiple(value: int, group: int, others: int) -> int:
 
 
 def check_generation_kwargs(config, known: set[str] | None) -> None:
-    """
-    Checks options of sampling.
-
-    Args:
-        config (`MultimodalArguments`):
-            The config.
-        known (`set[str]`, *optional*):
-            Names of the options that there are. `None` leaves names to the engine.
-
-    Raises:
-        `ValueError`: If there is no such option, or if it is out of range.
-    """
+    """Checks options of sampling."""
     options = config.generation_kwargs or {}
     for name in options:
         if known is not None and name not in known:
@@ -287,16 +247,7 @@ def _words(interval: str) -> str:
 
 
 def refuse_classes(**given: Any) -> None:
-    """
-    Refuses a class where an instance is needed.
-
-    Args:
-        given:
-            Arguments of a constructor.
-
-    Raises:
-        `TypeError`: If one is a class.
-    """
+    """Refuses a class where an instance is needed."""
     for name, value in given.items():
         if isinstance(value, type):
             make = "from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)"
@@ -305,20 +256,7 @@ def refuse_classes(**given: Any) -> None:
 
 
 def check_arguments(reward_funcs: Any = None, callbacks: Any = None, **given: Any) -> None:
-    """
-    Checks the types of a trainer's arguments.
-
-    Args:
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
-            Reward functions.
-        callbacks (`list[TrainerCallback]`, *optional*):
-            Callbacks.
-        given:
-            Other arguments.
-
-    Raises:
-        `TypeError`: If one has another type.
-    """
+    """Checks the types of a trainer's arguments."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     refuse_classes(**{name: given.get(name) for name in names})
     for name in ("train_dataset", "ptx_dataset"):
@@ -387,16 +325,7 @@ def _check_callback(name: str, callback: Any) -> None:
 
 
 def check_output_dir(folder: Any) -> None:
-    """
-    Refuses an output folder that can't be one.
-
-    Args:
-        folder (`str`):
-            Path of the output folder.
-
-    Raises:
-        `NotADirectoryError`: If it is a file, or within one.
-    """
+    """Refuses an output folder that can't be one."""
     path = os.path.abspath(folder)
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)

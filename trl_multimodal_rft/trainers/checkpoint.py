@@ -21,48 +21,19 @@ from .groups import SAVED_CLASSES
 
 
 def step_of(checkpoint: Path) -> int:
-    """
-    The step after which a checkpoint was saved.
-
-    Args:
-        checkpoint (`Path`):
-            Folder.
-
-    Returns:
-        `int`: The step; 0 if the folder isn't named as a checkpoint.
-    """
+    """The step after which a checkpoint was saved."""
     step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(step) if step.isdecimal() else 0
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """
-    The checkpoints of a run.
-
-    Args:
-        folder (`str` or `Path`):
-            Its output folder.
-
-    Returns:
-        `list[Path]`: Their folders in the order of their steps.
-    """
+    """The checkpoints of a run."""
     found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:
-    """
-    Writes a process's part of the state.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint.
-        process_index (`int`):
-            Rank of the process.
-        state (`dict`):
-            Tensors, numbers, strings, containers of them, and encoded prompts. A prompt that several completions share
-            is written once.
-    """
+    """Writes a process's part of the state."""
     torch.save(state, Path(checkpoint, f"rollout_state_{process_index}.pt"))
 
 
@@ -72,16 +43,7 @@ def load_rollout_state(
     """
     Reads what [`save_rollout_state`] wrote, onto the CPU. No code in the file is run.
 
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint.
-        process_index (`int`):
-            Rank of the process.
-        classes (`Sequence[type]`, *optional*):
-            Classes that the file may hold.
-
-    Returns:
-        `dict` or `None`: The state; `None` if the checkpoint has none for this process.
+    Returns the state; `None` if the checkpoint has none for this process.
     """
     path = Path(checkpoint, f"rollout_state_{process_index}.pt")
     if not path.exists():
@@ -94,16 +56,6 @@ def save_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path, i
     """
     Saves a model as `from_pretrained` reads it, also where processes hold its weights in part. All of them have to
     call this.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the model.
-        model (`torch.nn.Module`):
-            Model as prepared by it, or by TRL's functions for models that aren't trained.
-        folder (`str` or `Path`):
-            Folder.
-        is_main_process (`bool`):
-            Whether this process writes.
     """
     state = None
     if is_deepspeed_zero3_enabled():
@@ -115,20 +67,7 @@ def save_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path, i
 
 
 def load_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
-    """
-    Gives a model the weights that are saved in a folder. All processes have to call this.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the model.
-        model (`torch.nn.Module`):
-            Model as in [`save_whole`].
-        folder (`str` or `Path`):
-            Folder.
-
-    Raises:
-        `FileNotFoundError`: If the folder has no config, without which transformers builds the largest model.
-    """
+    """Gives a model the weights that are saved in a folder. All processes have to call this."""
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
     model = accelerator.unwrap_model(model)
@@ -148,14 +87,5 @@ def load_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path) -
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """
-    What this process holds of a parameter.
-
-    Args:
-        parameter (`torch.nn.Parameter`):
-            Parameter of a model on any engine.
-
-    Returns:
-        `torch.Tensor`: The part; without an engine that splits weights, all of it.
-    """
+    """What this process holds of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

@@ -32,16 +32,7 @@ def is_due(every: int, step: int, n_steps: int) -> bool:
     """
     Whether a generation batch is one to measure.
 
-    Args:
-        every (`int`):
-            How many optimizer steps a measurement is for.
-        step (`int`):
-            Optimizer steps before the batch.
-        n_steps (`int`):
-            Optimizer steps that the batch is for.
-
-    Returns:
-        `bool`: Whether the last of as many steps is among these.
+    Returns whether the last of as many steps is among these.
     """
     return (step + n_steps) // every > step // every
 
@@ -57,18 +48,6 @@ def media_contribution(trainer: "MultimodalMixin", batch: Batch, output: dict[st
     in nats, where $m$ are the media of one kind in the prompt, and $\tilde{m}$ silence or grey of the same duration
     and size: 0 for a policy that doesn't listen or look. Both are scored by the same forwards of the same shape. All
     processes must call this alike.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            Trainer.
-        batch ([`Batch`]):
-            A rollout.
-        output (`dict`):
-            Its completions.
-
-    Returns:
-        `dict[str, float]`: The metric `media/contribution`, and where prompts have media of several kinds
-        `media/contribution/<kind>` of each; nothing where they have none. The same on every process.
     """
     prompts, mask = output["encoded_prompts"], trainer._loss_mask(output)
     if batch.tool_mask is not None:

@@ -16,12 +16,6 @@ class MovingAverage:
     Follows weights: $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in float32.
 
     Where processes hold weights in part, so do they hold the average.
-
-    Args:
-        parameters (`dict[str, torch.nn.Parameter]`):
-            The weights by name.
-        decay (`float`):
-            $\beta$, between 0 and 1.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float):
@@ -33,10 +27,6 @@ class MovingAverage:
         """
         Goes on with the same weights, where an engine has moved them or split them among processes. All processes have
         to call this.
-
-        Args:
-            parameters (`dict[str, torch.nn.Parameter]`):
-                Weights by name, those that are averaged among them.
         """
         for name, average in self._average.items():
             self._parameters[name] = parameters[name]
@@ -63,27 +53,13 @@ class MovingAverage:
             parameter.copy_(values[name])
 
     def save(self, path: str | Path, is_main_process: bool) -> None:
-        """
-        Writes the average. All processes have to call this.
-
-        Args:
-            path (`str` or `Path`):
-                File.
-            is_main_process (`bool`):
-                Whether this process writes.
-        """
+        """Writes the average. All processes have to call this."""
         whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}
         if is_main_process:
             save_file({name: value.contiguous().cpu() for name, value in whole.items()}, path)
 
     def load(self, path: str | Path) -> None:
-        """
-        Reads what [`save`] wrote.
-
-        Args:
-            path (`str` or `Path`):
-                File.
-        """
+        """Reads what [`save`] wrote."""
         for name, value in load_file(path).items():
             self._average[name].copy_(_placed(value, self._average[name]))
 

@@ -148,14 +148,7 @@ def as_tensor(logps: Any, completion_ids: torch.Tensor) -> torch.Tensor:
     """
     An engine's log-probabilities beside its completions, or other numbers of their tokens.
 
-    Args:
-        logps (`list[list[float]]` or `torch.Tensor`):
-            The log-probabilities, `None` where it has none. A tensor stays as it is.
-        completion_ids (`torch.Tensor`):
-            Right-padded completions, shape `(B, C)`.
-
-    Returns:
-        `torch.Tensor`: Shape `(B, C)`, NaN where there is none, as TRL has them.
+    Shapes: `completion_ids` `(B, C)`; returns `(B, C)`.
     """
     if isinstance(logps, torch.Tensor):
         return logps

@@ -19,37 +19,17 @@ _PADDING = {"tool_mask": 1, "importance_sampling_ratio": 1}
 
 @dataclass(eq=False)
 class Group:
-    """
-    The completions of one prompt with everything their loss needs.
+    """The completions of one prompt with everything their loss needs."""
 
-    Args:
-        prompt ([`EncodedPrompt`]):
-            The prompt with its media, held once.
-        rows (`dict[str, torch.Tensor]`):
-            Values of each completion, `(G,)`, `(G, 1)` or, per token, `(G, C)` without columns that are padding in all
-            rows.
-        step (`int`):
-            Optimizer step at which the completions were sampled.
-        conversations (`tuple[tuple[int, Conversation], ...]`, *optional*):
-            Completions in which tools returned media, by their place in the group.
-    """
-
-    prompt: EncodedPrompt
+    prompt: EncodedPrompt  # the prompt with its media, held once
+    # Values of each completion, `(G,)`, `(G, 1)` or, per token, `(G, C)` without columns that are padding in all rows
     rows: dict[str, torch.Tensor]
-    step: int
+    step: int  # optimizer step at which the completions were sampled
+    # Completions in which tools returned media, by their place in the group
     conversations: tuple[tuple[int, Conversation], ...] = ()
 
     def to(self, device: torch.device | str) -> "Group":
-        """
-        A copy on a device.
-
-        Args:
-            device (`torch.device` or `str`):
-                Where the values of the completions go. The prompt stays on the CPU.
-
-        Returns:
-            [`Group`]: The copy, which shares no memory with a larger batch.
-        """
+        """A copy on a device."""
         return replace(self, rows={name: value.to(device, copy=True) for name, value in self.rows.items()})
 
     def prompts(self) -> list[EncodedPrompt]:
@@ -60,21 +40,7 @@ class Group:
 
 
 def split_groups(batch: dict[str, Any], group_size: int, step: int) -> list[Group]:
-    """
-    Takes a generation batch apart.
-
-    Args:
-        batch (`dict`):
-            What the trainer made of a generation batch: tensors with one row per completion, groups one after the
-            other, and `encoded_prompts`.
-        group_size (`int`):
-            Completions per prompt.
-        step (`int`):
-            Current optimizer step.
-
-    Returns:
-        `list[Group]`: The groups in order. Their tensors are views of the batch.
-    """
+    """Takes a generation batch apart."""
     prompts = batch["encoded_prompts"]
     width = batch["completion_ids"].size(1)
     own = {"prompt_ids", "prompt_mask"}  # made anew from the prompts
@@ -94,21 +60,7 @@ def split_groups(batch: dict[str, Any], group_size: int, step: int) -> list[Grou
 
 
 def join_groups(groups: Sequence[Group], pad_token_id: int, device: torch.device) -> dict[str, Any]:
-    """
-    Makes a generation batch of groups, whenever they were sampled.
-
-    Args:
-        groups (`Sequence[Group]`):
-            Groups with the same values.
-        pad_token_id (`int`):
-            Id written on padding.
-        device (`torch.device`):
-            Where the tensors go.
-
-    Returns:
-        `dict`: `prompt_ids` and `prompt_mask`, padded on the left, the values of the completions, padded on the right,
-        and `encoded_prompts`. What counts over the whole batch is for the caller to add.
-    """
+    """Makes a generation batch of groups, whenever they were sampled."""
     prompts = [prompt for group in groups for prompt in group.prompts()]
     padded = left_pad(prompts, pad_token_id)
     width = max(group.rows["completion_ids"].size(1) for group in groups)
@@ -129,17 +81,7 @@ SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Group)
 
 
 class GroupBuffer:
-    """
-    The newest groups of completions, on the CPU, in the order in which they came.
-
-    Args:
-        limit (`int`, *optional*, defaults to `0`):
-            Number of groups kept at most; the oldest go first. 0 keeps all.
-        max_age (`int`, *optional*):
-            Number of optimizer steps after which a group isn't handed out any more.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of all random choices.
-    """
+    """The newest groups of completions, on the CPU, in the order in which they came."""
 
     def __init__(self, limit: int = 0, max_age: int | None = None, seed: int = 0):
         self.limit = limit
@@ -151,47 +93,21 @@ class GroupBuffer:
         return len(self._groups)
 
     def append(self, groups: Sequence[Group]) -> None:
-        """
-        Takes in copies, which share no memory with the batch they come from.
-
-        Args:
-            groups (`Sequence[Group]`):
-                Groups, the newest last, which are kept without the images that only generation needs.
-        """
+        """Takes in copies, which share no memory with the batch they come from."""
         for group in groups[-self.limit :]:
             prompt = replace(group.prompt, decoded=(), mask_cache={})
             self._groups.append(replace(group.to("cpu"), prompt=prompt))
         self._groups = self._groups[-self.limit :]
 
     def sample(self, n: int, step: int) -> list[Group]:
-        """
-        Chooses different groups at random and forgets those that are too old.
-
-        Args:
-            n (`int`):
-                Number of groups wanted.
-            step (`int`):
-                Current optimizer step.
-
-        Returns:
-            `list[Group]`: At most `n` groups, which stay in the buffer.
-        """
+        """Chooses different groups at random and forgets those that are too old."""
         if self.max_age is not None:
             self._groups = [group for group in self._groups if step - group.step <= self.max_age]
         order = torch.randperm(len(self._groups), generator=self._generator)[:n]
         return [self._groups[i] for i in order.tolist()]
 
     def take(self, n: int) -> list[Group]:
-        """
-        Takes the oldest groups out.
-
-        Args:
-            n (`int`):
-                Number of groups wanted.
-
-        Returns:
-            `list[Group]`: At most `n` groups, the oldest first.
-        """
+        """Takes the oldest groups out."""
         taken, self._groups = self._groups[:n], self._groups[n:]
         return taken
 
@@ -200,12 +116,6 @@ class GroupBuffer:
         return {"groups": self._groups, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Takes back what [`state_dict`] gave.
-
-        Args:
-            state (`dict`):
-                That dictionary.
-        """
+        """Takes back what [`state_dict`] gave."""
         self._groups = state["groups"][-self.limit :]
         self._generator.set_state(state["generator"])

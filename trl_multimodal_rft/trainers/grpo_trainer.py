@@ -568,14 +568,7 @@ def old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
     """
     Log-probabilities under the policy that sampled, which is the current one in the first update.
 
-    Args:
-        inputs (`dict`):
-            A micro-batch.
-        logps (`torch.Tensor`):
-            Current log-probabilities, shape `(B, C)`.
-
-    Returns:
-        `torch.Tensor`: The old ones, without a gradient, shape `(B, C)`.
+    Shapes: `logps` `(B, C)`; returns `(B, C)`.
     """
     given = inputs.get("old_per_token_logps")
     return logps.detach() if given is None else given

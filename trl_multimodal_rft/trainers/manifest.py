@@ -18,17 +18,7 @@ _READERS = 8  # files read at once; sums are made without the GIL
 
 
 def write_manifest(checkpoint: str | Path, model_only: bool, fingerprints: dict[str, Any] | None = None) -> None:
-    """
-    Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint, to which nothing is added afterwards.
-        model_only (`bool`):
-            Whether what resuming needs was left out on purpose.
-        fingerprints (`dict`, *optional*):
-            Those of datasets, by the names of their arguments.
-    """
+    """Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint."""
     files = _files(Path(checkpoint))
     entries = dict(zip(files, _for_each(_measure, files.values()), strict=True))
     content = {"model_only": model_only, "datasets": fingerprints or {}, "files": entries}
@@ -36,17 +26,7 @@ def write_manifest(checkpoint: str | Path, model_only: bool, fingerprints: dict[
 
 
 def damage(checkpoint: str | Path) -> list[str]:
-    """
-    What is wrong with the files of a checkpoint.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint.
-
-    Returns:
-        `list[str]`: A clause for each file that is missing or has changed since the manifest was written. Without a
-        manifest, for each that can't be right whatever it was. Never an error: other processes wait for the answer.
-    """
+    """What is wrong with the files of a checkpoint."""
     folder = Path(checkpoint)
     try:
         if not folder.is_dir():
@@ -72,12 +52,7 @@ def lacks(checkpoint: str | Path) -> str | None:
     """
     What a checkpoint without damage can't be relied on for.
 
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint.
-
-    Returns:
-        `str` or `None`: A clause; `None` if it has a manifest and all that resuming needs.
+    Returns a clause; `None` if it has a manifest and all that resuming needs.
     """
     manifest = _read(Path(checkpoint))
     if manifest is None:
@@ -88,16 +63,7 @@ def lacks(checkpoint: str | Path) -> str | None:
 
 
 def saved_fingerprints(checkpoint: str | Path) -> dict[str, Any]:
-    """
-    Fingerprints of the datasets that a checkpoint without damage was trained on.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint.
-
-    Returns:
-        `dict[str, Any]`: Fingerprints by the names of the arguments; empty if the checkpoint has none.
-    """
+    """Fingerprints of the datasets that a checkpoint without damage was trained on."""
     manifest = _read(Path(checkpoint))
     return {} if manifest is None else manifest.datasets
 

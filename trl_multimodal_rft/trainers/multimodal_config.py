@@ -409,20 +409,7 @@ def _has_bf16() -> bool:
 
 
 def check_choice(config, name: str, choices: tuple[str, ...] | None = None) -> None:
-    """
-    Checks an argument that takes one of a few values.
-
-    Args:
-        config (`MultimodalArguments`):
-            The config.
-        name (`str`):
-            Name of the argument.
-        choices (`tuple[str]`, *optional*):
-            Its values. By default those that the command line has.
-
-    Raises:
-        `ValueError`: If the argument has another value.
-    """
+    """Checks an argument that takes one of a few values."""
     if choices is None:
         choices = config.__dataclass_fields__[name].metadata["choices"]
     value = getattr(config, name)
@@ -431,18 +418,7 @@ def check_choice(config, name: str, choices: tuple[str, ...] | None = None) -> N
 
 
 def check_range(config, name: str) -> None:
-    """
-    Checks an argument that takes a smallest and a largest value, or `None`.
-
-    Args:
-        config (`MultimodalArguments`):
-            The config.
-        name (`str`):
-            Name of the argument.
-
-    Raises:
-        `ValueError`: If the argument isn't two values in order.
-    """
+    """Checks an argument that takes a smallest and a largest value, or `None`."""
     bounds = getattr(config, name)
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")

@@ -151,12 +151,7 @@ def template_for_tools(processing_class: Any) -> str | None:
     """
     The chat template with which a conversation can go on as it began.
 
-    Args:
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What encodes prompts.
-
-    Returns:
-        `str` or `None`: TRL's, where the own one writes earlier turns in another way once others follow; else `None`.
+    Returns TRL's, where the own one writes earlier turns in another way once others follow; else `None`.
     """
     preserves = is_chat_template_prefix_preserving(processing_class)
     return None if preserves else get_training_chat_template(processing_class)
@@ -165,23 +160,7 @@ def template_for_tools(processing_class: Any) -> str | None:
 def enter(
     rows: Sequence[dict[str, Any]], factories: dict[str | None, Callable], pool: dict[str | None, list[Any]]
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """
-    Resets an environment for each row.
-
-    Args:
-        rows (`Sequence[dict]`):
-            The rows. With several kinds of environments, the column `environment` names each row's.
-        factories (`dict[str | None, Callable]`):
-            What makes environments, by name; the only one has the name `None`.
-        pool (`dict[str | None, list]`):
-            Environments that there are, by name, to which those are added that lack.
-
-    Returns:
-        `tuple`: Environments, and rows whose prompts end with what these show.
-
-    Raises:
-        `ValueError`: If a row names an environment that there isn't.
-    """
+    """Resets an environment for each row."""
     several = None not in factories
     names = [row.get("environment") if several else None for row in rows]
     for name in names:
@@ -205,31 +184,13 @@ def enter(
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
-    """
-    The public methods of an environment.
-
-    Args:
-        environment (`Any`):
-            The environment.
-
-    Returns:
-        `dict[str, Callable]`: Its tools, by name.
-    """
+    """The public methods of an environment."""
     names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
     return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
 
 
 def reward_of(kind: type) -> Callable:
-    """
-    A reward function that asks environments of a kind, and says nothing of others.
-
-    Args:
-        kind (`type`):
-            Their class, with a method `get_reward`, plain or async.
-
-    Returns:
-        `Callable`: The function, which gets `environments`.
-    """
+    """A reward function that asks environments of a kind, and says nothing of others."""
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def reward(environments, **kwargs):

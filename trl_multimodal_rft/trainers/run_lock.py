@@ -31,13 +31,6 @@ def holding(folder: str | Path) -> Iterator[str | None]:
 
     The kernel releases the lock when this process ends, however it does, and forked workers don't inherit it. Where
     the file system has no locks, a warning says so.
-
-    Args:
-        folder (`str` or `Path`):
-            Output folder of the run.
-
-    Yields:
-        `str` or `None`: The process that trains there already; `None` if there is none, and this one does now.
     """
     path = Path(folder, _FILE)
     file = holder = None

@@ -76,63 +76,35 @@ class SelfCheck:
     The truth is the model's own forward on what its processor returns, one prompt and one completion at a time,
     without anything of this package: its own positions, masks and logits. Where that isn't what its `generate`
     computes, because attention is different within a prompt, the truth are the logits of `generate`.
-
-    Args:
-        features (`float` or `None`):
-            Media tensors against those of the processor as it is loaded, relative to the largest value; `None` if
-            there are no media.
-        padded (`float`):
-            Padded rows against the truth.
-        packed (`float` or `None`):
-            Packed rows against the truth; `None` where packing is off.
-        media (`dict[str, float]`):
-            By modality, how much the log-probabilities move with another medium in its place; NaN if there is no
-            other.
-        rows (`float`):
-            Prompts in one forward, as far as they share one, against each alone.
-        sampled (`float` or `None`):
-            Log-probabilities of sampling against the truth; `None` if sampling gives none, NaN if it fails for the
-            self-check, as a `generate` of the user's may.
-        changes (`tuple[str, ...]`):
-            What changes the distribution that is sampled from on purpose: suppressed placeholders, options such as
-            `top_p`.
-        changed (`float` or `None`):
-            How far these move the log-probabilities of sampled tokens; `None` if sampling gives none.
-        training (`float`):
-            Log-probabilities in training mode against those in evaluation mode, which dropout and batch norm move.
-        tolerance (`float`):
-            What counts as equal, from the dtype of the computation.
-        remedies ([`Remedies`]):
-            What the numbers hold for, after all fallbacks.
-        engine_positions (`bool`, *optional*, defaults to `False`):
-            Whether the truth has the positions of an engine that samples, which aren't always the model's own.
-        engine (`tuple[float, float]` or `None`, *optional*):
-            Log-probabilities of an engine that samples the rollouts against recomputed ones on the first batch, as
-            their mean and largest difference.
-        engine_updated (`tuple[float, float]` or `None`, *optional*):
-            The same after weights have moved.
-        engine_conversation (`tuple[float, float]` or `None`, *optional*):
-            The same in a completion behind media that a tool returned; `None` before the first.
-        conversation (`float` or `None`, *optional*):
-            Rows in which a tool returned media, behind these, against the model's own forward; `None` before the
-            first.
     """
 
+    # Media tensors against those of the processor as it is loaded, relative to the largest value; `None` if there are
+    # no media
     features: float | None
-    padded: float
-    packed: float | None
+    padded: float  # padded rows against the truth
+    packed: float | None  # packed rows against the truth; `None` where packing is off
+    # By modality, how much the log-probabilities move with another medium in its place; NaN if there is no other
     media: dict[str, float]
-    rows: float
+    rows: float  # prompts in one forward, as far as they share one, against each alone
+    # Log-probabilities of sampling against the truth; `None` if sampling gives none, NaN if it fails for the self-
+    # check, as a `generate` of the user's may
     sampled: float | None
+    # What changes the distribution that is sampled from on purpose: suppressed placeholders, options such as `top_p`
     changes: tuple[str, ...]
-    changed: float | None
+    changed: float | None  # how far these move the log-probabilities of sampled tokens; `None` if sampling gives none
+    # Log-probabilities in training mode against those in evaluation mode, which dropout and batch norm move
     training: float
-    tolerance: float
-    remedies: Remedies
+    tolerance: float  # what counts as equal, from the dtype of the computation
+    remedies: Remedies  # what the numbers hold for, after all fallbacks
+    # Whether the truth has the positions of an engine that samples, which aren't always the model's own
     engine_positions: bool = False
+    # Log-probabilities of an engine that samples the rollouts against recomputed ones on the first batch, as their
+    # mean and largest difference
     engine: tuple[float, float] | None = None
-    engine_updated: tuple[float, float] | None = None
+    engine_updated: tuple[float, float] | None = None  # the same after weights have moved
+    # The same in a completion behind media that a tool returned; `None` before the first
     engine_conversation: tuple[float, float] | None = None
+    # Rows in which a tool returned media, behind these, against the model's own forward; `None` before the first
     conversation: float | None = None
 
     def __str__(self) -> str:
@@ -204,23 +176,6 @@ def run_self_check(
     Measures the prompts at hand. Nothing of the trainer is changed.
 
     All processes check the same prompts, which come from all of them, so that the forwards of a sharded model agree.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            Trainer.
-        messages (`Sequence`):
-            What each prompt was encoded from.
-        prompts (`list[EncodedPrompt]`):
-            The prompts.
-        measured (`dict[str, float]`):
-            Modalities whose effect is known, and their effect.
-
-    Returns:
-        [`SelfCheck`]: The measurements, the same on every process, with the remedies they ask for.
-
-    Raises:
-        `RuntimeError`: If features aren't those of the processor, if a medium changes nothing, or if no remedy makes
-            log-probabilities or rows exact. The message names the model's type and what to do.
     """
     check = _Check(trainer, measured)
     with measuring(trainer):
@@ -234,20 +189,6 @@ def check_conversation(
 ) -> bool:
     """
     Measures a completion in which a tool returned media, if there is one on any process, and applies what it found.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            Trainer, with a self-check that has seen none.
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt.
-        completion_ids (`Sequence[list[int]]`):
-            The completions.
-
-    Returns:
-        `bool`: Whether it did.
-
-    Raises:
-        `RuntimeError`: If no remedy makes its log-probabilities exact.
     """
     own = [
         (prompt, ids)
@@ -268,15 +209,7 @@ def check_conversation(
 
 @contextmanager
 def measuring(trainer: "MultimodalMixin", evaluation: bool = True):
-    """
-    Forwards of the policy within this context leave no trace.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            Trainer.
-        evaluation (`bool`, *optional*, defaults to `True`):
-            Whether they are those of evaluation mode. The modes stay as they are otherwise.
-    """
+    """Forwards of the policy within this context leave no trace."""
     device = trainer.accelerator.device
     with (
         torch.no_grad(),
@@ -294,12 +227,6 @@ class EngineCheck:
     It does so on the first batch, on the first one after the weights have moved so far that it shows if the engine
     didn't get them, and on the first media that tools return. A few completions of each process are looked at, each by
     itself.
-
-    Args:
-        trainer (`MultimodalMixin`):
-            Trainer whose engine samples from the policy, with no token cut off.
-        check ([`SelfCheck`]):
-            Where the measurements go.
     """
 
     def __init__(self, trainer: "MultimodalMixin", check: SelfCheck):
@@ -315,20 +242,7 @@ class EngineCheck:
         """
         Measures a batch, if that tells something new.
 
-        Args:
-            batch (`dict`):
-                A generation batch with the engine's log-probabilities.
-            prompts (`Sequence[EncodedPrompt]`):
-                Each completion's prompt.
-            mask (`torch.Tensor`):
-                1 on sampled tokens, shape `(B, C)`.
-
-        Returns:
-            `bool`: Whether it did.
-
-        Raises:
-            `RuntimeError`: If the log-probabilities differ by more than rounding explains, or after an update by more
-                than before it.
+        Shapes: `mask` `(B, C)`.
         """
         check, step = self.check, self.trainer.state.global_step
         if check.engine_updated is not None or step == self.step:
@@ -361,23 +275,7 @@ class EngineCheck:
         return True
 
     def run_behind_tools(self, batch: dict[str, Any], prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> bool:
-        """
-        Measures what was sampled behind media that a tool returned, the first time that there is something.
-
-        Args:
-            batch (`dict`):
-                See [`EngineCheck.run`].
-            prompts (`Sequence[EncodedPrompt]`):
-                See there.
-            mask (`torch.Tensor`):
-                See there.
-
-        Returns:
-            `bool`: Whether it did.
-
-        Raises:
-            `RuntimeError`: See there.
-        """
+        """Measures what was sampled behind media that a tool returned, the first time that there is something."""
         check = self.check
         if check.engine_conversation is not None:
             return False

@@ -58,24 +58,7 @@ def ignore_deprecated_names() -> None:
 
 
 def own_config(config_class: type[Config], args: Any, model) -> Config:
-    """
-    The config of a trainer.
-
-    Args:
-        config_class (`type`):
-            The trainer's config class.
-        args (`TrainingArguments`, *optional*):
-            What the user passed.
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            The model, after which a default config is named.
-
-    Returns:
-        `config_class`: The user's config, or a default one.
-
-    Raises:
-        `TypeError`: If it is another config, such as TRL's own, which lacks arguments that are read, or a class.
-        `NotADirectoryError`: If its output folder is a file.
-    """
+    """The config of a trainer."""
     refuse_classes(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
         raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
@@ -98,39 +81,13 @@ _LACKS = "The model was passed as an instance without a name (its config's `_nam
 
 
 def check_processor_name(model, processing_class) -> None:
-    """
-    An instance that was built in memory has no name to load a processor by.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        processing_class ([`~transformers.ProcessorMixin`], *optional*):
-            What the user passed.
-
-    Raises:
-        `ValueError`: If a processor is to be loaded by a name.
-    """
+    """An instance that was built in memory has no name to load a processor by."""
     if processing_class is None and not get_config_model_id(model.config):
         raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
 def check_name(model, args, ref_model, peft_config) -> None:
-    """
-    An instance that was built in memory has no name to load anything else by.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        args ([`MultimodalArguments`]):
-            The config.
-        ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            What the user passed.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Adapter to come, without which the policy is its own reference.
-
-    Raises:
-        `ValueError`: If a reference or an engine is to be loaded by a name.
-    """
+    """An instance that was built in memory has no name to load anything else by."""
     if get_config_model_id(model.config):
         return
     if args.use_vllm:
@@ -146,36 +103,14 @@ def check_name(model, args, ref_model, peft_config) -> None:
 
 
 def check_family(model, processing_class, max_completion_length: int | None) -> None:
-    """
-    A few families can't be trained at all, which the user is to know before anything is loaded or sampled.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            What encodes prompts.
-        max_completion_length (`int`, *optional*):
-            Tokens that are sampled of a completion at most.
-
-    Raises:
-        `ValueError`: If the model is of one of them.
-    """
+    """A few families can't be trained at all, which the user is to know before anything is loaded or sampled."""
     reason = training_obstacle(model, processing_class, max_completion_length)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
 
 def check_engine_format(processing_class) -> None:
-    """
-    vLLM knows some models in the format of their makers alone, with tokens and names of weights of their own.
-
-    Args:
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            What encodes prompts.
-
-    Raises:
-        `ValueError`: If this is one of them.
-    """
+    """vLLM knows some models in the format of their makers alone, with tokens and names of weights of their own."""
     if family_of_processor(processing_class).takes_base64_audio:
         raise ValueError(
             f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
@@ -184,22 +119,7 @@ def check_engine_format(processing_class) -> None:
 
 
 def check_takes_media(model, processing_class, args, *datasets) -> None:
-    """
-    A tokenizer is enough for text, with a model that takes media, too, but not for rows with media.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            What encodes prompts.
-        args ([`MultimodalArguments`]):
-            The config.
-        datasets:
-            Datasets and dictionaries of them, whose first rows are looked at.
-
-    Raises:
-        `MediaError`: If a row has media and a tokenizer is to encode them.
-    """
+    """A tokenizer is enough for text, with a model that takes media, too, but not for rows with media."""
     takes_media = any(kind in model.input_modalities for kind in MODALITIES)
     if isinstance(processing_class, ProcessorMixin) or not takes_media:
         return
@@ -216,22 +136,7 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
 
 
 def refuse_media_without_processor(processing_class, dataset, columns: Collection[str], name: str) -> None:
-    """
-    Refuses media that a tokenizer is to encode.
-
-    Args:
-        processing_class ([`~transformers.PreTrainedTokenizerBase`]):
-            A tokenizer.
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            A dataset, whose first rows are looked at.
-        columns (`Collection[str]`):
-            Its columns of media.
-        name (`str`):
-            What errors call it.
-
-    Raises:
-        `ValueError`: If a row has media.
-    """
+    """Refuses media that a tokenizer is to encode."""
     if not columns or not isinstance(dataset, Dataset):
         return  # streams are read once, and say so then
     rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
@@ -253,21 +158,7 @@ def warn_of_unread(
     extent: Literal["all", "first"] = "all",
     supervised: bool = False,
 ) -> None:
-    """
-    Warns of media that nothing reads, or raises, see [`check_columns`].
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-        datasets (`dict[str, Any]`):
-            Datasets, dictionaries of them and `None`, under the name of their argument.
-        takes (`Collection[str]`, *optional*, defaults to `()`):
-            Kinds of media that the model takes.
-        extent (`str`, *optional*, defaults to `"all"`):
-            Which rows the datasets have.
-        supervised (`bool`, *optional*, defaults to `False`):
-            Whether their rows have completions.
-    """
+    """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
         reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
         ignored = args.ignored_media_columns or ()
@@ -282,18 +173,7 @@ def warn_of_unread(
 
 
 def modalities(model: Any, args) -> Collection[str]:
-    """
-    The kinds of media that a model takes, of one that isn't loaded yet, too.
-
-    Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or an actor):
-            The model.
-        args ([`MultimodalArguments`]):
-            The config.
-
-    Returns:
-        `Collection[str]`: The kinds, none if there is no such model.
-    """
+    """The kinds of media that a model takes, of one that isn't loaded yet, too."""
     if isinstance(model, str):
         source: Any = {"trust_remote_code": args.trust_remote_code}
         try:
@@ -306,33 +186,16 @@ def modalities(model: Any, args) -> Collection[str]:
 
 def has_unread_rows(dataset) -> bool:
     """
-    Whether there is something to learn of the first rows that isn't known before they are read, see
-    [`columns_known`].
+    Whether there is something to learn of the first rows that isn't known before they are read, see [`columns_known`].
 
-    Args:
-        dataset:
-            A dataset, a dictionary of them, or `None`.
-
-    Returns:
-        `bool`: Whether one of them streams, or has unknown columns.
+    Returns whether one of them streams, or has unknown columns.
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(each, IterableDataset) or not columns_known(each) for each in datasets if each is not None)
 
 
 def media_limits(args, *datasets) -> dict[str, int]:
-    """
-    The most media that prompts have, which decides how much memory an engine keeps for them.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-        datasets:
-            Datasets of prompts, dictionaries of them and `None`.
-
-    Returns:
-        `dict[str, int]`: A number for each kind of media. Empty if one of the datasets can't tell.
-    """
+    """The most media that prompts have, which decides how much memory an engine keeps for them."""
     parts = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
     found = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
     counts = [each for each in found if each is not None]
@@ -345,13 +208,6 @@ def refuse_several_runs(args) -> None:
     """
     Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor when
     it launches one in the place of several, nor `Trainer` when it takes several GPUs for one process.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-
-    Raises:
-        `RuntimeError`: In each case.
     """
     refuse_runs_apart(
         args.world_size,
@@ -379,13 +235,6 @@ def refuse_several_runs(args) -> None:
 def refuse_unchecked_steps(args) -> None:
     """
     DeepSpeed steps before anybody else has seen the gradient, so that only its own checks can leave out an update.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-
-    Raises:
-        `ValueError`: If its config turns them off.
     """
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
@@ -397,16 +246,7 @@ def refuse_unchecked_steps(args) -> None:
 
 
 def truncation(args) -> dict[str, Any]:
-    """
-    Options that keep tokens from being sampled.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-
-    Returns:
-        `dict[str, Any]`: Those that are set, with their values.
-    """
+    """Options that keep tokens from being sampled."""
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
     given = {**vars(args), **(args.generation_kwargs or {})}
@@ -417,13 +257,6 @@ def sampling_changes(args) -> list[str]:
     """
     Options that make the distribution that is sampled from another one than the softmax of the logits at the
     temperature.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-
-    Returns:
-        `list[str]`: Their names. An option of `generation_kwargs` that isn't known to leave it alone is one of them.
     """
     names = [*truncation(args), *({*(args.generation_kwargs or {})} - _NEUTRAL_OPTIONS)]
     if args.repetition_penalty not in (None, 1.0):
@@ -432,15 +265,7 @@ def sampling_changes(args) -> list[str]:
 
 
 def warn_of_unused_recommendations(recommended: GenerationConfig, used: GenerationConfig) -> None:
-    """
-    Names the sampling options that a checkpoint recommends and training doesn't use.
-
-    Args:
-        recommended ([`~transformers.GenerationConfig`]):
-            The model's.
-        used ([`~transformers.GenerationConfig`]):
-            The trainer's.
-    """
+    """Names the sampling options that a checkpoint recommends and training doesn't use."""
     defaults, options = GenerationConfig._get_default_generation_params(), vars(used)
     unused = {
         name: value
@@ -459,13 +284,7 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
 
 
 def warn_of_truncation(args) -> None:
-    """
-    Says that the correction for vLLM is biased where tokens are cut off (huggingface/trl#6789).
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-    """
+    """Says that the correction for vLLM is biased where tokens are cut off (huggingface/trl#6789)."""
     cut = [f"`{name}={value}`" for name, value in truncation(args).items()]
     if cut and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
@@ -477,15 +296,7 @@ def warn_of_truncation(args) -> None:
 
 @contextmanager
 def image_token_id(config, placeholders: set[int]):
-    """
-    TRL reads `config.image_token_id` for every processor; a model without images has none.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            The model's config, which has one in this context.
-        placeholders (`set[int]`):
-            Placeholder ids of all kinds, of which one stands in.
-    """
+    """TRL reads `config.image_token_id` for every processor; a model without images has none."""
     missing = not hasattr(config, "image_token_id")
     if missing:
         config.image_token_id = min(placeholders, default=None)
@@ -498,13 +309,7 @@ def image_token_id(config, placeholders: set[int]):
 
 @contextmanager
 def no_warning_about_init_kwargs(active: bool):
-    """
-    TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way.
-
-    Args:
-        active (`bool`):
-            Whether the model was loaded here.
-    """
+    """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
 
     def keep(record):
         return not (active and "but your model is already instantiated" in record.getMessage())
@@ -521,15 +326,7 @@ def no_warning_about_init_kwargs(active: bool):
 
 @contextmanager
 def without_reference(args, active: bool):
-    """
-    Keeps TRL's constructor from loading a reference, and from making a callback for it, where there is one.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-        active (`bool`):
-            Whether there is one.
-    """
+    """Keeps TRL's constructor from loading a reference, and from making a callback for it, where there is one."""
     names = {"beta": 0.0, "sync_ref_model": False} if active else {}
     given = {name: getattr(args, name) for name in names}
     vars(args).update(names)
@@ -543,10 +340,6 @@ def without_reference(args, active: bool):
 def measured_head(trainer_class: type):
     """
     Lets TRL's constructor add its fused LM head, also to a reference that it loads, by what is measured of the model.
-
-    Args:
-        trainer_class (`type`):
-            A class derived of TRL's trainer.
     """
     modules = [sys.modules[each.__module__] for each in trainer_class.__mro__ if each.__module__.startswith("trl.")]
     module = next(each for each in modules if hasattr(each, "add_fused_lm_head"))
@@ -556,13 +349,7 @@ def measured_head(trainer_class: type):
 
 @contextmanager
 def without_engine_and_signals(args):
-    """
-    Keeps TRL's constructor from starting an engine and from listening to signals, which the trainer does itself.
-
-    Args:
-        args ([`MultimodalArguments`]):
-            The config.
-    """
+    """Keeps TRL's constructor from starting an engine and from listening to signals, which the trainer does itself."""
     given = {name: getattr(args, name) for name in ("use_vllm", "enable_jit_checkpoint")}
     vars(args).update(dict.fromkeys(given, False))
     try:
@@ -572,23 +359,7 @@ def without_engine_and_signals(args):
 
 
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
-    """
-    Loads the model to train, as TRL's trainers do.
-
-    Args:
-        name (`str`):
-            Name or folder.
-        args ([`MultimodalArguments`]):
-            The config.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Quantization.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model.
-
-    Raises:
-        `ValueError`: If there are two quantizations.
-    """
+    """Loads the model to train, as TRL's trainers do."""
     init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:
@@ -609,21 +380,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     """
     Loads the reference of a policy that is a part of what its name holds; TRL would load the whole of it.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        args ([`MultimodalArguments`]):
-            The config.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Adapter to come, without which the policy is its own reference.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Quantization.
-
-    Returns:
-        [`~transformers.PreTrainedModel`] or `None`: The reference; `None` where TRL's way is right, or none is needed.
-
-    Raises:
-        `ValueError`: If its head is to be cast, which only TRL does.
+    Returns the reference; `None` where TRL's way is right, or none is needed.
     """
     if args.beta == 0 or peft_config is not None or is_peft_model(model):
         return None
@@ -645,18 +402,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
 
 
 def check_head_cast(model: PreTrainedModel, args) -> None:
-    """
-    Refuses to cast the head of a model in which TRL's code, made for text, doesn't find its weights.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        args ([`MultimodalArguments`]):
-            The config.
-
-    Raises:
-        `ValueError`: If `cast_lm_head_to_fp32` is set.
-    """
+    """Refuses to cast the head of a model in which TRL's code, made for text, doesn't find its weights."""
     tied = getattr(model.config, "tie_word_embeddings", None)
     found = hasattr(model, "lm_head") and tied is not None
     if tied:
@@ -670,16 +416,7 @@ def check_head_cast(model: PreTrainedModel, args) -> None:
 
 
 def check_takes_tools(processing_class: Any) -> None:
-    """
-    Refuses a chat template that tools can't be trained with.
-
-    Args:
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What encodes prompts.
-
-    Raises:
-        `ValueError`: If it leaves out calls or what they return, or if nothing says how the model writes calls.
-    """
+    """Refuses a chat template that tools can't be trained with."""
     name = type(processing_class).__name__
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
     if not supports_tool_calling(processing_class):

@@ -41,10 +41,6 @@ class EndOnSignal(TrainerCallback):
     Ends a run on SIGTERM, SIGUSR1, SIGHUP or SIGINT with a checkpoint, at the end of the optimizer step in which any
     of its processes got the signal: only then weights, optimizer and rollouts are of the same moment. A second SIGINT
     ends at once; others don't, since launchers pass on what their processes got already.
-
-    Args:
-        any_process (`Callable`):
-            Whether something holds on any process, when all of them call it.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]):
@@ -103,10 +99,6 @@ def spare_workers(loader: DataLoader) -> None:
     """
     Lets the workers of a loader ignore the signals that ask a run to end: launchers and terminals send them to all
     processes, but without its workers a run couldn't finish its step.
-
-    Args:
-        loader (`torch.utils.data.DataLoader`):
-            Loader as prepared by accelerate.
     """
     loader = getattr(loader, "base_dataloader", loader)
     if loader.num_workers:

@@ -37,38 +37,18 @@ ENDS = ("length", "turns", "media")
 
 @dataclass
 class Talk:
-    """
-    One completion while tools are called in it.
+    """One completion while tools are called in it."""
 
-    Args:
-        prompt ([`EncodedPrompt`]):
-            Its prompt.
-        ids (`list[int]`):
-            Its ids.
-        messages (`list[dict]`):
-            What was said and returned in it.
-        history (`list[dict]`):
-            The conversation, as the chat template is to write it.
-        logps (`list[float]`, *optional*):
-            Log-probabilities of an engine.
-        mask (`list[int]`):
-            0 on what tools returned.
-        turns (`list[tuple[int, EncodedPrompt]]`, *optional*):
-            What tools returned, with its places in the completion.
-        whole ([`EncodedPrompt`], *optional*):
-            All of it up to the last result.
-        counts (`Counter[str]`, *optional*):
-            How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it.
-    """
-
-    prompt: EncodedPrompt
-    ids: list[int]
-    messages: list[dict[str, Any]]
-    history: list[dict[str, Any]]
-    logps: list[float | None] | None
-    mask: list[int]
+    prompt: EncodedPrompt  # its prompt
+    ids: list[int]  # its ids
+    messages: list[dict[str, Any]]  # what was said and returned in it
+    history: list[dict[str, Any]]  # the conversation, as the chat template is to write it
+    logps: list[float | None] | None  # log-probabilities of an engine
+    mask: list[int]  # 0 on what tools returned
+    # What tools returned, with its places in the completion
     turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
-    whole: EncodedPrompt | None = None
+    whole: EncodedPrompt | None = None  # all of it up to the last result
+    # How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -82,17 +62,7 @@ class Talk:
         return [turn for _, turn in self.turns if turn.media]
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
-        """
-        Goes on.
-
-        Args:
-            ids (`list[int]`):
-                What with.
-            logps (`list[float]`, *optional*):
-                Log-probabilities of an engine.
-            sampled (`bool`):
-                Whether the model said that.
-        """
+        """Goes on."""
         self.ids = self.ids + ids
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
@@ -101,74 +71,36 @@ class Talk:
 
 @dataclass(frozen=True)
 class Conversations:
-    """
-    Calls tools and samples what the model says to their results, until no completion ends with a call.
+    """Calls tools and samples what the model says to their results, until no completion ends with a call."""
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What encodes prompts.
-        complete (`Callable`):
-            Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts,
-            for each the place of its completion and what was returned last, and how many tokens each has room for.
-        tools (`Sequence[dict[str, Callable]]`):
-            Each completion's tools, by name.
-        max_length (`int`):
-            Tokens of a completion at most, results included.
-        max_turns (`int` or `float`):
-            How often a completion's calls are answered at most.
-        max_media (`int`, *optional*):
-            Media in a completion at most.
-        ends (`Collection[int]`):
-            Ids that end a turn.
-        template_kwargs (`dict[str, Any]`):
-            Arguments for `apply_chat_template`.
-        audio_overlong (`str`):
-            What happens to audio longer than the model's window.
-        media_rules ([`~data.rules.MediaRules`]):
-            From where media may come, and how large they may be.
-        special_tokens_in_text (`str`, *optional*, defaults to `"raise"`):
-            What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`.
-        apart (`str`, *optional*):
-            Which prompts get forwards of their own, see [`~policy.Remedies`].
-        engine_length (`int`, *optional*):
-            Where vLLM samples, tokens of a prompt and its completion that it takes at most. It is given media as they
-            are decoded, and positions are its own.
-        anyone (`Callable[[bool], bool]`, *optional*):
-            Whether something is so on any process, for those that must complete equally often.
-        loop (`asyncio.AbstractEventLoop`, *optional*):
-            Where async tools run.
-    """
-
-    model: PreTrainedModel
-    processor: ProcessorMixin | PreTrainedTokenizerBase
+    model: PreTrainedModel  # unwrapped model
+    processor: ProcessorMixin | PreTrainedTokenizerBase  # what encodes prompts
+    # Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts, for
+    # each the place of its completion and what was returned last, and how many tokens each has room for
     complete: Callable[
         [list[EncodedPrompt], list[tuple[int, EncodedPrompt]], list[int]],
         tuple[list[list[int]], list[list[float | None]] | None],
     ]
-    tools: Sequence[dict[str, Callable]]
-    max_length: int
-    max_turns: float
-    max_media: int | None
-    ends: Collection[int]
-    template_kwargs: dict[str, Any]
-    audio_overlong: Literal["raise", "truncate"]
-    media_rules: MediaRules
+    tools: Sequence[dict[str, Callable]]  # each completion's tools, by name
+    max_length: int  # tokens of a completion at most, results included
+    max_turns: float  # how often a completion's calls are answered at most
+    max_media: int | None  # media in a completion at most
+    ends: Collection[int]  # ids that end a turn
+    template_kwargs: dict[str, Any]  # arguments for `apply_chat_template`
+    audio_overlong: Literal["raise", "truncate"]  # what happens to audio longer than the model's window
+    media_rules: MediaRules  # from where media may come, and how large they may be
+    # What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`
     special_tokens_in_text: Literal["allow", "raise", "strip"] = "raise"
-    apart: str | None = None
+    apart: str | None = None  # which prompts get forwards of their own, see [`~policy.Remedies`]
+    # Where vLLM samples, tokens of a prompt and its completion that it takes at most. It is given media as they are
+    # decoded, and positions are its own
     engine_length: int | None = None
+    # Whether something is so on any process, for those that must complete equally often
     anyone: Callable[[bool], bool] = bool
-    loop: Any = None
+    loop: Any = None  # where async tools run
 
     def run(self, talks: list[Talk]) -> None:
-        """
-        Goes on with completions that end with calls.
-
-        Args:
-            talks (`list[Talk]`):
-                All completions, which are extended.
-        """
+        """Goes on with completions that end with calls."""
         calling = {i: talk for i, talk in enumerate(talks) if talk.calls}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
@@ -302,22 +234,7 @@ class Conversations:
 def said(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
-    """
-    A turn of the model's as a message.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer, which knows how calls are written.
-        ids (`list[int]`):
-            What was sampled.
-        before (`list[int]`):
-            What stands before it.
-        tools (`dict[str, Callable]`):
-            The tools, by name.
-
-    Returns:
-        `dict`: The message, with its calls in `tool_calls`.
-    """
+    """A turn of the model's as a message."""
     callables: Any = list(tools.values())
     return parse_response(tokenizer, ids, prefix=before, tools=callables)
 
@@ -434,15 +351,6 @@ class ToolsMixin(TrainerMixin):
 def with_whole_rows(factory: Callable[[], Any], rules: MediaRules) -> Callable[[], Any]:
     """
     Environments that are reset with their row as the dataset has it, media and all, and may show media themselves.
-
-    Args:
-        factory (`Callable`):
-            Makes an environment.
-        rules ([`~data.rules.MediaRules`]):
-            From where media may come, and how large they may be.
-
-    Returns:
-        `Callable`: Makes such an environment.
     """
 
     def make():
@@ -466,16 +374,7 @@ def with_whole_rows(factory: Callable[[], Any], rules: MediaRules) -> Callable[[
 
 
 def with_media(rollout_func: Callable) -> Callable:
-    """
-    A rollout of the user's for prompts with media, which are encoded as all others are.
-
-    Args:
-        rollout_func (`Callable`):
-            As for [`~trl.GRPOTrainer`].
-
-    Returns:
-        `Callable`: The same, which gets prompts with their media, and whose answer is checked.
-    """
+    """A rollout of the user's for prompts with media, which are encoded as all others are."""
 
     def rollout(prompts, trainer):
         if next(iter_refs(prompts), None) is None:

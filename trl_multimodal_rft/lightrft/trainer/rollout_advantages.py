@@ -38,17 +38,7 @@ class RolloutAdvantages:
         Shapes the rewards of a whole rollout: running scale, clip, and what the estimator does to the rewards of a
         group.
 
-        Args:
-            experiences (`list[Experience]`):
-                All experiences of the rollout, in the order in which they were made.
-
-        Returns:
-            `tuple`: The experiences, whose `info["reward"]` is the reward after scale and clip (and `raw_reward` that
-            before, if either changes it), and for each the shaped rewards, `(B,)`: advantages of the group estimators,
-            rewards for `"gae"` and `"reinforce"`.
-
-        Raises:
-            ValueError: If an estimator that compares completions of a prompt doesn't get whole groups.
+        Shapes: returns `(B,)`.
         """
         args = self.strategy
         sizes = [len(each.sequences) for each in experiences]
@@ -129,20 +119,7 @@ class RolloutAdvantages:
         r"""
         Generalized advantage estimation, see [`~algorithms.advantages.gae`].
 
-        Args:
-            values (`torch.Tensor` or `list[torch.Tensor]`):
-                Value of the state before each action, shape `(B, A)`, or for each sample `(A,)`.
-            rewards (`torch.Tensor` or `list[torch.Tensor]`):
-                Rewards of the actions, likewise.
-            action_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-                1 on actions, likewise; all ones by default.
-            gamma (`float`):
-                Discount $\gamma$.
-            lambd (`float`):
-                $\lambda$.
-
-        Returns:
-            `tuple`: Advantages, not whitened, and returns, in the shape of the values.
+        Shapes: `values` `(B, A)`.
         """
         return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
@@ -156,16 +133,7 @@ class RolloutAdvantages:
         r"""
         Discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
 
-        Args:
-            rewards (`torch.Tensor` or `list[torch.Tensor]`):
-                Rewards of the actions, shape `(B, A)`, or for each sample `(A,)`.
-            action_mask (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-                1 on actions, likewise; all ones by default.
-            gamma (`float`):
-                Discount $\gamma$.
-
-        Returns:
-            `torch.Tensor` or `list[torch.Tensor]`: Returns, in the shape of the rewards.
+        Shapes: `rewards` `(B, A)`.
         """
         return _padded(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
