@@ -21,7 +21,7 @@ from policy_update import CASES, PRESETS, build_dataset, build_model, build_proc
 from transformers import GenerationConfig
 
 from trl_multimodal_rft.data.columns import rows_to_messages
-from trl_multimodal_rft.encoding.conversations import so_far
+from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions
 
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> dict:
     for repeat in range(args.repeats + 1):
         branches = Branches()
         first = sample([prompt] * args.group, branches).tolist()
-        wholes = [so_far(prompt, [*ids, *result.input_ids.tolist()], [(len(ids), result)], model) for ids in first]
+        wholes = [
+            encode_prefix(prompt, [*ids, *result.input_ids.tolist()], [(len(ids), result)], model) for ids in first
+        ]
         branches.asked = [(place, result) for place in range(args.group)]
         ids = {}
         for name, way in (("cached", branches), ("again", None)):

@@ -200,14 +200,14 @@ def cases(name):
     """
     model, _, prompts = bare(name)
     pad = model.config.get_text_config().pad_token_id
-    apart = name_joins_only_equal(model)
-    parts = [[prompt, prompt] for prompt in prompts] if apart else [prompts]
+    isolate = name_joins_only_equal(model)
+    parts = [[prompt, prompt] for prompt in prompts] if isolate else [prompts]
     batches = [make_batch(part, pad=pad, seed=i) for i, part in enumerate(parts)]
     return [(batch, torch.stack(bare_logps(model, batch, TEMPERATURE))) for batch in batches]
 
 
 def name_joins_only_equal(model):
-    return family_of(model).apart is not None
+    return family_of(model).isolate is not None
 
 
 def arguments(name, batch):

@@ -330,5 +330,5 @@ def test_page_of_models():
     for name, family in FAMILIES.items():
         row = rows[name]
         assert row["processor"] == "real" and set(row["media"].split(", ")) == set(family.modalities)
-        assert row["scored"] == ("packed, apart" if family_of(name).apart else "packed")
+        assert row["scored"] == ("packed, apart" if family_of(name).isolate else "packed")
         assert max(float(row["log-probs"]), float(row["gradient"])) < 1e-4

@@ -24,8 +24,8 @@ def build(name):
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
     prompts = [p for p in encode_chats(model, processor, FAMILIES[name].prompts()) for _ in range(G)]
-    apart = family_of(model).apart
-    return critic, prompts, *random_completions(len(prompts)), apart
+    isolate = family_of(model).isolate
+    return critic, prompts, *random_completions(len(prompts)), isolate
 
 
 def gradients(critic, values, mask):
@@ -37,14 +37,14 @@ def gradients(critic, values, mask):
 
 @pytest.mark.parametrize("name", every_family())
 def test_packed_equals_padded(name):
-    critic, prompts, ids, mask, apart = build(name)
+    critic, prompts, ids, mask, isolate = build(name)
 
-    def run(packed, apart):
-        values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, apart=apart)
+    def run(packed, isolate):
+        values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, isolate=isolate)
         return values, gradients(critic, values, mask)
 
     # Padded each prompt by itself, so that no padding on the left disturbs it
-    (packed, packed_gradient), (padded, padded_gradient) = run(True, apart), run(False, "prompt")
+    (packed, packed_gradient), (padded, padded_gradient) = run(True, isolate), run(False, "prompt")
     assert packed[mask.bool()].std() > 0.1
     assert not packed[mask == 0].any()
     assert (packed - padded).abs().max() <= 1e-4

@@ -21,7 +21,7 @@ from PIL import ImageOps
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.families import TOKEN_FIELDS, family_of
-from trl_multimodal_rft.policy import Remedies
+from trl_multimodal_rft.policy import Fallbacks
 
 
 every_family = pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
@@ -115,7 +115,7 @@ def test_by_name(name, tmp_path):
     assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
 
     trainer._run_self_check(messages, prompts)
-    assert policy.remedies == Remedies(apart=family_of(model).apart)
+    assert policy.fallbacks == Fallbacks(isolate=family_of(model).isolate)
     assert trainer._self_check.media.keys() == set(family.modalities)
     assert min(trainer._self_check.media.values()) > 5e-3
 

@@ -9,13 +9,13 @@ from helpers.encoding import encode_chats
 from helpers.families import FAMILIES
 from transformers import GenerationConfig
 
-from trl_multimodal_rft.encoding.conversations import so_far
+from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.scoring import left_pad, to_model
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions, trim_after_eos
-from trl_multimodal_rft.policy import PolicyForward, Remedies
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
 G = 3
@@ -59,7 +59,7 @@ def test_shared_prefill_equals_generate(name, monkeypatch):
     for part in split_samples(prompts, "media"):  # what can't join exactly can't be compared either
         rows = [prompts[i] for i in part]
         torch.manual_seed(0)
-        expected = generate_completions(plain, plain, rows, *args, share_prefill=False)
+        expected = generate_completions(plain, plain, rows, *args, shared_prefill=False)
         torch.manual_seed(0)
         completions = generate_completions(model, model, rows, *args)
         assert torch.equal(completions, expected)
@@ -119,7 +119,7 @@ def test_prompts_apart_keep_their_completions():
     args = (greedy, processor.tokenizer.pad_token_id)
     expected = [generate_completions(plain, plain, [row], *args, model.device)[0] for row in rows]
     assert not torch.equal(expected[0], expected[1])
-    sampled = PolicyForward(remedies=Remedies(apart="media")).sample(model, rows, *args)
+    sampled = PolicyForward(fallbacks=Fallbacks(isolate="media")).sample(model, rows, *args)
     assert torch.equal(sampled, torch.stack(expected))
 
 
@@ -153,7 +153,7 @@ def appended(model, prompts, completions, turns):
         for i, (own, turn) in enumerate(zip(said, returned, strict=True)):
             placed[i].append((len(ids[i]) + len(own), turn))
             ids[i] += [*own, *turn.input_ids.tolist()]
-    return [so_far(*each, model) for each in zip(prompts, ids, placed, strict=True)]
+    return [encode_prefix(*each, model) for each in zip(prompts, ids, placed, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trl_multimodal_rft import ActorVL, MultimodalGRPOConfig, MultimodalGRPOTrai
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import HeadRule, add_fused_head, head_rule
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.policy import PolicyForward, Remedies
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
 TEMPERATURE = 0.7
@@ -80,12 +80,14 @@ def test_scores_are_those_of_the_models_own_logits(name):
     before = copy.deepcopy(model.config)
     has_head = add_fused_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
     assert has_head == (RULES[name] is not None) and model.config.to_dict() == before.to_dict()
-    can_pack = sharing_obstacle(model) is None
-    if can_pack:
+    packing = sharing_obstacle(model) is None
+    if packing:
         install_prefix_attention(model)
-    apart = "media" if name == "granite_speech_scaled" else None
-    policy = PolicyForward(remedies=Remedies(apart=apart, own_logits=not has_head), temperature=TEMPERATURE)
-    for packed in {False, can_pack}:
+    isolate = "media" if name == "granite_speech_scaled" else None
+    policy = PolicyForward(
+        fallbacks=Fallbacks(isolate=isolate, logits_from_model=not has_head), temperature=TEMPERATURE
+    )
+    for packed in {False, packing}:
         scores = policy.score(model, [prompts[i // 2] for i in range(4)], ids, mask, packed=packed)
         torch.testing.assert_close(scores.logps, expected.detach(), rtol=0, atol=2e-5)
         assert scores.entropies.isfinite().all()
@@ -95,9 +97,9 @@ def test_scores_are_those_of_the_models_own_logits(name):
 
 def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
     """TRL's constructor adds its head to a policy, and to a reference that it loads itself."""
-    for name, own_logits in (("cohere2_vision", False), ("chameleon", True)):
+    for name, logits_from_model in (("cohere2_vision", False), ("chameleon", True)):
         model, processor, _ = build(name)
-        if not own_logits:
+        if not logits_from_model:
             model = str(SPECIAL[name].save(tmp_path / name))
         args = MultimodalGRPOConfig(
             output_dir=str(tmp_path / "run"),
@@ -105,7 +107,7 @@ def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
             num_generations=4,
             max_completion_length=6,
             max_steps=1,
-            beta=0.1 if not own_logits else 0.0,
+            beta=0.1 if not logits_from_model else 0.0,
             temperature=TEMPERATURE,
             use_cpu=True,
             bf16=False,
@@ -115,10 +117,10 @@ def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
         )
         options = {"args": args, "train_dataset": image_rows(4), "processing_class": processor}
         run = MultimodalGRPOTrainer(model, length_and_sum, **options)
-        assert run._policy.remedies.own_logits == own_logits
+        assert run._policy.fallbacks.logits_from_model == logits_from_model
         run.train()
         check = run._self_check
-        assert check.remedies == run._policy.remedies and check.remedies.own_logits == own_logits
+        assert check.fallbacks == run._policy.fallbacks and check.fallbacks.logits_from_model == logits_from_model
         assert max(check.padded, check.packed, check.sampled) < 1e-4
         history = {key: value for entry in run.state.log_history for key, value in entry.items()}
         assert math.isfinite(history["entropy"]) and abs(history.get("kl", 0.0)) < 1e-6

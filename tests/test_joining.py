@@ -24,7 +24,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores
-from trl_multimodal_rft.policy import PolicyForward, Remedies
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
 @pytest.mark.parametrize("name", ["fun_asr_nano", "glmasr", "minimax_m3_vl", "molmo2", "molmo2 video"])
@@ -88,7 +88,7 @@ def test_a_window_that_only_the_config_knows():
     assert add_fused_head(model, outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
     for packed in (False, True):
-        logps = completion_scores(model, model, repeated, ids, mask, packed=packed, apart="media").logps
+        logps = completion_scores(model, model, repeated, ids, mask, packed=packed, isolate="media").logps
         assert (logps - expected).abs().max() <= 1e-5
         for key, gradient in gradients(model, logps).items():
             assert (gradient - own[key]).abs().max() <= 1e-5 * scale, key
@@ -99,8 +99,8 @@ def test_a_window_that_only_the_config_knows():
         inputs = encode(processor, chat)
         output = model.generate(**inputs, past_key_values=DynamicCache(), generation_config=config)
         plain.append(output[0, inputs["input_ids"].size(1) :].tolist())
-    for share_prefill in (True, False):
-        sampled = PolicyForward(remedies=Remedies(apart="media")).sample(
-            model, prompts, config, 0, share_prefill=share_prefill, generating=partial(nullcontext, model)
+    for shared_prefill in (True, False):
+        sampled = PolicyForward(fallbacks=Fallbacks(isolate="media")).sample(
+            model, prompts, config, 0, shared_prefill=shared_prefill, generating=partial(nullcontext, model)
         )
         assert sampled.tolist() == plain

@@ -27,7 +27,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from trl_multimodal_rft.data import images, loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
-from trl_multimodal_rft.data.containers import check_whole
+from trl_multimodal_rft.data.containers import check_complete
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
 from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
 from trl_multimodal_rft.data.sources import fetch_file
@@ -649,7 +649,7 @@ def test_tags_around_a_file_are_no_part_of_it(name):
     kind, data = "video" if name in VIDEOS else "audio", WHOLE[name]()
     tagged = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
     load = load_video if kind == "video" else lambda each: load_audio(each, RATE)
-    check_whole(ref(kind, tagged), io.BytesIO(tagged))
+    check_complete(ref(kind, tagged), io.BytesIO(tagged))
     load(ref(kind, tagged))
     cut = len(data) // 2
     with pytest.raises(MediaError, match="the file is cut off: "):

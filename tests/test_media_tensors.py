@@ -97,8 +97,8 @@ def test_token_fields_of_families_with_rules_of_their_own():
 
 def parts(model, prompts):
     """Prompts whose media one forward may hold, in order."""
-    apart = family_of(model).apart
-    return [[prompts[i] for i in part] for part in split_samples(prompts, apart)]
+    isolate = family_of(model).isolate
+    return [[prompts[i] for i in part] for part in split_samples(prompts, isolate)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -46,7 +46,7 @@ OWN_LOGITS = {"idefics", "inkling2", "nemotron_h_omni"}
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     model, prompts = FAMILIES[name]()
-    apart = family_of(model).apart
+    isolate = family_of(model).isolate
     repeated = [prompt for prompt in prompts for _ in range(G)]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     expected = own_logps(model, repeated, ids, mask)
@@ -63,7 +63,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         ways.append({"logits_temperature": 1.0})
     for way in ways:
         for packed in [False, True][: 1 + (obstacle is None)]:
-            logps = completion_scores(model, model, repeated, ids, mask, packed=packed, apart=apart, **way).logps
+            logps = completion_scores(model, model, repeated, ids, mask, packed=packed, isolate=isolate, **way).logps
             assert (logps - expected).abs().max() <= 1e-5, (way, packed)
             for key, gradient in gradients(model, logps).items():
                 assert (gradient - own[key]).abs().max() <= 1e-5 * scale, (way, packed, key)
@@ -83,7 +83,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         for prompt in prompts
     ]
     twice = [prompt for prompt in prompts for _ in range(2)]
-    parts = split_samples(twice, apart)
+    parts = split_samples(twice, isolate)
     with torch.no_grad():
         sampled = generate_in_parts(model, model, twice, parts, config, 0, model.device)
     assert torch.equal(sampled, torch.stack([row for row in plain for _ in range(2)]))
@@ -126,7 +126,7 @@ def test_mllama_trains_with_its_processor(tmp_path, caplog):
     trainer.train()
     check = trainer._self_check
     assert max(check.padded, check.rows, check.sampled, check.features) <= 1e-5 and check.media["image"] > 0.01
-    assert not trainer._policy.remedies.own_logits and "padded rows" in caplog.text
+    assert not trainer._policy.fallbacks.logits_from_model and "padded rows" in caplog.text
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert any("cross_attn" in name for name in moved) and any("vision_model" in name for name in moved)
 

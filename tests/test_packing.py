@@ -24,7 +24,7 @@ from trl_multimodal_rft.forward.layout import group_by_prompt, micro_batch_order
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.forward.scoring import completion_scores
-from trl_multimodal_rft.policy import PolicyForward, Remedies
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointing"])
@@ -41,8 +41,8 @@ def test_packed_equals_padded(name, mode):
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
 
-    apart = family_of(model).apart
-    packed = completion_scores(model, model, prompts, ids, mask, apart=apart)
+    isolate = family_of(model).isolate
+    packed = completion_scores(model, model, prompts, ids, mask, isolate=isolate)
     packed_grads = backward(model, packed.logps, packed.entropies, mask)
 
     assert (packed.logps - logps * mask).abs().max() <= 1e-5
@@ -77,8 +77,8 @@ def test_images_of_one_shape_but_several_sizes():
     ids = torch.randint(50, 200, (6, 4), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together, alone = (
-            completion_scores(model, model, prompts, ids, torch.ones_like(ids), apart=apart).logps
-            for apart in ("media", "prompt")
+            completion_scores(model, model, prompts, ids, torch.ones_like(ids), isolate=isolate).logps
+            for isolate in ("media", "prompt")
         )
     assert (together - alone).abs().max() < 1e-5
 
@@ -106,11 +106,11 @@ def test_load_balancing_loss(name):
     kinds = [
         model(**batch.inputs, output_router_logits=True).aux_loss,
         *(
-            PolicyForward(remedies=Remedies(**remedies))
+            PolicyForward(fallbacks=Fallbacks(**fallbacks))
             .score(model, prompts, ids, mask, packed=packed, compute_aux_loss=True)
             .aux_loss
             for packed in (True, False)
-            for remedies in ({}, {"own_logits": True}, {"apart": "prompt"})
+            for fallbacks in ({}, {"logits_from_model": True}, {"isolate": "prompt"})
         ),
     ]
     gradients = []

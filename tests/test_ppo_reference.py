@@ -450,8 +450,8 @@ def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path):
     assert len({str(epoch) for epoch in epochs}) > 1
     assert run(1) == (items, epochs)
     assert run(2)[1] != epochs
-    _, apart = run(1, together=False)
-    for epoch in apart:
+    _, isolate = run(1, together=False)
+    for epoch in isolate:
         assert sorted(sum(epoch, [])) == sorted(items)
         assert any(part not in [items[i : i + 4] for i in (0, 4, 8, 12)] for part in epoch)
 
@@ -1856,7 +1856,7 @@ def test_every_family(name, tmp_path):
     status = ppo.ppo_train()
     assert status["ratio/max"] == pytest.approx(1, abs=1e-4)
     assert status["grad_norm"] > 0.01
-    if ppo.trainer._policy.remedies.apart is not None:
+    if ppo.trainer._policy.fallbacks.isolate is not None:
         with pytest.raises(ValueError, match="an experience must hold one prompt; set `micro_rollout_batch_size`"):
             PPOTrainerVL(config, ActorVL(model, bf16=False), *(None,) * 8, **arguments, micro_rollout_batch_size=4)
 

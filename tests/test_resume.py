@@ -426,13 +426,13 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     """Also not in the middle of a generation batch; what it does is measured anew."""
     name, step = "several epochs", 6
     uninterrupted = straight(name)
-    assert uninterrupted._policy.remedies.can_pack
+    assert uninterrupted._policy.fallbacks.packing
     trainer = CASES[name].make(tmp_path, save_strategy="no", packing="padded", self_check=True, max_steps=step + 3)
     scored = []
     score = trainer._policy.score
     trainer._policy.score = lambda *args, **options: scored.append(options["packed"]) or score(*args, **options)
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
-    assert scored and not any(scored) and not trainer._policy.remedies.can_pack
+    assert scored and not any(scored) and not trainer._policy.fallbacks.packing
     assert trainer._self_check.packed is None and trainer._self_check.padded < 1e-5
 
 

@@ -176,7 +176,7 @@ sounds.required_in_prompt = "<sound>"
 
 
 @pytest.mark.parametrize(
-    ("reward", "prompts", "unasked"),
+    ("reward", "prompts", "missing_instructions"),
     [
         ([accuracy_reward, format_reward], ["What is it?"], ["`<answer>`.*'format_reward'"]),
         ([accuracy_reward], ["What is it?"], []),
@@ -189,7 +189,9 @@ sounds.required_in_prompt = "<sound>"
         ),
     ],
 )
-def test_what_no_prompt_asks_for_is_said_before_the_first_update(reward, prompts, unasked, tmp_path, monkeypatch):
+def test_what_no_prompt_asks_for_is_said_before_the_first_update(
+    reward, prompts, missing_instructions, tmp_path, monkeypatch
+):
     told = []
     monkeypatch.setattr(
         multimodal.logger, "warning", lambda text: told.append((trainer and trainer.state.global_step, text))
@@ -200,6 +202,6 @@ def test_what_no_prompt_asks_for_is_said_before_the_first_update(reward, prompts
     told.clear()
     trainer.train()
     found = [(step, message) for step, message in told if "No prompt of the first batch" in message]
-    assert [step for step, _ in found] == [0] * len(unasked)
-    for (_, message), expected in zip(found, unasked, strict=True):
+    assert [step for step, _ in found] == [0] * len(missing_instructions)
+    for (_, message), expected in zip(found, missing_instructions, strict=True):
         assert re.search(expected, message) and "--system_prompt" in message and "\n" not in message

@@ -36,7 +36,7 @@ from trl_multimodal_rft.encoding import prompts as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
-from trl_multimodal_rft.policy import Remedies
+from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.trainers import rows as trainer_rows
 
 
@@ -72,7 +72,7 @@ def test_a_sound_model_passes(family, rows, tmp_path, capsys):
     assert check.features == 0
     assert max(check.padded, check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
     assert min(check.media.values()) > 1e-2
-    assert run._policy.remedies == Remedies(can_pack=True, apart=None)
+    assert run._policy.fallbacks == Fallbacks(packing=True, isolate=None)
     line = (
         r"self-check: features = processor's 0e\+00, log-probs = model's own \S+, packed = model's own \S+, "
         r"(audio|image) moves log-probs by \S+, rows independent \S+, sampled = model's own \S+, "
@@ -98,13 +98,13 @@ def test_the_check_draws_no_random_numbers(tmp_path):
 
 def test_own_logits_where_the_fused_head_is_wrong(tmp_path, caplog):
     run = trainer("llava", image_rows(), tmp_path, temperature=0.7)
-    assert not run._policy.remedies.own_logits
+    assert not run._policy.fallbacks.logits_from_model
     # Nothing that could be measured before
     run.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
     run.train()
     check = run._self_check
     assert "TRL's fused head gives log-probabilities that are" in caplog.text
-    assert check.remedies.own_logits and run._policy.remedies == check.remedies
+    assert check.fallbacks.logits_from_model and run._policy.fallbacks == check.fallbacks
     assert max(check.padded, check.packed, check.sampled) < 1e-4 and "(its own logits)" in str(check)
 
 
@@ -225,10 +225,10 @@ def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path):
 def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
     forget_apart(monkeypatch)
     run = trainer("gemma3n", audio_rows(), tmp_path)
-    assert run._policy.remedies.apart is None
+    assert run._policy.fallbacks.isolate is None
     run.train()
-    assert run._policy.remedies.apart == "media"
-    assert "(each media apart)" in str(run._self_check)
+    assert run._policy.fallbacks.isolate == "media"
+    assert "(one forward per media)" in str(run._self_check)
     assert run._self_check.rows < 1e-5
 
 
@@ -240,7 +240,7 @@ def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(tmp_path, monke
     rows = with_media(rows, "audio", [sound(0.9, seed=1), None, sound(0.7, seed=2)])
     run = trainer("gemma3n", rows, tmp_path, per_device_train_batch_size=12, shuffle_dataset=False)
     run.train()
-    assert run._policy.remedies.apart == "media"
+    assert run._policy.fallbacks.isolate == "media"
     assert run._self_check.rows < 1e-5
 
 
@@ -254,7 +254,7 @@ def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypa
     monkeypatch.setattr(forward, "pack", leak)  # positions of later prompts depend on the earlier ones
     run = trainer("llava", image_rows(), tmp_path)
     run.train()
-    assert run._policy.remedies.apart == "prompt" or not run._policy.remedies.can_pack
+    assert run._policy.fallbacks.isolate == "prompt" or not run._policy.fallbacks.packing
     assert run._self_check.rows < 1e-5
 
 
@@ -274,7 +274,7 @@ def test_rows_that_padding_changes_go_apart(tmp_path, monkeypatch):
     ]
     run = trainer("llava", Dataset.from_list(rows), tmp_path, per_device_train_batch_size=12)
     run.train()
-    assert run._policy.remedies == Remedies(apart="prompt") and run._self_check.rows < 1e-5
+    assert run._policy.fallbacks == Fallbacks(isolate="prompt") and run._self_check.rows < 1e-5
 
 
 def test_rows_that_no_remedy_separates_stop_training(tmp_path, monkeypatch):
@@ -297,13 +297,13 @@ def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
     causal = lambda model, prompt, n_new: {"full_attention": None, "sliding_attention": None}  # noqa: E731
     monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
     run = trainer("gemma3", image_rows(), tmp_path)
-    assert run._policy.remedies.can_pack
+    assert run._policy.fallbacks.packing
     packed, score = [], run._policy.score
     run._policy.score = lambda *args, **options: packed.append(options["packed"]) or score(*args, **options)
     run.train()
     assert run._self_check.packed > run._self_check.tolerance
     assert "packed differs from model's own" in str(run._self_check)
-    assert not run._policy.remedies.can_pack and packed[-1] is False
+    assert not run._policy.fallbacks.packing and packed[-1] is False
 
 
 def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
@@ -324,7 +324,7 @@ def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
     run.train()
     lengths = sorted({len(prompt) for batch in run._buffered_inputs for prompt in batch["encoded_prompts"]})
     assert lengths[0] + 8 < window < lengths[1]
-    assert run._self_check.packed > 1e-2 and not run._policy.remedies.can_pack
+    assert run._self_check.packed > 1e-2 and not run._policy.fallbacks.packing
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, TypeError, KeyError])
@@ -336,7 +336,7 @@ def test_packing_that_fails_falls_back_to_padded(error, tmp_path, monkeypatch, c
     run = trainer("llava", image_rows(), tmp_path)
     with caplog.at_level(logging.WARNING):
         run.train()
-    assert run._self_check.packed == math.inf and not run._policy.remedies.can_pack
+    assert run._self_check.packed == math.inf and not run._policy.fallbacks.packing
     assert re.search(rf"self-check: llava fails at scoring packed rows \({error.__name__}: .*masks", caplog.text)
 
 
@@ -347,9 +347,9 @@ def test_sampling_from_a_wrong_cache_is_given_up_and_measured_again(tmp_path, mo
     # The last token of a bidirectional prefix is seen by all others, so it can't be left out of the prefill
     monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
     run = trainer("paligemma", image_rows(), tmp_path)
-    assert run._policy.remedies.share_prefill
+    assert run._policy.fallbacks.shared_prefill
     run.train()
-    assert not run._policy.remedies.share_prefill and "(prefilled apart)" in str(run._self_check)
+    assert not run._policy.fallbacks.shared_prefill and "(separate prefills)" in str(run._self_check)
     assert run._self_check.sampled <= run._self_check.tolerance
 
 
@@ -461,7 +461,7 @@ def test_a_checkpoint_without_a_cache_shares_its_prefill(tmp_path):
     run = trainer("idefics3", image_rows(), tmp_path, without_cache)
     run.train()
     assert run._self_check.sampled <= run._self_check.tolerance
-    assert run._policy.remedies.share_prefill
+    assert run._policy.fallbacks.shared_prefill
 
 
 # Training mode

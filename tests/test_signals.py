@@ -21,7 +21,7 @@ from helpers.resumed_runs import REUSED, STEPS_PER_EPOCH, logged, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers.manifest import damage
+from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
 class Interrupted(MultimodalGRPOTrainer):
@@ -89,7 +89,7 @@ def test_what_is_due_at_the_end_of_an_epoch_is_done_there_alone(step, save_strat
     first.train()
     assert first.state.global_step == step
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-    assert damage(tmp_path / f"checkpoint-{step}") == []
+    assert verify_checkpoint(tmp_path / f"checkpoint-{step}") == []
     again = make(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     assert same_weights(again, straight)
@@ -113,7 +113,7 @@ def test_it_is_saved_without_being_the_best(tmp_path):
 def test_what_schedulers_and_terminals_send_ends_it_with_a_checkpoint(number, tmp_path):
     trainer = make(tmp_path, 2, number)
     trainer.train()
-    assert trainer.state.global_step == 2 and damage(tmp_path / "checkpoint-2") == []
+    assert trainer.state.global_step == 2 and verify_checkpoint(tmp_path / "checkpoint-2") == []
 
 
 IN_A_TERMINAL = """
@@ -148,7 +148,7 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
         process.kill()
         process.wait()
     (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert damage(checkpoint) == []
+    assert verify_checkpoint(checkpoint) == []
 
 
 def test_without_the_option_nobody_listens(tmp_path):

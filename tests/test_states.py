@@ -206,7 +206,7 @@ def test_trains_packed(name, trainer_class):
     result = run(trainer_class, name, image_rows(), max_steps=1, per_device_train_batch_size=8)
     check, trainer = result.trainer._self_check, result.trainer
     assert max(check.packed, check.sampled, check.rows) <= 1e-4
-    assert trainer._policy.remedies.can_pack and trainer._policy.remedies.share_prefill
+    assert trainer._policy.fallbacks.packing and trainer._policy.fallbacks.shared_prefill
     assert result.history[0]["packing/shared_frac"] == 0.75
     assert norm(result.update) > 1e-4
 

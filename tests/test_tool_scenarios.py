@@ -44,15 +44,18 @@ class Saying:
             self.turn, self.speaking = 0, range(len(prompt_ids))
             self.rendered = [self._tokenizer.decode(ids) for ids in prompt_ids]
         else:
-            self.speaking = [i for i in self.speaking if self.said(i).startswith("<tool_call>\n{")]
+            self.speaking = [i for i in self.speaking if self.parse_assistant_turn(i).startswith("<tool_call>\n{")]
             self.turn += 1
         assert len(self.speaking) == len(prompt_ids)
-        ids = [[*self._tokenizer(self.said(i))["input_ids"], self._tokenizer.eos_token_id] for i in self.speaking]
+        ids = [
+            [*self._tokenizer(self.parse_assistant_turn(i))["input_ids"], self._tokenizer.eos_token_id]
+            for i in self.speaking
+        ]
         return (ids, None) if self._sampling_logps_expected else ids
 
-    def said(self, i: int) -> str:
-        said = self.script.get(i, [])
-        return said[self.turn] if self.turn < len(said) else f"Done {i}"
+    def parse_assistant_turn(self, i: int) -> str:
+        parse_assistant_turn = self.script.get(i, [])
+        return parse_assistant_turn[self.turn] if self.turn < len(parse_assistant_turn) else f"Done {i}"
 
     def _compute_loss(self, model, inputs):
         self.inputs = inputs
@@ -121,7 +124,9 @@ def test_tools(trainer, monkeypatch):
         call("fly"),
         '<tool_call>{"name": "multiply"</tool_call>',
     ]
-    monkeypatch.setattr(trainer, "script", {i: [said] for i, said in enumerate(script)})
+    monkeypatch.setattr(
+        trainer, "script", {i: [parse_assistant_turn] for i, parse_assistant_turn in enumerate(script)}
+    )
     question = [{"role": "user", "content": "What is it?"}]
     rows = Dataset.from_list([{"prompt": question, "image": each} for each in (image(56, 84)["image"], None)])
     seen = []

@@ -117,8 +117,8 @@ def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
         mask = batch["completion_mask"][i].bool()
         prompt, completion = batch["encoded_prompts"][i], batch["completion_ids"][i][mask]
         # What was said carries a loss, what was returned doesn't
-        said = [token for n in range(n_calls + 1) for token in packed.trainer.scripts[n, i]]
-        assert completion[batch["tool_mask"][i][mask].bool()].tolist() == said
+        parse_assistant_turn = [token for n in range(n_calls + 1) for token in packed.trainer.scripts[n, i]]
+        assert completion[batch["tool_mask"][i][mask].bool()].tolist() == parse_assistant_turn
         with torch.no_grad():
             truth = forward(model, processor, whole(draw.rows[i], i, n_calls, MEDIA[shown]()), prompt, completion)
         assert all((logps[i][mask] - truth).abs().max() <= 1e-4 for logps in scored)
@@ -132,9 +132,9 @@ def test_other_media_move_what_comes_after_them_alone():
     moved = (one.micro_batches[0].logps - other.micro_batches[0].logps).abs()
     for i, prompt in enumerate(batch["encoded_prompts"]):
         assert isinstance(prompt, Conversation) == (Talking.turns[i] > 0)
-        called = len(one.scripts[0, i])  # behind it stands what the first call returned
-        assert moved[i, :called].max() <= 1e-6
-        assert Talking.turns[i] == 0 or moved[i, called:].max() > 1e-3
+        normalize_tool_calls = len(one.scripts[0, i])  # behind it stands what the first call returned
+        assert moved[i, :normalize_tool_calls].max() <= 1e-6
+        assert Talking.turns[i] == 0 or moved[i, normalize_tool_calls:].max() > 1e-3
 
 
 class KeepsInputs:
@@ -453,19 +453,21 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
             return generate(self, **inputs)
         end = tokenizer.eos_token_id
         # The third doesn't call
-        said = [
+        parse_assistant_turn = [
             [*tokenizer(call(number=i) if i != 2 else "No")["input_ids"], end] for i in range(len(inputs["input_ids"]))
         ]
-        width = max(map(len, said))
-        said = torch.tensor([[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in said])
-        return torch.cat([inputs["input_ids"], said], 1)
+        width = max(map(len, parse_assistant_turn))
+        parse_assistant_turn = torch.tensor(
+            [[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in parse_assistant_turn]
+        )
+        return torch.cat([inputs["input_ids"], parse_assistant_turn], 1)
 
     def truth(i, suppressed, seen=None):
         block = {"type": "image", "image": seen or rows[i]["image"]}
         question = [block, {"type": "text", "text": rows[i]["prompt"][0]["content"]}, *Shown().reset(**rows[i])]
         shown = [{"type": "image", "image": rows[i]["image"].resize((56, 56))}, TEXT]
-        said = [{"type": "text", "text": call(number=i)}]
-        messages = [("user", question), ("assistant", said), ("tool", shown)]
+        parse_assistant_turn = [{"type": "text", "text": call(number=i)}]
+        messages = [("user", question), ("assistant", parse_assistant_turn), ("tool", shown)]
         inputs = encode(processor, [{"role": role, "content": content} for role, content in messages])
         options = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": suppressed}
         return generate(model, **inputs, **options)[0, inputs["input_ids"].size(1) :].tolist()
@@ -497,9 +499,9 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         assert completion[1]["content"][0]["image"].size == (56, 56)
         answer = truth(i, suppressed)[: alone.rows[i]["completion_lengths"][0]]
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        said, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
-        assert len(text) > 3 and said.startswith(text)
-        assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(said)
+        parse_assistant_turn, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
+        assert len(text) > 3 and parse_assistant_turn.startswith(text)
+        assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(parse_assistant_turn)
     # Without the row's image, tools show what they did
     config = replace(config, ablate="image")
     blind = evaluate(model, processor, rows, first, config, environment_factory=Shown)
@@ -510,8 +512,10 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         grey = PIL.Image.new("RGB", rows[i]["image"].size, (128, 128, 128))
         (conversation,) = blind.rows[i]["completions_without"]
         text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")  # a cut one
-        called, answer = conversation.split("tool: <image>Is there a cat?")
-        assert answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in called
+        normalize_tool_calls, answer = conversation.split("tool: <image>Is there a cat?")
+        assert (
+            answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in normalize_tool_calls
+        )
         changed += [conversation] != blind.rows[i]["completions"]
     assert changed
     (file,) = [alone.save(tmp_path / "results") or tmp_path / "results" / "rows.parquet"]

@@ -694,9 +694,9 @@ def test_every_family_trains(name):
     assert check.media.keys() == set(ALL_FAMILIES[name].modalities)
     assert min(check.media.values()) > 5e-3
     assert check.sampled <= check.tolerance
-    assert trainer._policy.remedies.share_prefill
-    if family_of(model).apart:
-        assert trainer._policy.remedies.apart
+    assert trainer._policy.fallbacks.shared_prefill
+    if family_of(model).isolate:
+        assert trainer._policy.fallbacks.isolate
     else:
         assert check.rows <= check.tolerance
     assert check.packed <= check.tolerance
@@ -709,7 +709,7 @@ def test_autocast_is_no_reason_to_pad(kind):
     result = run(InjectedOurs, FAMILY[kind], ROWS[kind](), bf16=True)
     assert result.trainer.model.dtype == torch.float32
     assert all(result.trainer.scored_packed)
-    assert result.trainer._policy.remedies.share_prefill
+    assert result.trainer._policy.fallbacks.shared_prefill
 
 
 # Logs, callbacks, evaluation

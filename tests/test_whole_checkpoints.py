@@ -19,7 +19,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers.manifest import damage, lacks, write_manifest
+from trl_multimodal_rft.trainers.manifest import missing_resume_state, verify_checkpoint, write_manifest
 
 
 STEPS = 3
@@ -83,7 +83,7 @@ def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
         with pytest.raises(ValueError, match=message):
             trainer.train(resume_from_checkpoint=str(folder))
         shutil.copy(Path(straight.args.output_dir, "checkpoint-2", file), folder / file)
-    assert damage(folder) == []
+    assert verify_checkpoint(folder) == []
     halve(folder / "manifest.json")
     with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
         trainer.train(resume_from_checkpoint=str(folder))
@@ -128,11 +128,11 @@ def test_what_cannot_be_read_is_an_error_that_names_it(output):
     folder.chmod(0)
     try:
         with as_nobody():
-            assert damage(folder) == ["it can't be read (Permission denied)"]
-            assert damage(folder / "below") == ["it can't be read (Permission denied)"]
+            assert verify_checkpoint(folder) == ["it can't be read (Permission denied)"]
+            assert verify_checkpoint(folder / "below") == ["it can't be read (Permission denied)"]
     finally:
         folder.chmod(0o755)
-    assert damage(folder) == []
+    assert verify_checkpoint(folder) == []
     nested = folder
     while len(str(nested)) < 3900:
         nested = nested / "d"
@@ -152,7 +152,9 @@ def test_the_newest_whole_one_is_taken(straight, output, caplog):
     assert "checkpoint-2 isn't whole: optimizer.pt has other content." in caplog.text
     assert "checkpoint-1" not in caplog.text and not any("manifest" in text for text in caplog.messages)
     assert same_weights(straight, trainer)
-    assert not any(damage(folder) for folder in output.glob("checkpoint-?") if folder.is_dir())  # written once more
+    assert not any(
+        verify_checkpoint(folder) for folder in output.glob("checkpoint-?") if folder.is_dir()
+    )  # written once more
 
 
 def test_nothing_whole_is_an_error(output, tmp_path):
@@ -183,7 +185,7 @@ def test_without_a_manifest_it_says_so(straight, output, caplog):
 
 def test_what_was_left_out_on_purpose_is_said(tmp_path, caplog):
     make(tmp_path, save_only_model=True, max_steps=1).train()
-    assert damage(tmp_path / "checkpoint-1") == []
+    assert verify_checkpoint(tmp_path / "checkpoint-1") == []
     trainer = make(tmp_path, max_steps=2)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=True)
@@ -207,7 +209,7 @@ def test_all_files_are_listed(tmp_path):
     files = {path.name for path in folder.iterdir()} - {"manifest.json"}
     assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "rollout_state_0.pt"} <= files
     assert json.loads((folder / "manifest.json").read_text())["files"].keys() == files
-    assert damage(folder) == []
+    assert verify_checkpoint(folder) == []
 
 
 def test_folders_below_count_and_what_is_added_does_not(tmp_path):
@@ -216,14 +218,14 @@ def test_folders_below_count_and_what_is_added_does_not(tmp_path):
     shard = tmp_path / "global_step1" / "zero_pp_rank_1.pt"
     shard.write_bytes(bytes(range(256)) * 100)
     (tmp_path / "merges.txt").touch()
-    assert damage(tmp_path) == [] and "no manifest" in str(lacks(tmp_path))
+    assert verify_checkpoint(tmp_path) == [] and "no manifest" in str(missing_resume_state(tmp_path))
     write_manifest(tmp_path, model_only=False)
     (tmp_path / "notes.txt").write_text("a good one")
-    assert damage(tmp_path) == [] and lacks(tmp_path) is None
+    assert verify_checkpoint(tmp_path) == [] and missing_resume_state(tmp_path) is None
     flip(shard)
-    assert damage(tmp_path) == ["global_step1/zero_pp_rank_1.pt has other content"]
+    assert verify_checkpoint(tmp_path) == ["global_step1/zero_pp_rank_1.pt has other content"]
     shutil.rmtree(shard.parent)
-    assert damage(tmp_path) == ["global_step1/zero_pp_rank_1.pt is missing"]
+    assert verify_checkpoint(tmp_path) == ["global_step1/zero_pp_rank_1.pt is missing"]
 
 
 class Touched(TrainerCallback):

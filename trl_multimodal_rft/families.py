@@ -66,7 +66,7 @@ class Family:
             `model_type` of the configs.
         processors (`tuple[str, ...]`, *optional*):
             Names of the processors' classes, where something is to be said about them.
-        apart (`str`, *optional*):
+        isolate (`str`, *optional*):
             `"media"` if media must not be padded or mixed to join prompts, `"prompt"` if prompts must not be padded
             either, `None` if they may. The self-check finds others.
         media_padding (`Mapping[str, int]`, *optional*):
@@ -116,7 +116,7 @@ class Family:
 
     model_types: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()
-    apart: Literal["media", "prompt"] | None = None
+    isolate: Literal["media", "prompt"] | None = None
     media_padding: Mapping[str, int] = field(default_factory=dict)
     indexed_media: Mapping[str, str] = field(default_factory=dict)
     token_field_fill: Mapping[str, int] = field(default_factory=dict)
@@ -146,16 +146,16 @@ FAMILIES = (
     ),
     Family(
         model_types=("emu3",),
-        apart="media",  # what pads an image reaches its codes
+        isolate="media",  # what pads an image reaches its codes
     ),
     Family(
         model_types=("fun_asr_nano",),
-        apart="media",  # its projector's attention sees what pads a clip
+        isolate="media",  # its projector's attention sees what pads a clip
     ),
     Family(
         model_types=("gemma3n",),
         processors=("Gemma3nProcessor",),
-        apart="media",  # the audio encoder has no mask for padding, so that a clip's features depend on its neighbours
+        isolate="media",  # its audio encoder has no padding mask, so a clip depends on its neighbours
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
     Family(
@@ -170,24 +170,24 @@ FAMILIES = (
     ),
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
-        apart="media",  # writes images and videos with one token, and takes one of both a call
+        isolate="media",  # writes images and videos with one token, and takes one of both a call
     ),
     Family(
         model_types=("glmasr",),
         processors=("GlmAsrProcessor",),
-        apart="media",  # the encoder has no mask for padding
+        isolate="media",  # the encoder has no mask for padding
         audio_limit=lambda processor: processor.max_audio_len,
     ),
     Family(
         model_types=("granite_speech", "granite_speech_plus"),
-        apart="media",  # the encoder has no mask for padding
+        isolate="media",  # the encoder has no mask for padding
         audio_tokens=lambda model, tokens: tokens,  # its mask is one of tokens
         has_frame_mask=False,
         towers={"audio": "model.encoder"},
     ),
     Family(
         model_types=("idefics",),
-        apart="media",  # every row of a batch has as many images
+        isolate="media",  # every row of a batch has as many images
         token_masks=("image_attention_mask",),
         blank_media=True,
     ),
@@ -210,21 +210,21 @@ FAMILIES = (
     ),
     Family(
         model_types=("llava_onevision",),
-        apart="media",  # frames that pad a video would become features
+        isolate="media",  # frames that pad a video would become features
     ),
     Family(
         model_types=("minimax_m3_vl",),
-        apart="prompt",  # its sparse layers count blocks of tokens from the left edge, padding included
+        isolate="prompt",  # its sparse layers count blocks of tokens from the left edge, padding included
     ),
     Family(
         model_types=("molmo2",),
-        apart="media",  # writes images and videos with one token, and takes one of both a call
+        isolate="media",  # writes images and videos with one token, and takes one of both a call
         media_padding={"image_token_pooling": -1, "video_token_pooling": -1},  # marks no patch
         indexed_media={"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"},
     ),
     Family(
         model_types=("mllama",),
-        apart="media",  # what looks at no image looks at all, padding too
+        isolate="media",  # what looks at no image looks at all, padding too
         token_masks=("cross_attention_mask",),
     ),
     Family(
@@ -234,11 +234,11 @@ FAMILIES = (
     ),
     Family(
         model_types=("perception_lm",),
-        apart="media",  # tiles that pad an image would become features
+        isolate="media",  # tiles that pad an image would become features
     ),
     Family(
         model_types=("phi4_multimodal",),
-        apart="media",  # hears otherwise beside images, and features depend on the sizes of those beside them
+        isolate="media",  # hears otherwise beside images, and features depend on the sizes of those beside them
         has_frame_mask=False,
         towers={
             "image": "model.embed_tokens_extend.image_embed",
@@ -273,7 +273,7 @@ FAMILIES = (
     Family(
         model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
         processors=("Qwen3OmniMoeProcessor",),
-        apart="media",  # clips are padded to the longest before convolutions that don't know it
+        isolate="media",  # clips are padded to the longest before convolutions that don't know it
         audio_tokens=_qwen3_omni_tokens,
         has_qwen_vl_utils=True,
         trained_part={"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"},

@@ -25,7 +25,7 @@ from .forward.scoring import completion_scores, completion_values
 from .forward.token_budget import DeferredParts
 from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead
-from .models.wrapped import is_whole, unwrapped
+from .models.wrapped import is_unsharded, unwrapped
 
 
 # A packed row must have this share of the padded batch's tokens at most: the time saved follows the tokens saved, and
@@ -78,14 +78,14 @@ def training_obstacle(model: PreTrainedModel, processor: Any, max_completion_len
 
 
 @dataclass
-class Remedies:
+class Fallbacks:
     """
     What is done where a model can't do everything exactly in the fastest way. The self-check finds what is needed.
 
     Args:
         can_pack (`bool`, *optional*, defaults to `True`):
             Whether prompts are forwarded once for all their completions.
-        apart (`str`, *optional*):
+        isolate (`str`, *optional*):
             Which prompts get forwards of their own, see [`~forward.scoring.completion_scores`].
         own_logits (`bool`, *optional*, defaults to `False`):
             Whether log-probabilities are taken from the model's own logits instead of TRL's fused head.
@@ -93,10 +93,10 @@ class Remedies:
             Whether prompts are prefilled once for all their completions.
     """
 
-    can_pack: bool = True
-    apart: Literal["media", "prompt"] | None = None
-    own_logits: bool = False
-    share_prefill: bool = True
+    packing: bool = True
+    isolate: Literal["media", "prompt"] | None = None
+    logits_from_model: bool = False
+    shared_prefill: bool = True
 
 
 @dataclass
@@ -109,7 +109,7 @@ class PolicyForward:
             What prepared the models, if anything did.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
             The models' processor, which several processes need.
-        remedies ([`Remedies`], *optional*):
+        fallbacks ([`Fallbacks`], *optional*):
             What is done for the family.
         temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of TRL's fused head, for models of which it doesn't know the logits.
@@ -120,7 +120,7 @@ class PolicyForward:
 
     accelerator: Accelerator | None = None
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None
-    remedies: Remedies = field(default_factory=Remedies)
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
     temperature: float = 1.0
     max_tokens: int | None = None
 
@@ -150,7 +150,7 @@ class PolicyForward:
         padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
         slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
         packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
-        return self.remedies.can_pack and packed <= _WORTH_PACKING * padded
+        return self.fallbacks.packing and packed <= _WORTH_PACKING * padded
 
     # Scores
 
@@ -162,7 +162,7 @@ class PolicyForward:
         completion_mask: torch.Tensor,
         *,
         packed: bool,
-        remedies: Remedies | None = None,
+        fallbacks: Fallbacks | None = None,
         compute_aux_loss: bool = False,
         critic: Critic | ValueHead | None = None,
         supervised: Completions | None = None,
@@ -183,7 +183,7 @@ class PolicyForward:
                 1 on completion tokens, shape `(B, C)`.
             packed (`bool`):
                 Whether each prompt and its media are forwarded once for all its completions.
-            remedies ([`Remedies`], *optional*):
+            fallbacks ([`Fallbacks`], *optional*):
                 What is done for the family, where it isn't what is always done.
             compute_aux_loss (`bool`, *optional*, defaults to `False`):
                 Whether to compute the load-balancing loss of a mixture of experts.
@@ -202,7 +202,7 @@ class PolicyForward:
             [`~forward.scores.Scores`]: The scores. With more tokens than `max_tokens`, gradients come from
             [`~forward.token_budget.backward_by_parts`] with its `deferred`.
         """
-        remedies = self.remedies if remedies is None else remedies
+        fallbacks = self.fallbacks if fallbacks is None else fallbacks
         parts, n_parts = [], 1
         if self.max_tokens is not None and torch.is_grad_enabled():
             lengths = [0] * len(prompts) if whole else completion_mask.sum(1).tolist()
@@ -217,7 +217,7 @@ class PolicyForward:
             own = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
             own_supervised = supervised if index == 0 else None
             return self._score_part(
-                model, own, packed, whole, remedies, compute_aux_loss, critic, own_supervised, logit_bias
+                model, own, packed, whole, fallbacks, compute_aux_loss, critic, own_supervised, logit_bias
             )
 
         if n_parts == 1:
@@ -259,8 +259,8 @@ class PolicyForward:
             `torch.Tensor`: Values, shape `(B, C)`, 0 where the mask is 0.
         """
         n = len(prompts)
-        completions = self._with_companions(model, (prompts, completion_ids, completion_mask))
-        options = self._forwards(completions, packed, self.remedies)
+        completions = self._with_dummies(model, (prompts, completion_ids, completion_mask))
+        options = self._forwards(completions, packed, self.fallbacks)
         policy = self.unwrapped(model)
 
         def values(call) -> torch.Tensor:
@@ -277,7 +277,7 @@ class PolicyForward:
         completions: Completions,
         packed,
         whole,
-        remedies,
+        fallbacks,
         compute_aux_loss,
         critic,
         supervised,
@@ -285,15 +285,15 @@ class PolicyForward:
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
-        completions = self._with_companions(model, completions)
-        options = self._forwards(completions, packed, remedies)
-        own_logits = remedies.own_logits or logit_bias is not None
-        head = {"logits_temperature": self.temperature if own_logits else None, "logit_bias": logit_bias}
+        completions = self._with_dummies(model, completions)
+        options = self._forwards(completions, packed, fallbacks)
+        logits_from_model = fallbacks.logits_from_model or logit_bias is not None
+        head = {"logits_temperature": self.temperature if logits_from_model else None, "logit_bias": logit_bias}
         own_head = critic if isinstance(critic, ValueHead) else None
         own_critic = None if own_head is not None else critic
         if supervised is not None:
-            others = self._with_companions(model, supervised, beside_others=True)
-            others_options = self._forwards(others, False, remedies)
+            others = self._with_dummies(model, supervised, beside_others=True)
+            others_options = self._forwards(others, False, fallbacks)
         _gather_head(policy)
 
         def score(call) -> dict[str, Any]:
@@ -317,26 +317,26 @@ class PolicyForward:
         with self._autocast():
             # DDP looks for unused parameters in its last forward alone, so it must see all parts as one
             is_ddp = isinstance(model, DistributedDataParallel)
-            several = own_critic is not None or supervised is not None or (remedies.apart is not None and is_ddp)
+            several = own_critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
             tensors = self._as_one_forward(model, score) if several else score(model)
         if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
             tensors["logps"] = tensors["logps"] + self._touch_unreached(model, list(tensors.values()))
         return Scores(**tensors).rows(slice(n))  # without companions
 
-    def _forwards(self, completions: Completions, packed: bool, remedies: Remedies) -> dict:
+    def _forwards(self, completions: Completions, packed: bool, fallbacks: Fallbacks) -> dict:
         """How completions are split over forwards."""
-        n_forwards = self.processes.n_forwards(completions[0], remedies.apart)
-        return {"packed": packed, "apart": remedies.apart, "min_forwards": n_forwards}
+        n_forwards = self.processes.n_forwards(completions[0], fallbacks.isolate)
+        return {"packed": packed, "isolate": fallbacks.isolate, "min_forwards": n_forwards}
 
-    def _with_companions(self, model, completions: Completions, beside_others: bool = False) -> Completions:
+    def _with_dummies(self, model, completions: Completions, beside_others: bool = False) -> Completions:
         """Adds companions without a completion, which the others don't see, see [`Processes.companions`]."""
         prompts, completion_ids, completion_mask = completions
-        companions = self.processes.companions(model, prompts, beside_others)
-        if not companions:
+        dummies = self.processes.dummies(model, prompts, beside_others)
+        if not dummies:
             return completions
-        padding = (0, 0, 0, len(companions))
+        padding = (0, 0, 0, len(dummies))
         ids, mask = (nn.functional.pad(each, padding) for each in (completion_ids, completion_mask))
-        return [*prompts, *companions], ids, mask
+        return [*prompts, *dummies], ids, mask
 
     def _as_one_forward(self, model, function: Callable):
         """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""
@@ -361,7 +361,7 @@ class PolicyForward:
         generation_config: GenerationConfig,
         pad_token_id: int,
         *,
-        share_prefill: bool | None = None,
+        shared_prefill: bool | None = None,
         generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
         branches: Branches | None = None,
     ) -> Any:
@@ -378,7 +378,7 @@ class PolicyForward:
             pad_token_id (`int`):
                 Id written on padding.
             share_prefill (`bool`, *optional*):
-                Whether each prompt is prefilled once. By default as the remedies say.
+                Whether each prompt is prefilled once. By default as the fallbacks say.
             generating (`Callable`, *optional*):
                 Gives a context with the model ready to generate. By default TRL's.
             branches ([`~generation.transformers.Branches`], *optional*):
@@ -389,21 +389,21 @@ class PolicyForward:
             `torch.Tensor`: Completions, shape `(B, N)`, or what
             [`~generation.transformers.generate_in_parts`] returns.
         """
-        remedies = self.remedies
-        share_prefill = remedies.share_prefill if share_prefill is None else share_prefill
+        fallbacks = self.fallbacks
+        shared_prefill = fallbacks.shared_prefill if shared_prefill is None else shared_prefill
         with torch.no_grad():  # nothing waits for gradients here
-            companions = self.processes.companions(model, prompts)
-            parts = split_samples(prompts, remedies.apart)
+            dummies = self.processes.dummies(model, prompts)
+            parts = split_samples(prompts, fallbacks.isolate)
             ready: Any = nullcontext(model)
             if generating is not None:
                 ready = generating()
             elif self.accelerator is not None:
                 ready = unwrap_model_for_generation(model, self.accelerator)
-            counted = self.accelerator is not None and not is_whole(self.accelerator)
-            if branches is not None and (counted or remedies.apart is not None):
+            counted = self.accelerator is not None and not is_unsharded(self.accelerator)
+            if branches is not None and (counted or fallbacks.isolate is not None):
                 why = "processes wait for each other's forwards" if counted else "completions are sampled in parts"
                 branches.obstacle, branches = why, None
-            surplus = self.processes.n_forwards(prompts, remedies.apart, companions) - len(parts)
+            surplus = self.processes.n_forwards(prompts, fallbacks.isolate, dummies) - len(parts)
             with ready as own:
                 return generate_in_parts(
                     own,
@@ -414,8 +414,8 @@ class PolicyForward:
                     pad_token_id,
                     self.unwrapped(own).device if self.accelerator is None else self.accelerator.device,
                     surplus=surplus,
-                    share_prefill=share_prefill,
-                    companions=companions,
+                    shared_prefill=shared_prefill,
+                    dummies=dummies,
                     branches=branches,
                 )
 

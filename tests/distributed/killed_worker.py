@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.trainers.manifest import damage
+from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
 LIMIT = 600  # seconds that a process may live, so that nothing hangs; DeepSpeed compiles before its first run
@@ -267,7 +267,9 @@ def inspect(job: dict) -> None:
     found = {"last": last and Path(last).name, "checkpoints": {}, "others": [], "final": []}
     for path in folders:
         if path.name.startswith("checkpoint-"):
-            found["checkpoints"][path.name] = damage(path) + differing_files(path, straight / "output" / path.name)
+            found["checkpoints"][path.name] = verify_checkpoint(path) + differing_files(
+                path, straight / "output" / path.name
+            )
         else:
             found["others"].append(path.name)
     if job["final"] is not None:

@@ -27,7 +27,7 @@ class MixedTrainer(RecordingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.samples, self.forwards = [], []
-        self._companions, self._policy.processes.companions = self._policy.processes.companions, self._watched
+        self._companions, self._policy.processes.dummies = self._policy.processes.dummies, self._watched
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if not self.model.training or self.state.global_step == self.args.max_steps - 1:
@@ -37,10 +37,10 @@ class MixedTrainer(RecordingTrainer):
         return injected(self, prompt_ids), None
 
     def _watched(self, model, prompts, *args):
-        companions = self._companions(model, prompts, *args)
+        dummies = self._companions(model, prompts, *args)
         if torch.is_grad_enabled():
-            self.forwards.append([kinds(prompts), kinds(companions)])
-        return companions
+            self.forwards.append([kinds(prompts), kinds(dummies)])
+        return dummies
 
 
 class MixedPPO(MixedTrainer, MultimodalPPOTrainer):

@@ -18,7 +18,7 @@ import torch
 from helpers.processes import python_command, python_environment
 from safetensors.torch import load_file
 
-from trl_multimodal_rft.trainers.manifest import damage
+from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
 pytestmark = pytest.mark.slow
@@ -479,7 +479,7 @@ def test_launcher_is_killed(launcher, name, saves, tmp_path):
             os.kill(pid, signal.SIGKILL)
     checkpoints = list((tmp_path / "output").glob("checkpoint-*"))
     assert len(checkpoints) == saves
-    assert not any(map(damage, checkpoints))
+    assert not any(map(verify_checkpoint, checkpoints))
 
 
 def wait_until(happened: Callable[[], bool], folder: Path) -> None:

@@ -145,11 +145,11 @@ class Accompanied(Injected, MultimodalGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._policy.processes.companions = self._companions_of_all_kinds
+        self._policy.processes.dummies = self._companions_of_all_kinds
 
     def _companions_of_all_kinds(self, model, prompts, beside_others=False):
         kinds = [kind for kind in MODALITIES if kind in self._unwrapped(self.model).input_modalities]
-        return [self._policy.processes._companion(kind, model) for kind in kinds] if torch.is_grad_enabled() else []
+        return [self._policy.processes._dummy(kind, model) for kind in kinds] if torch.is_grad_enabled() else []
 
 
 class Gradients(TrainerCallback):
@@ -195,7 +195,7 @@ def test_companions_change_no_gradient(family, n_kinds, options):
     moe = family == "qwen3_vl_moe"
     dtype, tolerance = (torch.float32, 1e-6) if moe else (torch.float64, 1e-7)
     plain = gradients(type("Plain", (Injected, MultimodalGRPOTrainer), {}), family, rows, dtype, **options)
-    with mock.patch.object(processes, "companion_prompt", wraps=processes.companion_prompt) as made:
+    with mock.patch.object(processes, "dummy_prompt", wraps=processes.dummy_prompt) as made:
         accompanied = gradients(Accompanied, family, rows, dtype, **options)
     assert made.call_count == n_kinds  # though there were two steps
     assert len(plain) == len(accompanied) == 2

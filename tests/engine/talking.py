@@ -63,10 +63,10 @@ class Talking:
         let_call = self._let_call
 
         class Calling(Conversations):
-            def _continue(self, talks, idle, indices):
-                super()._continue(talks, idle, indices)
-                for talk, index in zip(talks, indices, strict=True):
-                    let_call(index, len(talk.turns), talk.messages[-1])
+            def _continue(self, trajectories, idle, indices):
+                super()._continue(trajectories, idle, indices)
+                for trajectory, index in zip(trajectories, indices, strict=True):
+                    let_call(index, len(trajectory.turns), trajectory.messages[-1])
 
         return Calling(**vars(super()._conversations(tools, **others)))
 

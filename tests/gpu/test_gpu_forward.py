@@ -36,7 +36,7 @@ def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=Fal
         enable_checkpointing(model)
     ids, mask = (each.to(device) for each in random_completions(len(prompts), seed=seed))
     if packed:
-        result = completion_scores(model, model, prompts, ids, mask, apart=family_of(model).apart)
+        result = completion_scores(model, model, prompts, ids, mask, isolate=family_of(model).isolate)
         logps, entropies = result.logps, result.entropies
         gradients = backward(model, logps, entropies, mask)
     else:
@@ -115,6 +115,6 @@ def test_shared_prefill_equals_generate(name, device):
     for part in split_samples(prompts, "media"):
         rows = [prompts[i] for i in part]
         torch.manual_seed(0)
-        expected = generate_completions(plain, plain, rows, *arguments, share_prefill=False)
+        expected = generate_completions(plain, plain, rows, *arguments, shared_prefill=False)
         torch.manual_seed(0)
         assert generate_completions(model, model, rows, *arguments).equal(expected)

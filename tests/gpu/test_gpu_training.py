@@ -49,7 +49,7 @@ def test_self_check_in_bfloat16(family, rows, device, tmp_path):
     check = trainer._self_check
     assert trainer.accelerator.device.type == device and trainer.state.global_step == 2
     assert check.tolerance > 1e-3 and max(check.padded, check.packed, check.rows, check.sampled) <= check.tolerance
-    assert check.remedies.can_pack and check.remedies.share_prefill and not check.remedies.own_logits
+    assert check.fallbacks.packing and check.fallbacks.shared_prefill and not check.fallbacks.logits_from_model
     assert min(check.media.values()) > 0
 
 

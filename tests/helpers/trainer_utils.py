@@ -115,7 +115,7 @@ def with_media(rows: Dataset, column: str, media: list) -> Dataset:
 
 def forget_apart(monkeypatch) -> None:
     """Families whose media must not join to others' are as all others."""
-    rows = tuple(replace(family, apart=None) for family in families.FAMILIES)
+    rows = tuple(replace(family, isolate=None) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", rows)
 
 

@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace) -> Measured:
     for each in (base, None if critic is None else critic.model):
         if packed and each is not None:
             install_prefix_attention(each)
-    own_logits = not add_fused_head(base, outputs=("log_probs", "entropy"))
+    logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
     linear = [each for each in base.modules() if isinstance(each, torch.nn.Linear) and each is not lm_head]
     in_4_bits = sum(each.weight.numel() for each in linear) if args.use_peft else 0
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> Measured:
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
     largest = [prompts[i] for i in max(parts, key=len)]
     modules = [each for each in (model, critic, head) if each is not None]
-    held, peak, forward, update = _watch(args, mode, modules, base, largest, packed, own_logits, encoders)
+    held, peak, forward, update = _watch(args, mode, modules, base, largest, packed, logits_from_model, encoders)
     scale = len(prompts) / len(largest)
     again = (len(parts) > 1) + (args.beta > 0)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -156,7 +156,7 @@ def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
 
 
 def _watch(
-    args, mode, modules, base, prompts, packed, own_logits, encoders: EncoderInputs
+    args, mode, modules, base, prompts, packed, logits_from_model, encoders: EncoderInputs
 ) -> tuple[int, int, int, int]:
     """Bytes held and at the peak, operations of the forward and of forward and backward."""
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
@@ -184,7 +184,7 @@ def _watch(
                     mask,
                     packed=packed,
                     value_head=head,
-                    logits_temperature=1.0 if own_logits else None,
+                    logits_temperature=1.0 if logits_from_model else None,
                 )
                 loss = scores.logps.mean() + sum(out.float().mean() for out in encoders.run(base, len(prompts)))
                 if critic is not None:

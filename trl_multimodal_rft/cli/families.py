@@ -49,7 +49,7 @@ def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
         modalities = getattr(getattr(transformers, part or classes[model_type]), "input_modalities", ())
         kinds = [kind for kind in MODALITIES if kind in modalities]
         if kinds:
-            found.append((model_type, ", ".join(kinds), family.apart or "", part or ""))
+            found.append((model_type, ", ".join(kinds), family.isolate or "", part or ""))
     return found
 
 

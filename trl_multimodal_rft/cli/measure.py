@@ -28,7 +28,7 @@ from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt, split_samples
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import to_model
-from ..policy import PolicyForward, Remedies, training_obstacle
+from ..policy import Fallbacks, PolicyForward, training_obstacle
 from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, ordinary_ids
 from .tiny_models import tiny_model
 
@@ -181,23 +181,23 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
         obstacle = sharing_obstacle(model)
         if obstacle is None:
             install_prefix_attention(model)
-        own_logits = not add_fused_head(model, temperature=1.0)
-        policy = PolicyForward(remedies=Remedies(obstacle is None, family_of(model).apart, own_logits))
+        logits_from_model = not add_fused_head(model, temperature=1.0)
+        policy = PolicyForward(fallbacks=Fallbacks(obstacle is None, family_of(model).isolate, logits_from_model))
     except Exception as error:
         return replace(found, mode=f"error: {_sentence(error)}")
     notes = [found.note, obstacle]
 
-    def score(remedies: Remedies) -> tuple[float, float]:
+    def score(fallbacks: Fallbacks) -> tuple[float, float]:
         model.zero_grad(set_to_none=True)
-        scores = policy.score(model, repeated, ids, mask, packed=remedies.can_pack, remedies=remedies).logps
+        scores = policy.score(model, repeated, ids, mask, packed=fallbacks.packing, fallbacks=fallbacks).logps
         (scores * weights).sum().backward()
         difference = (scores.detach() - torch.stack(truth)) * mask
         own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return difference.abs().max().item(), _relative(own, gradients)
 
-    found = replace(found, mode=_mode(policy.remedies))
+    found = replace(found, mode=_mode(policy.fallbacks))
     try:
-        logps, gradient = score(policy.remedies)
+        logps, gradient = score(policy.fallbacks)
         found = replace(found, logps=logps, gradient=gradient)
         exact = max(logps, gradient) <= TOLERANCE
     except Exception as error:
@@ -205,25 +205,25 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
         exact = False
     if not exact:
         found = replace(found, mode=found.mode if found.mode.startswith("error") else f"wrong: {found.mode}")
-        notes.append(_remedy(score, policy.remedies))
+        notes.append(_remedy(score, policy.fallbacks))
     sharing, disagreement = _sharing(plain, model, policy, prompts)
     return replace(found, sharing=sharing, note="; ".join(each for each in (*notes, disagreement) if each))
 
 
-def _mode(remedies: Remedies) -> str:
-    return ("packed" if remedies.can_pack else "padded") + (", apart" if remedies.apart else "")
+def _mode(fallbacks: Fallbacks) -> str:
+    return ("packed" if fallbacks.packing else "padded") + (", apart" if fallbacks.isolate else "")
 
 
-def _remedy(score, remedies: Remedies) -> str:
+def _remedy(score, fallbacks: Fallbacks) -> str:
     """What would be exact."""
-    for can_pack in [True, False][not remedies.can_pack :]:
-        for apart in (None, "media", "prompt"):
-            for own_logits in (False, True):
-                other = Remedies(can_pack=can_pack, apart=apart, own_logits=own_logits)
+    for packing in [True, False][not fallbacks.packing :]:
+        for isolate in (None, "media", "prompt"):
+            for logits_from_model in (False, True):
+                other = Fallbacks(packing=packing, isolate=isolate, logits_from_model=logits_from_model)
                 try:
                     if max(score(other)) <= TOLERANCE:
-                        own = ", own logits" if own_logits else ""
-                        return f"exact if {_mode(other)}{f' ({apart})' if apart else ''}{own}"
+                        own = ", own logits" if logits_from_model else ""
+                        return f"exact if {_mode(other)}{f' ({isolate})' if isolate else ''}{own}"
                 except Exception:
                     continue
     return "nothing is exact"
@@ -300,7 +300,7 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
             return f"error: {_sentence(error)}", disagreement
         finally:
             hook.remove()
-    first = [repeated[i] for i in split_samples(repeated, policy.remedies.apart)[0]]
+    first = [repeated[i] for i in split_samples(repeated, policy.fallbacks.isolate)[0]]
     shared = "yes" if rows[:1] == [len(group_by_prompt(first))] else "no"
     same = torch.equal(sampled, torch.stack(expected).repeat_interleave(_COMPLETIONS, 0))
     return (shared if same else f"wrong (shared: {shared})"), disagreement

@@ -47,7 +47,7 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
         )
 
 
-def check_whole(ref: MediaRef, stream: BinaryIO) -> None:
+def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
     Refuses a file that was cut off, which decoders read silently up to the cut.
 

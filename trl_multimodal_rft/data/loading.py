@@ -21,7 +21,7 @@ from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_container, check_png, check_whole, finds_frames, is_chained, starts_anew
+from .containers import check_complete, check_container, check_png, finds_frames, is_chained, starts_anew
 from .images import check_exif, check_object, open_image
 from .sources import fetch_file, open_file
 
@@ -550,7 +550,7 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
             return False  # else it seeks to where it is after each piece, which isn't exact in an MP3
 
     check_container(ref, stream)
-    check_whole(ref, stream)
+    check_complete(ref, stream)
     if is_chained(stream):
         yield from _decode_with_pyav(ref, stream)
         return
@@ -722,7 +722,7 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
     else:
         with open_file(fetch_file(ref, source)) as stream:
             check_container(ref, stream)
-            check_whole(ref, stream)
+            check_complete(ref, stream)
             if "sample_fps" in ref.options:
                 raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
             metadata, may_seek = _scan_video(ref, stream)

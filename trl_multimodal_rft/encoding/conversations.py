@@ -71,7 +71,7 @@ def encode_turn(
     row: int | None = None,
 ) -> EncodedPrompt:
     """Encodes what tools returned as the chat template goes on with it after the assistant's turn."""
-    before = [*history, called(results)]
+    before = [*history, normalize_tool_calls(results)]
     text, longer = (
         _written(each, processor, template_kwargs, end) for each, end in ((before, False), ([*before, *results], True))
     )
@@ -108,7 +108,7 @@ def encode_turn(
     return turn
 
 
-def called(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """An assistant's message that calls tools, which stands for what was sampled."""
     calls = [{"type": "function", "function": {"name": each["name"], "arguments": {}}} for each in results]
     return {"role": "assistant", "content": "", "tool_calls": calls}
@@ -122,7 +122,7 @@ def _written(messages, processor, template_kwargs, add_generation_prompt: bool) 
     )
 
 
-def so_far(
+def encode_prefix(
     prompt: EncodedPrompt,
     completion_ids: list[int],
     turns: Sequence[tuple[int, EncodedPrompt]],

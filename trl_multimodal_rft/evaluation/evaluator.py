@@ -50,11 +50,11 @@ from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
-from ..forward.processes import refuse_runs_apart
+from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos
 from ..models.modes import evaluation_mode
 from ..models.wrapped import unwrapped
-from ..policy import PolicyForward, Remedies
+from ..policy import Fallbacks, PolicyForward
 from ..rewards.answers import extract_answer, normalize_answer
 from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.checks import checked_reward, distinct_names
@@ -64,7 +64,7 @@ from ..trainers.multimodal import MultimodalMixin
 from ..trainers.own_tools import enter, reward_of, template_for_tools, tools_of
 from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
-from ..trainers.tools import ENDS, WHOLE_ROW, Conversations, Talk, said, with_whole_rows
+from ..trainers.tools import ENDS, WHOLE_ROW, Conversations, Trajectory, parse_assistant_turn, with_whole_rows
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
 
 
@@ -392,7 +392,7 @@ def evaluate(
     """
     check_processor(processing_class)
     accelerator = accelerator or Accelerator()
-    refuse_runs_apart(
+    refuse_separate_runs(
         accelerator.num_processes,
         ", so that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
@@ -406,7 +406,7 @@ def evaluate(
         )
 
     # Without the accelerator: processes have batches of their own, and wait for nobody
-    forward = PolicyForward(processor=processing_class, remedies=Remedies(apart=family_of(base).apart))
+    forward = PolicyForward(processor=processing_class, fallbacks=Fallbacks(isolate=family_of(base).isolate))
 
     def complete(
         prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
@@ -431,7 +431,7 @@ def evaluate(
             audio_overlong=audio_overlong,
             media_rules=media_rules,
             special_tokens_in_text=special_tokens_in_text or "raise",
-            apart=forward.remedies.apart,
+            isolate=forward.fallbacks.isolate,
         )
     reward_funcs = as_reward_funcs(reward_funcs) if reward_funcs else []
     if environment_factory is not None:
@@ -805,17 +805,17 @@ def _answer(
     if not read:
         return [], []
     n = args.num_samples
-    talks: list[Talk] = []
+    trajectories: list[Trajectory] = []
     for start in range(0, len(read), args.batch_size):
-        talks += _complete(policy, read[start : start + args.batch_size], config, args, loop)
-    ids = [talk.ids for talk in talks]
+        trajectories += _complete(policy, read[start : start + args.batch_size], config, args, loop)
+    ids = [trajectory.ids for trajectory in trajectories]
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     numbers = [asked.row.number for asked in read]
     rows, prompts = ([getattr(asked, name) for asked in read[::n]] for name in ("row", "messages"))
     restored = [row for row in restore_rows(rows, policy.media_rules) for _ in range(n)]
     messages = None
     if policy.conversations is not None:
-        messages = [talk.messages for talk in talks]
+        messages = [trajectory.messages for trajectory in trajectories]
         texts = [as_text(strip_media(each)) for each in messages]
     if policy.environments is not None:
         restored = [{**row, "environments": asked.environment} for row, asked in zip(restored, read, strict=True)]
@@ -841,15 +841,17 @@ def _answer(
             "completions": texts[part],
             "extracted_answers": [extracted_answer(text, row.get("choices")) for text in answers[part]],
             "correct": [None if reward is None else reward >= args.correct_threshold for reward in decisive],
-            "completion_lengths": [sum(talk.mask) for talk in talks[part]],
+            "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories[part]],
             "truncated": [not tokens or tokens[-1] not in ends for tokens in ids[part]],
             **{f"reward/{name}": values[part] for name, values in rewards.items()},
             **{f"extra/{name}": values[part] for name, values in extras.items()},
         }
         if policy.conversations is not None:
-            own["tool_calls"] = [talk.counts["calls"] for talk in talks[part]]
-            own["tool_failures"] = [talk.counts["failures"] for talk in talks[part]]
-            own["ended_by"] = [next((end for end in ENDS if talk.counts[end]), None) for talk in talks[part]]
+            own["tool_calls"] = [trajectory.counts["calls"] for trajectory in trajectories[part]]
+            own["tool_failures"] = [trajectory.counts["failures"] for trajectory in trajectories[part]]
+            own["ended_by"] = [
+                next((end for end in ENDS if trajectory.counts[end]), None) for trajectory in trajectories[part]
+            ]
         records.append(own)
     return records, metrics
 
@@ -860,13 +862,15 @@ def _complete(
     config: GenerationConfig,
     args: EvaluationConfig,
     loop: asyncio.AbstractEventLoop | None,
-) -> list[Talk]:
+) -> list[Trajectory]:
     """Completions, with calls of tools answered."""
     branches = None if policy.conversations is None else Branches()
     ids = policy.complete([each.prompt for each in asked], config, branches)
-    talks = [Talk(each.prompt, own, [], [], None, [1] * len(own)) for each, own in zip(asked, ids, strict=True)]
+    trajectories = [
+        Trajectory(each.prompt, own, [], [], None, [1] * len(own)) for each, own in zip(asked, ids, strict=True)
+    ]
     if policy.conversations is None or branches is None:
-        return talks
+        return trajectories
 
     def go_on(
         prompts: list[EncodedPrompt], places: list[tuple[int, EncodedPrompt]], _: list[int]
@@ -875,9 +879,11 @@ def _complete(
         return policy.complete(prompts, config, branches), None
 
     tools = [policy.tools_in(each.environment) for each in asked]
-    for talk, own, each in zip(talks, tools, asked, strict=True):
-        talk.history = list(each.messages)
-        talk.messages = [said(policy.tokenizer, talk.ids, talk.prompt.input_ids.tolist(), own)]
+    for trajectory, own, each in zip(trajectories, tools, asked, strict=True):
+        trajectory.history = list(each.messages)
+        trajectory.messages = [
+            parse_assistant_turn(policy.tokenizer, trajectory.ids, trajectory.prompt.input_ids.tolist(), own)
+        ]
     limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
     policy.conversations(
         tools=tools,
@@ -886,8 +892,8 @@ def _complete(
         ends=config.eos_token_id,
         loop=loop,
         **{name: limit for name, limit in limits.items() if limit is not None},
-    ).run(talks)
-    return talks
+    ).run(trajectories)
+    return trajectories
 
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:

@@ -334,7 +334,7 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
     return groups
 
 
-def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "prompt"] | None) -> list[list[int]]:
+def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
     Splits completions into the parts that share a forward.
 
@@ -344,7 +344,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
     Args:
         prompts (`Sequence[EncodedPrompt]`):
             Each completion's prompt.
-        apart (`str` or `None`):
+        isolate (`str` or `None`):
             `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding,
             and images of the same sizes; a prompt without media goes with any other, but not with those whose layers
             look at media. `"prompt"` gives each prompt a part, `None` makes one part of all.
@@ -352,9 +352,9 @@ def split_samples(prompts: Sequence[EncodedPrompt], apart: Literal["media", "pro
     Returns:
         `list[list[int]]`: Indices of completions of each part, ascending. Those of a group are in one part.
     """
-    if apart is None:
+    if isolate is None:
         return [list(range(len(prompts)))]
-    if apart == "prompt":
+    if isolate == "prompt":
         return list(group_by_prompt(prompts).values())
     parts: dict[tuple, list[int]] = {}
     text_only = []

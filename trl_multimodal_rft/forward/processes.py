@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..encoding.companions import companion_prompt
+from ..encoding.dummies import dummy_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..models.towers import find_tower
-from ..models.wrapped import is_whole, unwrapped
+from ..models.wrapped import is_unsharded, unwrapped
 from .layout import split_samples
 
 
@@ -38,7 +38,7 @@ class Processes:
         self._trained: tuple[nn.Module, set[str]] | None = None  # a wrapped model and its encoders to train
         self._used: set[str] = set()  # kinds whose encoders got a gradient on any process
 
-    def companions(
+    def dummies(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], beside_others: bool = False
     ) -> list[EncodedPrompt]:
         """
@@ -59,7 +59,7 @@ class Processes:
         if self.accelerator is None or self.accelerator.num_processes == 1:
             return []
         own = kinds_of(prompts)
-        if not is_whole(self.accelerator):
+        if not is_unsharded(self.accelerator):
             held = torch.tensor([[kind in own for kind in MODALITIES]], device=self.accelerator.device)
             everyone = self.accelerator.gather(held).any(0).tolist()
             needed = {kind for kind, any_has in zip(MODALITIES, everyone, strict=True) if any_has}
@@ -74,13 +74,13 @@ class Processes:
             own = _encoders(own)
         else:
             return []
-        return [self._companion(kind, model) for kind in sorted(needed - own)]
+        return [self._dummy(kind, model) for kind in sorted(needed - own)]
 
     def n_forwards(
         self,
         prompts: Sequence[EncodedPrompt],
-        apart: Literal["media", "prompt"] | None,
-        companions: Sequence[EncodedPrompt] = (),
+        isolate: Literal["media", "prompt"] | None,
+        dummies: Sequence[EncodedPrompt] = (),
     ) -> int:
         """
         Number of forwards, on the process where it is largest.
@@ -88,7 +88,7 @@ class Processes:
         Args:
             prompts (`Sequence[EncodedPrompt]`):
                 This process's prompts.
-            apart (`str` or `None`):
+            isolate (`str` or `None`):
                 Which of them get forwards of their own, see [`~forward.scoring.completion_scores`].
             companions (`Sequence[EncodedPrompt]`, *optional*):
                 Prompts that go with each of the forwards.
@@ -99,15 +99,15 @@ class Processes:
         Raises:
             `ValueError`: If forwards of several processes that wait for each other hold different kinds of media.
         """
-        parts = split_samples(prompts, apart)
-        if apart is None or self.accelerator is None or self.accelerator.num_processes == 1:
+        parts = split_samples(prompts, isolate)
+        if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
             return len(parts)
-        if is_whole(self.accelerator) and not torch.is_grad_enabled():  # nobody waits
+        if is_unsharded(self.accelerator) and not torch.is_grad_enabled():  # nobody waits
             return len(parts)
         device = self.accelerator.device
         count = int(self.accelerator.gather(torch.tensor([len(parts)], device=device)).max())
-        if not is_whole(self.accelerator):
-            kinds = [kinds_of([*(prompts[i] for i in part), *companions]) for part in parts]
+        if not is_unsharded(self.accelerator):
+            kinds = [kinds_of([*(prompts[i] for i in part), *dummies]) for part in parts]
             kinds += kinds[-1:] * (count - len(kinds))
             forwards = torch.tensor([[[kind in each for kind in MODALITIES] for each in kinds]], device=device)
             everyone = self.accelerator.gather(forwards)
@@ -119,9 +119,9 @@ class Processes:
                 )
         return count
 
-    def _companion(self, kind: str, model: nn.Module) -> EncodedPrompt:
+    def _dummy(self, kind: str, model: nn.Module) -> EncodedPrompt:
         if kind not in self._companions:
-            self._companions[kind] = companion_prompt(kind, self.processor, unwrapped(self.accelerator, model))
+            self._companions[kind] = dummy_prompt(kind, self.processor, unwrapped(self.accelerator, model))
         return self._companions[kind]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
@@ -133,7 +133,7 @@ class Processes:
         return self._trained[1]
 
 
-def refuse_runs_apart(num_processes: int, consequence: str) -> None:
+def refuse_separate_runs(num_processes: int, consequence: str) -> None:
     """
     Refuses to go on alone where a launcher started several processes, which Accelerate doesn't.
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..encoding.companions import CompanionPrompt
+from ..encoding.dummies import DummyPrompt
 from ..encoding.prompts import EncodedPrompt, continued_field, join_media
 from ..families import family_of
 from ..models.wrapped import hidden_states
@@ -68,7 +68,7 @@ def completion_scores(
     completion_mask: torch.Tensor,
     *,
     packed: bool = True,
-    apart: Literal["media", "prompt"] | None = None,
+    isolate: Literal["media", "prompt"] | None = None,
     min_forwards: int = 1,
     output_router_logits: bool = False,
     value_head: nn.Module | None = None,
@@ -93,11 +93,11 @@ def completion_scores(
             1 on completion tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
             Whether each prompt and its media are forwarded once for all its completions.
-        apart (`str`, *optional*):
+        isolate (`str`, *optional*):
             Which prompts get forwards of their own: `"media"` those whose media don't join exactly, `"prompt"` all. By
             default all prompts share one.
         min_forwards (`int`, *optional*, defaults to `1`):
-            With `apart`, how many forwards to run at least, so that processes of a sharded model run equally many.
+            With `isolate`, how many forwards to run at least, so that processes of a sharded model run equally many.
             Surplus ones repeat the last and weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to return the router statistics of a mixture of experts. Packed, prompt tokens count once per
@@ -159,7 +159,7 @@ def completion_scores(
             router=router,
         )
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards)
+    return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards)
 
 
 def completion_values(
@@ -170,7 +170,7 @@ def completion_values(
     completion_mask: torch.Tensor,
     *,
     packed: bool = True,
-    apart: Literal["media", "prompt"] | None = None,
+    isolate: Literal["media", "prompt"] | None = None,
     min_forwards: int = 1,
 ) -> torch.Tensor:
     """
@@ -189,7 +189,7 @@ def completion_values(
             1 on completion tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
             See [`completion_scores`].
-        apart (`str`, *optional*):
+        isolate (`str`, *optional*):
             See [`completion_scores`].
         min_forwards (`int`, *optional*, defaults to `1`):
             See [`completion_scores`].
@@ -204,14 +204,14 @@ def completion_values(
             ids = batch.inputs.pop("input_ids")
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, apart, min_forwards).values
+    return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards).values
 
 
-def _in_parts(score, prompts, completion_ids, completion_mask, apart, min_forwards) -> Scores:
-    """Scores with as many forwards as `apart` asks for."""
-    if apart is None:
+def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forwards) -> Scores:
+    """Scores with as many forwards as `isolate` asks for."""
+    if isolate is None:
         return score(prompts, completion_ids, completion_mask)
-    parts = split_samples(prompts, apart)
+    parts = split_samples(prompts, isolate)
     surplus = max(min_forwards - len(parts), 0)
     results = []
     for part in parts + parts[-1:] * surplus:
@@ -331,7 +331,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
         for start, length, prompt_start, _ in row.layout.segments:
             if start == prompt_start:
                 prompt, members = next(groups)
-                counts[0, start : start + length] = 0 if isinstance(prompt, CompanionPrompt) else len(members)
+                counts[0, start : start + length] = 0 if isinstance(prompt, DummyPrompt) else len(members)
             else:
                 counts[0, start] = 0  # a copy of the prompt's last token
         return counts
@@ -375,7 +375,7 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
         lambda: torch.arange(labels.size(1), device=device)[predicts],
         lambda: (
             inputs["attention_mask"]
-            * torch.tensor([[not isinstance(prompt, CompanionPrompt)] for prompt in prompts], device=device)
+            * torch.tensor([[not isinstance(prompt, DummyPrompt)] for prompt in prompts], device=device)
         ),
         lambda values: torch.where(completion_mask.bool(), values[:, predicts], 0.0),
     )

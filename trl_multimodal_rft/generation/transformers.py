@@ -155,8 +155,8 @@ def generate_completions(
     pad_token_id: int,
     device: torch.device,
     *,
-    share_prefill: bool = True,
-    companions: Sequence[EncodedPrompt] = (),
+    shared_prefill: bool = True,
+    dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
 ) -> Any:
     """
@@ -190,10 +190,10 @@ def generate_completions(
         `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
         output of `generate`, which may have rows of companions at the end.
     """
-    unique = [*group_by_prompt(prompts), *companions]
+    unique = [*group_by_prompt(prompts), *dummies]
     takes_a_cache = _takes_a_cache(generation_config)
-    share_prefill = share_prefill and takes_a_cache
-    cached = _cacheable_tokens(unwrapped_model, unique) if share_prefill else 0
+    shared_prefill = shared_prefill and takes_a_cache
+    cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill else 0
     kept, past = None, None
     cache: Any = None
     if branches is not None:
@@ -203,7 +203,7 @@ def generate_completions(
             past = branches.take(unwrapped_model, prompts)
     if past is not None:
         cache, _, unique = past
-    rows = unique if cached else [*prompts, *companions]
+    rows = unique if cached else [*prompts, *dummies]
     batch = left_pad(rows, pad_token_id)
     input_ids, attention_mask, position_ids = (
         batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")
@@ -376,7 +376,7 @@ def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: in
     family = family_of(model)
     if cached != 1:
         return "its cache can't be shared by completions, or its layers carry states"
-    if family.apart is not None or family.blank_media:
+    if family.isolate is not None or family.blank_media:
         return "what media give depends on what is beside them"
     for name, neutral in _LOOKS_BACK.items():
         if getattr(config, name, None) not in neutral:

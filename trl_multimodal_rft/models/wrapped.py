@@ -55,7 +55,7 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
             handle.remove()
 
 
-def is_whole(accelerator: Accelerator) -> bool:
+def is_unsharded(accelerator: Accelerator) -> bool:
     """
     Whether processes run forwards without each other: all hold all weights, and no engine stands between.
     """

@@ -125,7 +125,7 @@ def format_reward(completions, **kwargs) -> list[float]:
     return [float(_FORMAT.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
-vars(format_reward)["required_in_prompt"] = "<answer>"  # which prompts ask for, see `unasked`
+vars(format_reward)["required_in_prompt"] = "<answer>"  # which prompts ask for, see `missing_instructions`
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:

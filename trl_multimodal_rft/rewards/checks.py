@@ -96,7 +96,7 @@ def _explained(columns: dict[str, Any], rows: Sequence[int] | None) -> Iterator[
         raise
 
 
-def unasked(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
+def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
     """
     Warnings of reward functions that reward what no prompt asks for. A function says what that is with its attribute
     `required_in_prompt`, as [`format_reward`] does.

@@ -206,10 +206,10 @@ class RewardModel:
     def _batches(self, rows: list[_Row]) -> list[list[int]]:
         """Indices of the rows of each forward. Where neighbours change features, media are of one shape."""
         groups: dict[tuple | None, list[int]] = {}
-        apart = family_of(self).apart is not None
+        isolate = family_of(self).isolate is not None
         for i, row in enumerate(rows):
             shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
-            groups.setdefault(shapes if apart else None, []).append(i)
+            groups.setdefault(shapes if isolate else None, []).append(i)
         size = self.batch_size
         return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 

@@ -52,7 +52,7 @@ def load_rollout_state(
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def save_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path, is_main_process: bool) -> None:
+def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path, is_main_process: bool) -> None:
     """
     Saves a model as `from_pretrained` reads it, also where processes hold its weights in part. All of them have to
     call this.
@@ -66,7 +66,7 @@ def save_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path, i
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state)
 
 
-def load_whole(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
+def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
     """Gives a model the weights that are saved in a folder. All processes have to call this."""
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")

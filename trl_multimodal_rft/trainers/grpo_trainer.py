@@ -26,7 +26,7 @@ from .group_exchange import GroupExchangeMixin
 from .groups import GroupBuffer
 from .grpo_config import MultimodalGRPOConfig
 from .multimodal import MultimodalMixin
-from .setup import own_config
+from .setup import resolve_config
 from .token_filter import TokenFilterMixin
 
 
@@ -134,7 +134,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         ref_model: PreTrainedModel | None = None,
     ):
-        args = own_config(self._config_class, args, model)
+        args = resolve_config(self._config_class, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
             raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
         super().__init__(

@@ -25,7 +25,7 @@ def write_manifest(checkpoint: str | Path, model_only: bool, fingerprints: dict[
     Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
 
 
-def damage(checkpoint: str | Path) -> list[str]:
+def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     """What is wrong with the files of a checkpoint."""
     folder = Path(checkpoint)
     try:
@@ -48,7 +48,7 @@ def damage(checkpoint: str | Path) -> list[str]:
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
-def lacks(checkpoint: str | Path) -> str | None:
+def missing_resume_state(checkpoint: str | Path) -> str | None:
     """
     What a checkpoint without damage can't be relied on for.
 

@@ -39,14 +39,14 @@ from ..generation.transformers import Branches, as_generation_config, trim_after
 from ..generation.vllm import sampling_parameters
 from ..models.modes import fix_encoders
 from ..models.quantization import keep_differentiable
-from ..models.wrapped import is_whole, unwrapped
-from ..policy import PolicyForward, Remedies
+from ..models.wrapped import is_unsharded, unwrapped
+from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..reporting.model_card import conversation_of
-from ..rewards.checks import checked_reward, distinct_names, unasked
+from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import RewardModel, read_as_text
 from ..rewards.named import as_reward_funcs
 from .arguments import KnownKeywords, check_arguments
@@ -192,7 +192,9 @@ class MultimodalMixin(
         self._policy = PolicyForward(
             self.accelerator,
             self.processing_class,
-            remedies=Remedies(can_pack=False, apart=family_of(model).apart, own_logits=self._needs_own_logits()),
+            fallbacks=Fallbacks(
+                packing=False, isolate=family_of(model).isolate, logits_from_model=self._needs_model_logits()
+            ),
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
@@ -225,7 +227,7 @@ class MultimodalMixin(
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
-    def _needs_own_logits(self) -> bool:
+    def _needs_model_logits(self) -> bool:
         model = self._unwrapped(self.model)
         if head_rule(model) is not None:
             return False
@@ -246,8 +248,8 @@ class MultimodalMixin(
         obstacle = sharing_obstacle(model)
         if args.packing == "prefix" and obstacle:
             logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
-        self._policy.remedies.can_pack = args.packing == "prefix" and not obstacle
-        if not self._policy.remedies.can_pack:
+        self._policy.fallbacks.packing = args.packing == "prefix" and not obstacle
+        if not self._policy.fallbacks.packing:
             return
         for each in filter(None, (model, self.ref_model)):
             install_prefix_attention(self._unwrapped(each))
@@ -471,14 +473,14 @@ class MultimodalMixin(
     @property
     def _completes_in_step(self) -> bool:
         """Whether processes must call [`_complete`] equally often."""
-        if not is_whole(self.accelerator):  # weights are gathered
+        if not is_unsharded(self.accelerator):  # weights are gathered
             return True
         if self.use_vllm:  # requests are gathered
             return self.args.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1
-        return self._policy.remedies.apart is not None  # forwards are counted
+        return self._policy.fallbacks.isolate is not None  # forwards are counted
 
     def _sample_completions(
-        self, prompts, generation_config, share_prefill: bool | None = None, branches: Branches | None = None
+        self, prompts, generation_config, shared_prefill: bool | None = None, branches: Branches | None = None
     ):
         with profiling_context(self, "transformers.generate"), self._naming_broken_logits():
             return self._policy.sample(
@@ -486,7 +488,7 @@ class MultimodalMixin(
                 prompts,
                 generation_config,
                 self._tokenizer.pad_token_id,
-                share_prefill=share_prefill,
+                shared_prefill=shared_prefill,
                 generating=self._generating,
                 branches=branches,
             )
@@ -508,7 +510,9 @@ class MultimodalMixin(
             yield model
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        for warning in () if self._rewarded else unasked(self.reward_funcs, self.reward_func_names, prompts):
+        for warning in (
+            () if self._rewarded else missing_instructions(self.reward_funcs, self.reward_func_names, prompts)
+        ):
             logger.warning(warning)
         self._rewarded = True
         ref = next(iter_refs(prompts), None)
@@ -687,7 +691,7 @@ class MultimodalMixin(
     def _run_self_check(self, messages: list, prompts: list[EncodedPrompt]) -> None:
         measured = {} if self._self_check is None else self._self_check.media
         self._self_check = run_self_check(self, messages, prompts, measured)
-        self._policy.remedies = self._self_check.remedies
+        self._policy.fallbacks = self._self_check.fallbacks
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)
 

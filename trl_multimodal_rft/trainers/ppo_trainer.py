@@ -38,7 +38,7 @@ from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer, old_logps
 from .ppo_config import MultimodalPPOConfig
 from .saved_parts import SavedPartsMixin
-from .setup import own_config, warn_of_unread
+from .setup import resolve_config, warn_of_unread
 from .two_part_optimizer import TwoPartOptimizerMixin
 
 
@@ -153,7 +153,7 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         ref_model: PreTrainedModel | None = None,
         ptx_dataset: Dataset | None = None,
     ):
-        args = own_config(self._config_class, args, model)
+        args = resolve_config(self._config_class, args, model)
         check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
         if value_model is not None and (args.advantage_estimator != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"

@@ -16,11 +16,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.fingerprint import differences, fingerprint
 from ..models.trainer_mixin import TrainerMixin
-from ..models.wrapped import is_whole, unwrapped
-from ..policy import Remedies
-from .checkpoint import checkpoints, load_rollout_state, load_whole, save_rollout_state, save_whole, step_of
+from ..models.wrapped import is_unsharded, unwrapped
+from ..policy import Fallbacks
+from .checkpoint import checkpoints, load_rollout_state, load_unsharded, save_rollout_state, save_unsharded, step_of
 from .groups import SAVED_CLASSES
-from .manifest import damage, lacks, saved_fingerprints, write_manifest
+from .manifest import missing_resume_state, saved_fingerprints, verify_checkpoint, write_manifest
 from .run_lock import holding
 from .self_check import SelfCheck
 from .signals import EndOnSignal, end_with_launcher, spare_workers
@@ -100,9 +100,9 @@ class ResumingMixin(TrainerMixin):
             (folders,) = broadcast_object_list([folders])
         passed_over = []
         for folder in folders:
-            found = self._damage(folder)
+            found = self._verify_checkpoint(folder)
             if not found:
-                self._warn_of_lacks(folder)
+                self._warn_of_missing_state(folder)
                 return folder
             passed_over.append(f"{folder} isn't whole: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.")
             if resume_from is True:
@@ -114,15 +114,15 @@ class ResumingMixin(TrainerMixin):
             "`output_dir`), or from what is left with `checkpoint_manifest=False`."
         )
 
-    def _damage(self, folder: str) -> list[str]:
+    def _verify_checkpoint(self, folder: str) -> list[str]:
         """What is wrong with a checkpoint, told to all processes by those that save."""
         looks = self.args.checkpoint_manifest and self.args.should_save
-        return list(dict.fromkeys(gather_object(damage(folder) if looks else [])))
+        return list(dict.fromkeys(gather_object(verify_checkpoint(folder) if looks else [])))
 
-    def _warn_of_lacks(self, folder: str) -> None:
+    def _warn_of_missing_state(self, folder: str) -> None:
         if not (self.args.checkpoint_manifest and self.args.should_save):
             return
-        lack = lacks(folder)
+        lack = missing_resume_state(folder)
         if lack is not None:
             logger.warning(f"{folder} {lack}.")
         saved, now = saved_fingerprints(folder), self._fingerprints()
@@ -147,7 +147,7 @@ class ResumingMixin(TrainerMixin):
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
             "self_check": None if self._self_check is None else asdict(self._self_check),
-            "remedies": asdict(self._policy.remedies),
+            "fallbacks": asdict(self._policy.fallbacks),
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
             "skipped_rows": self._skipped,
@@ -191,12 +191,12 @@ class ResumingMixin(TrainerMixin):
                 "completions."
             )
         if state["checked"] == self._checked():  # else what this run does is measured anew
-            self._policy.remedies = Remedies(**state["remedies"])
+            self._policy.fallbacks = Fallbacks(**state["fallbacks"])
             if state["self_check"] is not None:
-                measured: dict[str, Any] = {**state["self_check"], "remedies": self._policy.remedies}
+                measured: dict[str, Any] = {**state["self_check"], "fallbacks": self._policy.fallbacks}
                 self._self_check = SelfCheck(**measured)
         for batch in self._buffered_inputs or ():
-            batch["packed"] = [packed and self._policy.remedies.can_pack for packed in batch["packed"]]
+            batch["packed"] = [packed and self._policy.fallbacks.packing for packed in batch["packed"]]
         self._n_skipped = state["n_skipped"]
         self._skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
 
@@ -302,7 +302,7 @@ class ResumingMixin(TrainerMixin):
         """Adds to a checkpoint what TRL leaves out."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self._reference_moves:
-            save_whole(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
+            save_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -315,7 +315,7 @@ class ResumingMixin(TrainerMixin):
                     "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
                     "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
-            load_whole(self.accelerator, self.ref_model, Path(checkpoint, _REFERENCE))
+            load_unsharded(self.accelerator, self.ref_model, Path(checkpoint, _REFERENCE))
         # A process that the run before hadn't takes what is the same for all from the first
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(checkpoint, index, classes) for index in indices)), None)
@@ -350,8 +350,8 @@ class ResumingMixin(TrainerMixin):
         multimodal models, and restore nothing but a warning (huggingface/transformers#43701). `from_pretrained` knows
         the names. Whether it did.
         """
-        if is_whole(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
-            load_whole(self.accelerator, self.model, folder)
+        if is_unsharded(self.accelerator) and not is_peft_model(self.accelerator.unwrap_model(self.model)):
+            load_unsharded(self.accelerator, self.model, folder)
             return True
         return False
 

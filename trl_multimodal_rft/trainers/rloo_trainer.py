@@ -15,7 +15,7 @@ from .batch import Batch
 from .multimodal import MultimodalMixin
 from .own_tools import OwnToolsMixin
 from .rloo_config import MultimodalRLOOConfig
-from .setup import own_config
+from .setup import resolve_config
 
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
     ):
-        args = own_config(MultimodalRLOOConfig, args, model)
+        args = resolve_config(MultimodalRLOOConfig, args, model)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,

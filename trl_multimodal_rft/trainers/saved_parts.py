@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 
 from ..models.critic import Critic
-from ..models.wrapped import is_whole
+from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from .ema import MovingAverage
 from .resumable import ResumingMixin
@@ -126,7 +126,7 @@ class SavedPartsMixin(ResumingMixin):
         self._reload_critic(resume_from_checkpoint)
 
     def _load_best_model(self):
-        if is_whole(self.accelerator):
+        if is_unsharded(self.accelerator):
             with self._policy_alone():
                 super()._load_best_model()
             self._reload_critic(self.state.best_model_checkpoint)

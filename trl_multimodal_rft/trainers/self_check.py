@@ -38,7 +38,7 @@ from ..forward.scoring import takes_logits_to_keep, to_model
 from ..generation.transformers import as_generation_config
 from ..models.modes import evaluation_mode
 from ..models.wrapped import computing_dtype
-from ..policy import Completions, Remedies
+from ..policy import Completions, Fallbacks
 from .setup import sampling_changes
 
 
@@ -95,7 +95,7 @@ class SelfCheck:
     # Log-probabilities in training mode against those in evaluation mode, which dropout and batch norm move
     training: float
     tolerance: float  # what counts as equal, from the dtype of the computation
-    remedies: Remedies  # what the numbers hold for, after all fallbacks
+    fallbacks: Fallbacks  # what the numbers hold for, after all fallbacks
     # Whether the truth has the positions of an engine that samples, which aren't always the model's own
     engine_positions: bool = False
     # Log-probabilities of an engine that samples the rollouts against recomputed ones on the first batch, as their
@@ -108,11 +108,11 @@ class SelfCheck:
     conversation: float | None = None
 
     def __str__(self) -> str:
-        remedies = self.remedies
+        fallbacks = self.fallbacks
         parts = []
         if self.features is not None:
             parts.append(f"features = processor's {self.features:.0e}")
-        own = " (its own logits)" if remedies.own_logits else ""
+        own = " (its own logits)" if fallbacks.logits_from_model else ""
         own += " (at the engine's positions)" if self.engine_positions else ""
         parts.append(f"log-probs = model's own {self.padded:.0e}{own}")
         if self.packed is not None:
@@ -124,12 +124,12 @@ class SelfCheck:
         if not self.media:
             parts.append("no media yet")
         rows = f"rows independent {self.rows:.0e}"
-        parts.append(rows if remedies.apart is None else f"{rows} (each {remedies.apart} apart)")
+        parts.append(rows if fallbacks.isolate is None else f"{rows} (one forward per {fallbacks.isolate})")
         if self.sampled is not None and math.isnan(self.sampled):
             parts.append("sampling not measured")
         elif self.sampled is not None:
             parts.append(
-                f"sampled = model's own {self.sampled:.0e}{'' if remedies.share_prefill else ' (prefilled apart)'}"
+                f"sampled = model's own {self.sampled:.0e}{'' if fallbacks.shared_prefill else ' (separate prefills)'}"
             )
         if self.changes:
             moved = "" if self.changed is None else f" (moves log-probs by {self.changed:.0e})"
@@ -203,7 +203,7 @@ def check_conversation(
     with measuring(trainer):
         check = _Check(trainer, {})
         trainer._self_check.conversation = check.behind_tools(prompt, ids)
-    trainer._self_check.remedies = trainer._policy.remedies = check.remedies
+    trainer._self_check.fallbacks = trainer._policy.fallbacks = check.fallbacks
     return True
 
 
@@ -368,14 +368,14 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 class _Check:
-    """One run of the self-check; `remedies` are those found so far."""
+    """One run of the self-check; `fallbacks` are those found so far."""
 
     def __init__(self, trainer, measured: dict[str, float]):
         self.trainer = trainer
         self.model = trainer._unwrapped(trainer.model)
         self.device = trainer.accelerator.device
         self.tolerance = _tolerance(computing_dtype(trainer.accelerator, self.model))
-        self.remedies = replace(trainer._policy.remedies)
+        self.fallbacks = replace(trainer._policy.fallbacks)
         self.media = dict(measured)
         self.model_type = self.model.config.model_type
         self.failure = ""  # what the last attempt failed with
@@ -401,7 +401,7 @@ class _Check:
             padded, scores = self._padded(target.prompt, ids, mask, truth)
             worst["padded"].append(padded)
             self.scored = target.prompt, ids, mask, scores
-            if self.remedies.can_pack:
+            if self.fallbacks.packing:
                 worst["packed"].append(self._packed(target.prompt, ids, mask, truth))
             for kind in sorted(target.prompt.modalities - self.media.keys()):
                 self._swap(kind, target.prompt, donors.get(kind), ids, mask, scores)
@@ -420,7 +420,7 @@ class _Check:
             self.changed,
             math.nan,  # measured in training mode
             self.tolerance,
-            self.remedies,
+            self.fallbacks,
             self.engine_positions,
         )
 
@@ -542,11 +542,11 @@ class _Check:
         if sampled is None:
             return ids, mask, None, truth
         difference = self._difference(truth, sampled, mask)
-        if not difference <= self.tolerance and self.remedies.share_prefill:
+        if not difference <= self.tolerance and self.fallbacks.shared_prefill:
             self._warn(
                 f"sampling from a shared prefill differs by {difference:.0e}", "prompts are prefilled one by one"
             )
-            self.remedies.share_prefill = False
+            self.fallbacks.shared_prefill = False
             return self._sample_and_recompute(target)
         if not difference <= self.tolerance:
             raise self._cannot(
@@ -564,16 +564,16 @@ class _Check:
         config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
         output = self._attempt(
             "sampling",
-            lambda: trainer._sample_completions([prompt, prompt], config, self.remedies.share_prefill),
+            lambda: trainer._sample_completions([prompt, prompt], config, self.fallbacks.shared_prefill),
         )
-        if output is None and self.remedies.share_prefill:
-            self.remedies.share_prefill = False
+        if output is None and self.fallbacks.shared_prefill:
+            self.fallbacks.shared_prefill = False
             return self._sample(prompt)
         if output is None and not prompt.media:
             # A `generate` of the user's may know batches of the run's size alone
             output = self._attempt(
                 f"sampling {self.n_rows} rows",
-                lambda: trainer._sample_completions([prompt] * self.n_rows, config, self.remedies.share_prefill),
+                lambda: trainer._sample_completions([prompt] * self.n_rows, config, self.fallbacks.shared_prefill),
             )
             if output is None:
                 self.cannot_sample = True
@@ -722,25 +722,29 @@ class _Check:
             raise self._cannot(f"its own forward can't be measured behind media of tools ({self.failure})")
         scores = self._attempt(
             "scoring a conversation",
-            lambda: self._score([replace(prompt, mask_cache={})], ids, mask, packed=self.remedies.can_pack)[:, n:],
+            lambda: self._score([replace(prompt, mask_cache={})], ids, mask, packed=self.fallbacks.packing)[:, n:],
         )
         difference = self._difference(scores, truth, mask[:, n:])
         if difference <= self.tolerance:
             return difference
         found = f"log-probabilities behind media of tools differ by {difference:.0e} from those of its own forward"
-        if not self.remedies.can_pack:
+        if not self.fallbacks.packing:
             raise self._cannot(found)
         self._warn(found, "completions are scored in padded rows")
-        self.remedies.can_pack = False
+        self.fallbacks.packing = False
         return self.behind_tools(prompt, completion_ids)
 
     # What is compared with it
 
-    def _score(self, prompts: list[EncodedPrompt], ids, mask, packed: bool, apart: str | None = None) -> torch.Tensor:
+    def _score(
+        self, prompts: list[EncodedPrompt], ids, mask, packed: bool, isolate: str | None = None
+    ) -> torch.Tensor:
         repeated = [prompt for prompt in prompts for _ in range(len(ids))]
         rows = [each.repeat(len(prompts), 1) for each in (ids, mask)]
-        remedies = replace(self.remedies, apart=apart)
-        return self.trainer._policy.score(self.trainer.model, repeated, *rows, packed=packed, remedies=remedies).logps
+        fallbacks = replace(self.fallbacks, isolate=isolate)
+        return self.trainer._policy.score(
+            self.trainer.model, repeated, *rows, packed=packed, fallbacks=fallbacks
+        ).logps
 
     def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
         """How far padded rows are from the truth, and their log-probabilities."""
@@ -749,9 +753,9 @@ class _Check:
         difference = self._difference(scores, truth, mask)
         if difference <= self.tolerance:
             return difference, scores
-        if self.remedies.own_logits and scores is None:
+        if self.fallbacks.logits_from_model and scores is None:
             raise self._cannot(f"it fails at scoring padded rows ({self.failure})")
-        if self.remedies.own_logits:
+        if self.fallbacks.logits_from_model:
             raise self._cannot(
                 f"its log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one "
                 "prompt"
@@ -762,7 +766,7 @@ class _Check:
         self._warn(
             f"TRL's fused head {found}", "log-probabilities are taken from its own logits, which needs more memory"
         )
-        self.remedies.own_logits = True
+        self.fallbacks.logits_from_model = True
         return self._padded(prompt, ids, mask, truth)
 
     def _packed(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
@@ -771,7 +775,7 @@ class _Check:
         difference = self._difference(scores, truth, mask)
         if not difference <= self.tolerance:
             self._warn(f"packed rows differ by {difference:.0e}", "completions are scored in padded rows")
-            self.remedies.can_pack = False
+            self.fallbacks.packing = False
         return difference
 
     def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask, scores) -> None:
@@ -803,28 +807,28 @@ class _Check:
             alone[id(each)] = scores
         separate = torch.cat([alone[id(each)] for each in (first, *partners, first)])
         difference = math.inf
-        for packed in [True, False][not self.remedies.can_pack :]:
+        for packed in [True, False][not self.fallbacks.packing :]:
             splits = [None, "media", "prompt"]
-            for apart in splits[splits.index(self.remedies.apart) :]:
+            for isolate in splits[splits.index(self.fallbacks.isolate) :]:
                 # Batches that gain nothing from packing are padded, and so are prompts to sample from
                 difference = max(
-                    self._rows_together(prompts, ids, mask, rows_packed, apart, separate)
+                    self._rows_together(prompts, ids, mask, rows_packed, isolate, separate)
                     for rows_packed in {packed, False}
                 )
                 if difference <= self.tolerance:
-                    if apart != self.remedies.apart:
-                        self._warn("prompts in one forward disturb each other", f"each {apart} gets its own")
-                    if packed != self.remedies.can_pack:
+                    if isolate != self.fallbacks.isolate:
+                        self._warn("prompts in one forward disturb each other", f"each {isolate} gets its own")
+                    if packed != self.fallbacks.packing:
                         self._warn("prompts in one packed row disturb each other", "rows are padded")
-                    self.remedies.apart, self.remedies.can_pack = apart, packed
+                    self.fallbacks.isolate, self.fallbacks.packing = isolate, packed
                     return difference
         raise self._cannot(f"prompts disturb each other by {difference:.0e} even in forwards of their own")
 
-    def _rows_together(self, prompts, ids, mask, packed: bool, apart: str | None, separate) -> float:
+    def _rows_together(self, prompts, ids, mask, packed: bool, isolate: str | None, separate) -> float:
         n = len(ids) if packed else 1  # each padded row holds its prompt
         own = [rows[:n] for rows in (ids, mask)]
         scores = self._attempt(
-            "scoring several prompts at once", lambda: self._score(prompts, *own, packed=packed, apart=apart)
+            "scoring several prompts at once", lambda: self._score(prompts, *own, packed=packed, isolate=isolate)
         )
         expected = separate.view(len(prompts), len(ids), -1)[:, :n].flatten(0, 1)
         return self._difference(scores, expected, own[1].repeat(len(prompts), 1))

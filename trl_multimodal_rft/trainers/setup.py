@@ -24,7 +24,7 @@ from ..data.features import undecoded
 from ..data.unread import check_columns, columns_known
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.head import add_fused_head
-from ..forward.processes import refuse_runs_apart
+from ..forward.processes import refuse_separate_runs
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
 from ..policy import training_obstacle
@@ -57,7 +57,7 @@ def ignore_deprecated_names() -> None:
     warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning, r"transformers\.modeling_utils")
 
 
-def own_config(config_class: type[Config], args: Any, model) -> Config:
+def resolve_config(config_class: type[Config], args: Any, model) -> Config:
     """The config of a trainer."""
     refuse_classes(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
@@ -209,7 +209,7 @@ def refuse_several_runs(args) -> None:
     Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor when
     it launches one in the place of several, nor `Trainer` when it takes several GPUs for one process.
     """
-    refuse_runs_apart(
+    refuse_separate_runs(
         args.world_size,
         ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "

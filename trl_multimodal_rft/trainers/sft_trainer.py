@@ -42,7 +42,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.token_budget import backward_by_parts
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
-from ..policy import PolicyForward, Remedies
+from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
@@ -59,10 +59,10 @@ from .setup import (
     measured_head,
     modalities,
     no_warning_about_init_kwargs,
-    own_config,
     refuse_media_without_processor,
     refuse_several_runs,
     refuse_unchecked_steps,
+    resolve_config,
     warn_of_unread,
 )
 from .sft_config import MultimodalSFTConfig
@@ -187,7 +187,7 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
         if isinstance(args, TrainingArguments) and _is_general(args):  # as TRL takes them
             options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
             args = MultimodalSFTConfig(**options)
-        args = own_config(MultimodalSFTConfig, args, model)
+        args = resolve_config(MultimodalSFTConfig, args, model)
         ignore_deprecated_names()
         check_arguments(
             callbacks=callbacks,
@@ -267,16 +267,18 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
         obstacle = sharing_obstacle(own)
         if obstacle and (args.packing or args.eval_packing):
             logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
-        remedies = Remedies(can_pack=not obstacle, apart=family_of(own).apart, own_logits=head_rule(own) is None)
-        if remedies.own_logits:
+        fallbacks = Fallbacks(
+            packing=not obstacle, isolate=family_of(own).isolate, logits_from_model=head_rule(own) is None
+        )
+        if fallbacks.logits_from_model:
             logger.warning(
                 f"{own.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
                 "log-probabilities are taken from its own logits, which needs more memory."
             )
-        if remedies.can_pack and (args.packing or args.eval_packing):
+        if fallbacks.packing and (args.packing or args.eval_packing):
             install_prefix_attention(own)
         self._policy = PolicyForward(
-            self.accelerator, self.processing_class, remedies, max_tokens=args.max_tokens_per_microbatch
+            self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
         )
         keep_differentiable(self.model)
         self._set_signals()

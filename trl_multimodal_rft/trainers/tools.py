@@ -17,7 +17,7 @@ from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, it
 from ..data.features import restore_media
 from ..data.rules import MediaRules
 from ..encoding.control_tokens import checked_texts
-from ..encoding.conversations import called, conversation, encode_turn, so_far
+from ..encoding.conversations import conversation, encode_prefix, encode_turn, normalize_tool_calls
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
@@ -36,7 +36,7 @@ ENDS = ("length", "turns", "media")
 
 
 @dataclass
-class Talk:
+class Trajectory:
     """One completion while tools are called in it."""
 
     prompt: EncodedPrompt  # its prompt
@@ -91,7 +91,7 @@ class Conversations:
     media_rules: MediaRules  # from where media may come, and how large they may be
     # What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`
     special_tokens_in_text: Literal["allow", "raise", "strip"] = "raise"
-    apart: str | None = None  # which prompts get forwards of their own, see [`~policy.Remedies`]
+    isolate: str | None = None  # which prompts get forwards of their own, see [`~policy.Fallbacks`]
     # Where vLLM samples, tokens of a prompt and its completion that it takes at most. It is given media as they are
     # decoded, and positions are its own
     engine_length: int | None = None
@@ -99,19 +99,19 @@ class Conversations:
     anyone: Callable[[bool], bool] = bool
     loop: Any = None  # where async tools run
 
-    def run(self, talks: list[Talk]) -> None:
+    def run(self, trajectories: list[Trajectory]) -> None:
         """Goes on with completions that end with calls."""
-        calling = {i: talk for i, talk in enumerate(talks) if talk.calls}
+        calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            going_on = [i for i, talk in calling.items() if self._answer(i, talk)]
+            going_on = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]
             if not self.anyone(bool(going_on)):
                 return
-            self._continue([talks[i] for i in going_on], talks[0].prompt, going_on)
-            calling = {i: talks[i] for i in going_on if talks[i].calls}
+            self._continue([trajectories[i] for i in going_on], trajectories[0].prompt, going_on)
+            calling = {i: trajectories[i] for i in going_on if trajectories[i].calls}
             n_turns += 1
-        for talk in calling.values():
-            talk.counts["turns"] += 1
+        for trajectory in calling.values():
+            trajectory.counts["turns"] += 1
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -122,33 +122,35 @@ class Conversations:
     def _text_config(self):
         return self.model.config.get_text_config(decoder=True)
 
-    def _answer(self, index: int, talk: Talk) -> bool:
+    def _answer(self, index: int, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit."""
-        results = self._call_tools(index, talk)
-        turn, results = self._encode_results(talk, results)
+        results = self._call_tools(index, trajectory)
+        turn, results = self._encode_results(trajectory, results)
         limits = [getattr(self._text_config, "max_position_embeddings", None), self.engine_length]
-        length = len(talk.ids) + len(turn)
-        if length > self.max_length or any(n is not None and len(talk.prompt) + length >= n for n in limits):
-            talk.counts["length"] += 1
+        length = len(trajectory.ids) + len(turn)
+        if length > self.max_length or any(n is not None and len(trajectory.prompt) + length >= n for n in limits):
+            trajectory.counts["length"] += 1
             return False
-        n_media = sum(1 for message in [*talk.messages, *results] for _ in iter_refs(message))
+        n_media = sum(1 for message in [*trajectory.messages, *results] for _ in iter_refs(message))
         if self.max_media is not None and n_media > self.max_media:
-            talk.counts["media"] += 1
+            trajectory.counts["media"] += 1
             return False
-        talk.turns.append((len(talk.ids), turn))
-        talk.history += [called(results), *results]
-        talk.messages += results
-        talk.append(turn.input_ids.tolist(), None, sampled=False)
+        trajectory.turns.append((len(trajectory.ids), turn))
+        trajectory.history += [normalize_tool_calls(results), *results]
+        trajectory.messages += results
+        trajectory.append(turn.input_ids.tolist(), None, sampled=False)
         engine_positions = {} if self.engine_length is None else {"processor": self.processor}
-        talk.whole = so_far(talk.prompt, talk.ids, talk.turns, self.model, **engine_positions)
+        trajectory.whole = encode_prefix(
+            trajectory.prompt, trajectory.ids, trajectory.turns, self.model, **engine_positions
+        )
         return True
 
-    def _call_tools(self, index: int, talk: Talk) -> list[dict[str, Any]]:
+    def _call_tools(self, index: int, trajectory: Trajectory) -> list[dict[str, Any]]:
         """What the tools of a completion return, as messages in the order of the calls."""
         tools = self.tools[index]
         results: list[Any] = []
-        for call in talk.calls:
-            talk.counts["calls"] += 1
+        for call in trajectory.calls:
+            trajectory.counts["calls"] += 1
             function = call.get("function", {})
             name = function.get("name", call.get("name", "unknown"))
             try:
@@ -163,7 +165,7 @@ class Conversations:
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
-        row = index if talk.prompt.row is None else talk.prompt.row
+        row = index if trajectory.prompt.row is None else trajectory.prompt.row
         messages = []
         for name, result in results:
             failed, content = isinstance(result, Exception), _content(name, result, row, self.media_rules)
@@ -172,7 +174,7 @@ class Conversations:
                 content = checked_texts(content, self.processor, self.special_tokens_in_text, place)
             except MediaError as error:
                 failed, content = True, self._failure(error)
-            talk.counts["failures"] += failed
+            trajectory.counts["failures"] += failed
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
@@ -184,7 +186,9 @@ class Conversations:
             reason = reason.replace(token, "")
         return str({"error": checked_texts(reason, self.processor, "strip", "")})
 
-    def _encode_results(self, talk: Talk, results: list[dict[str, Any]]) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
+    def _encode_results(
+        self, trajectory: Trajectory, results: list[dict[str, Any]]
+    ) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
         """Results as tokens, and as messages; an error stands for what can't be encoded."""
         ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
         options = {
@@ -192,25 +196,25 @@ class Conversations:
             "template_kwargs": self.template_kwargs,
             "audio_overlong": self.audio_overlong,
             "keep_decoded": self.engine_length is not None,
-            "row": talk.prompt.row,
+            "row": trajectory.prompt.row,
         }
         try:
-            turn = encode_turn(talk.history, results, self.processor, self.model, **options)
-            self._check_joins(talk, turn)
+            turn = encode_turn(trajectory.history, results, self.processor, self.model, **options)
+            self._check_joins(trajectory, turn)
         except MediaError as error:
             with_media = [message for message in results if next(iter_refs(message), None) is not None]
             failed = with_media or results  # texts that hold placeholders
-            talk.counts["failures"] += len(failed)
+            trajectory.counts["failures"] += len(failed)
             content = self._failure(error)
             results = [{**message, "content": content} if message in failed else message for message in results]
-            turn = encode_turn(talk.history, results, self.processor, self.model, **options)
+            turn = encode_turn(trajectory.history, results, self.processor, self.model, **options)
         return turn, results
 
-    def _check_joins(self, talk: Talk, turn: EncodedPrompt) -> None:
+    def _check_joins(self, trajectory: Trajectory, turn: EncodedPrompt) -> None:
         """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
-        if (self.apart or family_of(self.model).apart) is None or not turn.media:
+        if (self.isolate or family_of(self.model).isolate) is None or not turn.media:
             return
-        for before in (talk.prompt, *talk.media):
+        for before in (trajectory.prompt, *trajectory.media):
             for name in before.media.keys() & turn.media.keys():
                 if before.media[name].shape[1:] != turn.media[name].shape[1:]:
                     raise MediaError(
@@ -218,20 +222,20 @@ class Conversations:
                         "what it sees of them; return media of the size of those before"
                     )
 
-    def _continue(self, talks: list[Talk], idle: EncodedPrompt, indices: list[int]) -> None:
+    def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt, indices: list[int]) -> None:
         """Samples what follows the results; a process without any samples for the sake of the others."""
-        wholes = [talk.whole or talk.prompt for talk in talks] or [idle]
-        asked = [(place, talk.turns[-1][1]) for place, talk in zip(indices, talks, strict=True)]
-        room = [self.max_length - len(talk.ids) for talk in talks]
+        wholes = [trajectory.whole or trajectory.prompt for trajectory in trajectories] or [idle]
+        asked = [(place, trajectory.turns[-1][1]) for place, trajectory in zip(indices, trajectories, strict=True)]
+        room = [self.max_length - len(trajectory.ids) for trajectory in trajectories]
         ids, logps = self.complete(wholes, asked, [max(n, 1) for n in room] or [1])
-        for i, talk in enumerate(talks):
-            new, before = ids[i][: room[i]], talk.prompt.input_ids.tolist() + talk.ids
-            talk.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
+        for i, trajectory in enumerate(trajectories):
+            new, before = ids[i][: room[i]], trajectory.prompt.input_ids.tolist() + trajectory.ids
+            trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
-                talk.messages.append(said(self.tokenizer, new, before, self.tools[indices[i]]))
+                trajectory.messages.append(parse_assistant_turn(self.tokenizer, new, before, self.tools[indices[i]]))
 
 
-def said(
+def parse_assistant_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
     """A turn of the model's as a message."""
@@ -245,7 +249,7 @@ class ToolsMixin(TrainerMixin):
     _batch: Any
     _kinds_seen: set[str]
     _completes_in_step: bool
-    _told_how: str | None = None
+    _continuation_mode: str | None = None
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
         batch = self._batch
@@ -254,50 +258,55 @@ class ToolsMixin(TrainerMixin):
                 prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields
             )
         logps = [None] * len(prompts) if logprobs is None else logprobs
-        talks = [
-            Talk(*each[:3], list(each[3]), each[4], [1] * len(each[1]))
+        trajectories = [
+            Trajectory(*each[:3], list(each[3]), each[4], [1] * len(each[1]))
             for each in zip(batch.prompts, completion_ids, completions, prompts, logps, strict=True)
         ]
         tools = [
             {**plain, **waiting} for plain, waiting in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)
         ]
-        self._conversations(tools).run(talks)
-        if not self.use_vllm and any(talk.turns for talk in talks):
-            self._tell_how(batch.branches.obstacle)
+        self._conversations(tools).run(trajectories)
+        if not self.use_vllm and any(trajectory.turns for trajectory in trajectories):
+            self._log_continuation_mode(batch.branches.obstacle)
         batch.branches = None  # which holds a cache
-        counts = sum((talk.counts for talk in talks), Counter())
+        counts = sum((trajectory.counts for trajectory in trajectories), Counter())
         model = unwrapped(self.accelerator, self.model)
         batch.prompts = [
-            conversation(talk.prompt, talk.turns, talk.whole, _is_causal(model, talk.prompt, talk.whole))
-            if talk.whole is not None and talk.media
-            else talk.prompt
-            for talk in talks
+            conversation(
+                trajectory.prompt,
+                trajectory.turns,
+                trajectory.whole,
+                _is_causal(model, trajectory.prompt, trajectory.whole),
+            )
+            if trajectory.whole is not None and trajectory.media
+            else trajectory.prompt
+            for trajectory in trajectories
         ]
-        for talk in talks:
-            talk.prompt.decoded = ()  # an engine has seen its last turn
-        batch.completions = [talk.messages for talk in talks]
+        for trajectory in trajectories:
+            trajectory.prompt.decoded = ()  # an engine has seen its last turn
+        batch.completions = [trajectory.messages for trajectory in trajectories]
         self._kinds_seen.update(*(each.modalities for each in batch.prompts))
-        self._check_conversation(batch.prompts, [talk.ids for talk in talks])
-        ended = torch.tensor([*(counts[name] for name in ENDS), len(talks)], device=self.accelerator.device)
+        self._check_conversation(batch.prompts, [trajectory.ids for trajectory in trajectories])
+        ended = torch.tensor([*(counts[name] for name in ENDS), len(trajectories)], device=self.accelerator.device)
         *ended, total = self.accelerator.reduce(ended, reduction="sum").tolist()
         for name, n in zip(ENDS, ended, strict=True):
             self._metrics["train" if self.model.training else "eval"][f"tools/ended_by_{name}"].append(n / total)
         return (
-            [talk.mask for talk in talks],
-            [talk.messages for talk in talks],
-            [talk.ids for talk in talks],
-            None if logprobs is None else [talk.logps for talk in talks],
+            [trajectory.mask for trajectory in trajectories],
+            [trajectory.messages for trajectory in trajectories],
+            [trajectory.ids for trajectory in trajectories],
+            None if logprobs is None else [trajectory.logps for trajectory in trajectories],
             counts["calls"],
             counts["failures"],
-            [[] for _ in talks],  # images, which TRL would encode again
+            [[] for _ in trajectories],  # images, which TRL would encode again
         )
 
-    def _tell_how(self, obstacle: str | None) -> None:
+    def _log_continuation_mode(self, obstacle: str | None) -> None:
         """Logs how generation goes on behind results of tools, once."""
         how = "goes on from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
-        if how != self._told_how:
+        if how != self._continuation_mode:
             logger.info(f"Behind what tools returned, generation {how}.")
-            self._told_how = how
+            self._continuation_mode = how
 
     def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
         """Once, on the first media that a tool returned."""
@@ -327,7 +336,7 @@ class ToolsMixin(TrainerMixin):
             audio_overlong=self.args.audio_overlong,
             media_rules=self.args.media_rules,
             special_tokens_in_text=self.args.special_tokens_in_text or "raise",
-            apart=self._policy.remedies.apart,
+            isolate=self._policy.fallbacks.isolate,
             engine_length=None if engine is None else engine.max_length,
             anyone=self._any_process if self._completes_in_step else bool,
             **{**own, **others},

@@ -22,7 +22,7 @@ from ...forward.masks import sharing_obstacle
 from ...models.modes import evaluation_mode
 from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower
-from ...policy import PolicyForward, Remedies
+from ...policy import Fallbacks, PolicyForward
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 
@@ -158,7 +158,7 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        self._remedies = Remedies(apart=family_of(base).apart, own_logits=not has_fused_head)
+        self._fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         if lora_rank > 0:
             model = add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
@@ -247,7 +247,7 @@ class Actor(nn.Module):
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         if num_actions is None:
             return self.model(input_ids=sequences, **inputs)
-        if return_output or self._remedies.own_logits:
+        if return_output or self._fallbacks.logits_from_model:
             output = self.model(input_ids=sequences, **inputs)
             if output.logits.shape[:2] != sequences.shape:
                 raise ValueError(
@@ -278,7 +278,7 @@ class Actor(nn.Module):
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
         model = self.base_model
         prompts, completion_ids, mask = packed_prompts(model, sequences, num_actions, lengths, media)
-        scores = PolicyForward(remedies=self._remedies, temperature=self.temperature).score(
+        scores = PolicyForward(fallbacks=self._fallbacks, temperature=self.temperature).score(
             self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
         )
         logps = scores.logps[mask][None].float()

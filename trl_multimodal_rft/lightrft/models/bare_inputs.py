@@ -29,7 +29,7 @@ def bare_inputs(
     media = {name: value for name, value in media.items() if name not in own}
     check_media(model, sequences, media)
     masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
-    if masks and family_of(model).apart is not None:
+    if masks and family_of(model).isolate is not None:
         parts = split_media(model, sequences, media)
         for name in masks:
             if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:

@@ -23,7 +23,7 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_promp
 from ...families import family_of
 from ...forward.scoring import left_pad
 from ...models.modes import evaluation_mode
-from ...policy import PolicyForward, Remedies
+from ...policy import Fallbacks, PolicyForward
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
@@ -343,7 +343,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @property
     def _forward(self) -> PolicyForward:
         """Its models are whole on each process, and wait for nobody."""
-        return PolicyForward(remedies=Remedies(apart=family_of(self.actor).apart))
+        return PolicyForward(fallbacks=Fallbacks(isolate=family_of(self.actor).isolate))
 
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> Any:
         with evaluation_mode(self.actor):

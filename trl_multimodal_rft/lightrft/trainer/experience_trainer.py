@@ -21,7 +21,7 @@ from ...data.features import undecoded
 from ...data.fetch import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...forward.scoring import left_pad
-from ...models.wrapped import is_whole
+from ...models.wrapped import is_unsharded
 from ...trainers import groups
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
@@ -140,7 +140,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
         """Hands models and optimizer to the engine, once, with what a checkpoint holds."""
         self.state.compute_steps(args, max_steps)
-        if checkpoint is not None and is_whole(self.accelerator):
+        if checkpoint is not None and is_unsharded(self.accelerator):
             self._load_from_checkpoint(checkpoint)
         self._prepare_for_training(max(max_steps, 1), None, checkpoint)
         self.is_prepared = True
@@ -317,7 +317,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # Of a generation batch, as the trainer counts them
             "num_items_in_batch": torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
             "encoded_prompts": prompts,
-            "packed": [self._policy.remedies.can_pack and self.actor.packing_samples]
+            "packed": [self._policy.fallbacks.packing and self.actor.packing_samples]
             * len(items),  # as in the rollout
             "scorable": scorable,
         }

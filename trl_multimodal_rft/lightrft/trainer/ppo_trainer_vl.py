@@ -252,7 +252,10 @@ class PPOTrainerVL:
         config.eval_strategy = strategy.eval_strategy
         if self.trainer.is_fsdp_enabled:
             raise ValueError(WHOLE_WEIGHTS)
-        if self.trainer._policy.remedies.apart is not None and config.num_generations % micro_rollout_batch_size != 0:
+        if (
+            self.trainer._policy.fallbacks.isolate is not None
+            and config.num_generations % micro_rollout_batch_size != 0
+        ):
             raise ValueError(
                 f"A {actor.config.model_type} mixes media with their padding, so that an experience must hold one "
                 f"prompt; set `micro_rollout_batch_size` ({micro_rollout_batch_size}) to `num_generations` "

@@ -19,11 +19,11 @@ _MEDIA = {
 }
 
 
-class CompanionPrompt(EncodedPrompt):
+class DummyPrompt(EncodedPrompt):
     """A prompt beside others that stands for none of the data, so that no loss counts its tokens."""
 
 
-def companion_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedModel) -> CompanionPrompt:
+def dummy_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedModel) -> DummyPrompt:
     """
     A prompt with one small medium.
 
@@ -31,4 +31,4 @@ def companion_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedMode
     gradient that is exactly 0.
     """
     (row,) = rows_to_messages([{"prompt": "-", kind: _MEDIA[kind]()}])
-    return CompanionPrompt(**vars(encode_prompt(row["prompt"], processor, model)))
+    return DummyPrompt(**vars(encode_prompt(row["prompt"], processor, model)))
