@@ -8,7 +8,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from ..trainers.multimodal import MultimodalMixin
+from ..trainers.base import MultimodalTrainer
 from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _named, evaluate_trainer
 
 
@@ -54,7 +54,7 @@ class GenerationEvalCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: MultimodalMixin,
+        trainer: MultimodalTrainer,
         eval_dataset: Dataset | Sequence[dict[str, Any]] | None = None,
         reward_funcs: Callable | list[Callable] | None = None,
         args: EvaluationConfig | None = None,

@@ -56,15 +56,15 @@ from ..models.modes import evaluation_mode
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..rewards.answers import extract_answer, normalize_answer
-from ..rewards.calls import call_rewards, reward_loop
+from ..rewards.calls import call_rewards, reward_arguments, reward_loop
 from ..rewards.checks import checked_reward, distinct_names
 from ..rewards.choices import named_choice
 from ..rewards.named import as_reward_funcs
-from ..trainers.multimodal import MultimodalMixin
-from ..trainers.own_tools import enter, reward_of, template_for_tools, tools_of
+from ..rollout.environments import Environments, template_for_tools
+from ..rollout.turns import ENDS, ToolLoop, Trajectory, parse_assistant_turn
+from ..trainers.base import MultimodalTrainer
 from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
-from ..trainers.tools import ENDS, WHOLE_ROW, Conversations, Trajectory, parse_assistant_turn, with_whole_rows
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
 
 
@@ -266,14 +266,6 @@ class EvaluationResult:
         Dataset.from_list(self.rows).to_parquet(folder / "rows.parquet")
 
 
-@dataclass
-class _Environments:
-    """What makes environments, by name, and those that there are."""
-
-    factories: dict[str | None, Callable]
-    pool: dict[str | None, list[Any]]
-
-
 class _Asked(NamedTuple):
     """What one completion answers: a row, its prompt as messages and encoded, and the environment it is in."""
 
@@ -308,14 +300,8 @@ class _Policy:
     in_step: bool = False
     keep_decoded: bool = False
     trainer_state: TrainerState = field(default_factory=TrainerState)
-    tools: Sequence[Callable] = ()
-    environments: _Environments | None = None
-    conversations: Callable[..., Conversations] | None = None
-
-    def tools_in(self, environment: Any) -> dict[str, Callable]:
-        """Tools by name."""
-        own = {} if environment is None else tools_of(environment)
-        return {**{tool.__name__: tool for tool in self.tools}, **own}
+    environments: Environments = field(default_factory=Environments)  # and tools
+    tool_loop: Callable[..., ToolLoop] | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -417,12 +403,13 @@ def evaluate(
 
     policy = _Policy(own, base, processing_class, complete, template_kwargs or {}, audio_overlong, media_rules)
     policy.special_tokens_in_text = special_tokens_in_text
-    if tools or environment_factory is not None:
+    with kept_random_state():
+        policy.environments = Environments(tools or (), environment_factory, media_rules)
+    if policy.environments.tools or policy.environments:
         check_takes_tools(processing_class)
         policy.template_kwargs = {"chat_template": template_for_tools(processing_class), **policy.template_kwargs}
-        policy.tools = tools or ()
-        policy.conversations = functools.partial(
-            Conversations,
+        policy.tool_loop = functools.partial(
+            ToolLoop,
             model=base,
             processor=processing_class,
             max_turns=math.inf,
@@ -433,19 +420,13 @@ def evaluate(
             special_tokens_in_text=special_tokens_in_text or "raise",
             isolate=forward.fallbacks.isolate,
         )
-    reward_funcs = as_reward_funcs(reward_funcs) if reward_funcs else []
-    if environment_factory is not None:
-        factories = environment_factory if isinstance(environment_factory, dict) else {None: environment_factory}
-        factories = {name: with_whole_rows(factory, media_rules) for name, factory in factories.items()}
-        with kept_random_state():
-            policy.environments = _Environments(factories, {name: [factory()] for name, factory in factories.items()})
-        kinds = {type(environment): None for [environment] in policy.environments.pool.values()}
-        reward_funcs += [reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
+    reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ())]
+    reward_funcs += policy.environments.reward_funcs().values()
     return _evaluate(policy, dataset, _named(reward_funcs), args or EvaluationConfig(), accelerator)
 
 
 def evaluate_trainer(
-    trainer: MultimodalMixin,
+    trainer: MultimodalTrainer,
     dataset: Dataset | Sequence[dict[str, Any]] | None = None,
     reward_funcs: Callable | list[Callable] | None = None,
     args: EvaluationConfig | None = None,
@@ -482,7 +463,7 @@ def evaluate_trainer(
         args = EvaluationConfig(
             max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
         )
-    trainer._last_loaded_step = -1  # an engine may have other weights, wherever these are from
+    trainer.sampler.invalidate_weights()  # an engine may have other weights, wherever these are from
     policy = _Policy(
         model=trainer.model,
         base=trainer._unwrapped(trainer.model),
@@ -494,22 +475,20 @@ def evaluate_trainer(
         special_tokens_in_text=trainer.args.special_tokens_in_text,
         ignored_media_columns=trainer.args.ignored_media_columns or (),
         on_media_error=trainer.args.on_media_error,
-        in_step=trainer._completes_in_step,
+        in_step=trainer.sampler.is_collective,
         keep_decoded=trainer.use_vllm,
         trainer_state=trainer.state,
     )
+    with kept_random_state():
+        policy.environments = trainer.toolbox.fresh()
     if trainer.tools:
-        policy.tools = trainer._standalone_tools
-        policy.conversations = trainer._conversations
-    if trainer.environment_factories is not None:
-        factories: Any = trainer.environment_factories
-        policy.environments = _Environments(factories, {name: [] for name in factories})
+        policy.tool_loop = trainer._tool_loop
     named = _named(reward_funcs) if reward_funcs else _named(list(trainer.reward_funcs), trainer.reward_func_names)
     return _evaluate(policy, dataset, named, args, trainer.accelerator)
 
 
-def _check_trainer(trainer: MultimodalMixin) -> None:
-    if not isinstance(trainer, MultimodalMixin):
+def _check_trainer(trainer: MultimodalTrainer) -> None:
+    if not isinstance(trainer, MultimodalTrainer):
         raise ValueError(
             f"The trainer is a {type(trainer).__name__}, which doesn't sample as the trainers of this package do; "
             "evaluate its model with `evaluate`."
@@ -535,7 +514,7 @@ def _evaluate(
     is_table = isinstance(dataset, Dataset)
 
     def look(at, extent: Literal["all", "first"]) -> None:
-        if policy.environments is not None:
+        if policy.environments:
             return  # environments read what columns they like
         ignored = policy.ignored_media_columns
         takes: Any = getattr(policy.model, "input_modalities", ())
@@ -557,7 +536,7 @@ def _evaluate(
     with (
         kept_random_state(),
         evaluation_mode(policy.model),
-        reward_loop([*named_funcs.values(), *_callables(policy)]) as loop,
+        reward_loop([*named_funcs.values(), *policy.environments.tools]) as loop,
     ):
         for first in range(0, len(batches), accelerator.num_processes):
             place = first + accelerator.process_index
@@ -628,16 +607,6 @@ class _Rows:
         return [Row(index, self._rows.__getitem__) for index in indices]
 
 
-def _callables(policy: _Policy) -> list[Callable]:
-    """All tools that there may be, of which some may be async."""
-    if policy.environments is None:
-        return list(policy.tools)
-    pool = policy.environments.pool
-    for name, factory in policy.environments.factories.items():
-        pool[name] = pool[name] or [factory()]
-    return [tool for [environment, *_] in pool.values() for tool in policy.tools_in(environment).values()]
-
-
 def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
     """Reward functions by the names of their metrics."""
     reward_funcs = as_reward_funcs(reward_funcs)
@@ -680,16 +649,19 @@ def _read(
     policy: _Policy, rows: Sequence[Row], n_samples: int, ablation: Callable[[Row], Ablation] | None = None
 ) -> tuple[list[_Asked], dict[int, str]]:
     """What each completion of rows answers; and rows that are left out, and why."""
-    for row in rows if policy.environments is None else ():
+    for row in () if policy.environments else rows:
         check_has_prompt(row)
     own_tokens = placeholder_tokens(policy.base, policy.processor)
 
     def encode(prompt: Any, row: Row, environment: Any = None) -> EncodedPrompt:
         template_kwargs = policy.template_kwargs
-        if policy.conversations is not None:
+        if policy.tool_loop is not None:
             if isinstance(prompt, str):
                 raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
-            template_kwargs = {**template_kwargs, "tools": [*policy.tools_in(environment).values()] or None}
+            template_kwargs = {
+                **template_kwargs,
+                "tools": [*policy.environments.tools_in(environment).values()] or None,
+            }
         return encode_prompt(
             checked_prompt(prompt, policy.processor, policy.special_tokens_in_text, row.number),
             policy.processor,
@@ -702,29 +674,24 @@ def _read(
         )
 
     def encoded(rows: Sequence[Row]) -> list[_Asked]:
-        if "prompt" in rows[0] or policy.environments is None:
+        if "prompt" in rows[0] or not policy.environments:
             placed = rows_to_messages(rows, policy.ignored_media_columns, own_tokens, policy.media_rules)
+            messages = [row["prompt"] for row in placed]
         else:
-            placed = [dict(row) for row in rows]
-        if policy.environments is None:
-            asked = [
-                _Asked(row, own["prompt"], encode(own["prompt"], row)) for row, own in zip(rows, placed, strict=True)
-            ]
+            messages = [None] * len(rows)
+        if not policy.environments:
+            asked = [_Asked(row, own, encode(own, row)) for row, own in zip(rows, messages, strict=True)]
             return [each for each in asked for _ in range(n_samples)]
         # An environment for each completion, which may each show something else
         wholes = restore_rows(rows, policy.media_rules)
-        entering = [
-            {**{name: own[name] for name in own if name not in MEDIA_COLUMNS}, WHOLE_ROW: (row.number, whole)}
-            for row, own, whole in zip(rows, placed, wholes, strict=True)
-            for _ in range(n_samples)
-        ]
-        environments, entered = enter(entering, policy.environments.factories, policy.environments.pool)
+        repeated = [i for i in range(len(rows)) for _ in range(n_samples)]
+        numbers = [rows[i].number for i in repeated]
+        entered = policy.environments.enter([messages[i] for i in repeated], [wholes[i] for i in repeated], numbers)
         asked = []
-        for i, (environment, own) in enumerate(zip(environments, entered, strict=True)):
-            row, prompt = rows[i // n_samples], own["prompt"]
-            same = i % n_samples > 0 and same_prompt(prompt, asked[-1].messages)
-            shared = asked[-1].prompt if same else encode(prompt, row, environment)
-            asked.append(_Asked(row, prompt, shared, environment))
+        for i, environment, prompt in zip(repeated, *entered, strict=True):
+            same = bool(asked) and asked[-1].row is rows[i] and same_prompt(prompt, asked[-1].messages)
+            shared = asked[-1].prompt if same else encode(prompt, rows[i], environment)
+            asked.append(_Asked(rows[i], prompt, shared, environment))
         return asked
 
     try:
@@ -760,7 +727,7 @@ def _ablation(policy: _Policy, rows: Any, n_rows: int, args: EvaluationConfig, r
     kind = str(args.ablate)
     if args.ablate_with == "blank":
         return Ablation(kind)
-    if policy.environments is not None:
+    if policy.environments:
         raise ValueError("Environments show media of their own, of which rows don't know; set `ablate_with='blank'`.")
     own = _media_of(policy, row, kind)
     if not own:
@@ -814,22 +781,28 @@ def _answer(
     rows, prompts = ([getattr(asked, name) for asked in read[::n]] for name in ("row", "messages"))
     restored = [row for row in restore_rows(rows, policy.media_rules) for _ in range(n)]
     messages = None
-    if policy.conversations is not None:
+    if policy.tool_loop is not None:
         messages = [trajectory.messages for trajectory in trajectories]
         texts = [as_text(strip_media(each)) for each in messages]
-    if policy.environments is not None:
+    if policy.environments:
         restored = [{**row, "environments": asked.environment} for row, asked in zip(restored, read, strict=True)]
-    rewards, extras, metrics = call_rewards(
-        [checked_reward(func, name, rows=numbers) for name, func in named_funcs.items()],
-        prompts=restore_media([asked.messages for asked in read]),
-        texts=texts,
-        ids=ids,
-        rows=restored,
-        trainer_state=policy.trainer_state,
-        loop=loop,
-        media_rules=policy.media_rules,
-        completions=restore_media(messages),
-    )
+    extras: dict[str, list] = {}
+    metrics: list[tuple[str, float]] = []
+    arguments = {
+        **reward_arguments(
+            restore_media([asked.messages for asked in read]), texts, ids, restored, restore_media(messages)
+        ),
+        "trainer_state": policy.trainer_state,
+        "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
+        "log_metric": lambda name, value: metrics.append((name, float(value))),
+    }
+    checked = {name: checked_reward(func, name, policy.media_rules, numbers) for name, func in named_funcs.items()}
+    rewards = call_rewards(checked, arguments, loop)
+    for column, values in extras.items():
+        if len(values) != len(texts):
+            raise ValueError(
+                f"`log_extra` got {len(values)} values of {column!r} for {len(texts)} completions; give one each."
+            )
     answers = texts if messages is None else [str(strip_media(each[-1])["content"]) for each in messages]
     ends = {*config.eos_token_id, config.pad_token_id}
     records = []
@@ -846,7 +819,7 @@ def _answer(
             **{f"reward/{name}": values[part] for name, values in rewards.items()},
             **{f"extra/{name}": values[part] for name, values in extras.items()},
         }
-        if policy.conversations is not None:
+        if policy.tool_loop is not None:
             own["tool_calls"] = [trajectory.counts["calls"] for trajectory in trajectories[part]]
             own["tool_failures"] = [trajectory.counts["failures"] for trajectory in trajectories[part]]
             own["ended_by"] = [
@@ -864,12 +837,12 @@ def _complete(
     loop: asyncio.AbstractEventLoop | None,
 ) -> list[Trajectory]:
     """Completions, with calls of tools answered."""
-    branches = None if policy.conversations is None else Branches()
+    branches = None if policy.tool_loop is None else Branches()
     ids = policy.complete([each.prompt for each in asked], config, branches)
     trajectories = [
         Trajectory(each.prompt, own, [], [], None, [1] * len(own)) for each, own in zip(asked, ids, strict=True)
     ]
-    if policy.conversations is None or branches is None:
+    if policy.tool_loop is None or branches is None:
         return trajectories
 
     def go_on(
@@ -878,14 +851,14 @@ def _complete(
         branches.asked = places
         return policy.complete(prompts, config, branches), None
 
-    tools = [policy.tools_in(each.environment) for each in asked]
+    tools = [policy.environments.tools_in(each.environment) for each in asked]
     for trajectory, own, each in zip(trajectories, tools, asked, strict=True):
         trajectory.history = list(each.messages)
         trajectory.messages = [
             parse_assistant_turn(policy.tokenizer, trajectory.ids, trajectory.prompt.input_ids.tolist(), own)
         ]
     limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
-    policy.conversations(
+    policy.tool_loop(
         tools=tools,
         complete=go_on,
         max_length=args.max_completion_length,

@@ -1,22 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Calling reward functions outside of a trainer."""
+"""Calling reward functions."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from transformers import TrainerState
 from trl import is_conversational
 from trl.trainer.utils import (
-    get_callable_name,
     is_async_callable,
     shutdown_event_loop_in_daemon,
     start_event_loop_in_daemon,
 )
-
-from ..data.rules import DEFAULT_RULES, MediaRules
-from .checks import rules_for
 
 
 # Columns of the dataset that reward functions get under other names, as in TRL
@@ -43,44 +38,29 @@ def reward_arguments(
 
 
 def call_rewards(
-    reward_funcs: Sequence[Callable],
-    prompts: Sequence[Any],
-    texts: Sequence[str],
-    ids: Sequence[Sequence[int]],
-    rows: Sequence[dict[str, Any]],
-    trainer_state: TrainerState | None,
-    loop: Any,
-    media_rules: MediaRules = DEFAULT_RULES,
-    completions: Sequence[list[dict[str, Any]]] | None = None,
-) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
-    """Calls reward functions as TRL's trainers do, outside of one."""
-    extras: dict[str, list] = {}
-    metrics: list[tuple[str, float]] = []
-    arguments = {
-        **reward_arguments(prompts, texts, ids, rows, completions),
-        "trainer_state": trainer_state,
-        "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
-        "log_metric": lambda name, value: metrics.append((name, float(value))),
-    }
-    results = {}
-    waiting = {}
-    for reward_func in reward_funcs:
-        called = waiting if is_async_callable(reward_func) else results
-        called[get_callable_name(reward_func)] = reward_func(**arguments, **rules_for(reward_func, media_rules))
-    if waiting:
+    reward_funcs: Mapping[str, Callable],
+    arguments: dict[str, Any],
+    loop: asyncio.AbstractEventLoop | None,
+    profile: Callable[[str], AbstractContextManager] = nullcontext,
+) -> dict[str, list[float | None]]:
+    """Rewards by name of the function. Async functions run together in `loop`, after the others."""
+    results: dict[str, Any] = {}
+    for name, reward_func in reward_funcs.items():
+        if not is_async_callable(reward_func):
+            with profile(name):
+                results[name] = reward_func(**arguments)
+    waiting = {name: each for name, each in reward_funcs.items() if name not in results}
+    if waiting and loop is not None:
 
-        async def together():
-            return await asyncio.gather(*waiting.values())
+        async def call(name: str) -> Any:
+            with profile(name):
+                return await waiting[name](**arguments)
 
-        awaited = asyncio.run_coroutine_threadsafe(together(), loop).result()
-        results.update(zip(waiting, awaited, strict=True))
-    for column, values in extras.items():
-        if len(values) != len(texts):
-            raise ValueError(
-                f"`log_extra` got {len(values)} values of {column!r} for {len(texts)} completions; give one each."
-            )
-    order = [get_callable_name(reward_func) for reward_func in reward_funcs]
-    return {name: [None if r is None else float(r) for r in results[name]] for name in order}, extras, metrics
+        async def together() -> list:
+            return await asyncio.gather(*map(call, waiting))
+
+        results |= zip(waiting, asyncio.run_coroutine_threadsafe(together(), loop).result(), strict=True)
+    return {name: [None if each is None else float(each) for each in results[name]] for name in reward_funcs}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from .groups import SAVED_CLASSES
+from ..rollout.groups import SAVED_CLASSES
 
 
 def step_of(checkpoint: Path) -> int:

@@ -2,7 +2,7 @@
 """How much the policy's own completions depend on what it hears and sees."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -13,13 +13,12 @@ from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
-from .batch import Batch
-from .engine import as_tensor
+from ..rollout.rollout import Rollout
 from .self_check import measuring
 
 
 if TYPE_CHECKING:
-    from .multimodal import MultimodalMixin
+    from .base import MultimodalTrainer
 
 
 logger = get_logger(__name__)
@@ -37,7 +36,7 @@ def is_due(every: int, step: int, n_steps: int) -> bool:
     return (step + n_steps) // every > step // every
 
 
-def media_contribution(trainer: "MultimodalMixin", batch: Batch, output: dict[str, Any]) -> dict[str, float]:
+def media_contribution(trainer: "MultimodalTrainer", rollout: Rollout) -> dict[str, float]:
     r"""
     Measures how far log-probabilities of completions are from those without a medium of their prompt.
 
@@ -49,17 +48,15 @@ def media_contribution(trainer: "MultimodalMixin", batch: Batch, output: dict[st
     and size: 0 for a policy that doesn't listen or look. Both are scored by the same forwards of the same shape. All
     processes must call this alike.
     """
-    prompts, mask = output["encoded_prompts"], trainer._loss_mask(output)
-    if batch.tool_mask is not None:
-        mask = mask * as_tensor(batch.tool_mask, mask)
+    prompts, mask = rollout.prompts, rollout.loss_mask
     # Completions, what they are scored without, and their prompts without it
-    cases = [(row, kind, _without(trainer, batch, row, kind)) for row, kind in _chosen(prompts, mask)]
+    cases = [(row, kind, _without(trainer, rollout, row, kind)) for row, kind in _chosen(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
     if not trainer._any_process(bool(cases)):
         return {}
     # Processes that have nothing to measure take part in the forwards, which others may wait for
     rows, kinds, without = (list(each) for each in zip(*(cases or [(0, None, prompts[0])]), strict=True))
-    completions = output["completion_ids"][rows], output["completion_mask"][rows]
+    completions = rollout.completion_ids[rows], rollout.completion_mask[rows]
     mask = mask[rows]
     with measuring(trainer):
         logps = [
@@ -93,11 +90,11 @@ def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[
     return chosen
 
 
-def _without(trainer: "MultimodalMixin", batch: Batch, row: int, kind: str) -> EncodedPrompt | None:
+def _without(trainer: "MultimodalTrainer", rollout: Rollout, row: int, kind: str) -> EncodedPrompt | None:
     """The prompt of a completion without its media of a kind; `None` where they can't be read any more."""
-    messages, numbers = batch.messages, batch.numbers or ()
     try:
-        return trainer._encode(messages[row], numbers[row], ablation=Ablation(kind), **trainer._environment_tools(row))
+        tools = trainer._tools_of(rollout.environments, row)
+        return trainer._encode(rollout.messages[row], rollout.numbers[row], ablation=Ablation(kind), **tools)
     except MediaError as error:
         logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
         return None

@@ -4,30 +4,31 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import use_adapter
 
-from ..algorithms.advantages import estimate_advantages, group_statistics
+from ..algorithms.advantages import estimate_advantages
+from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LOSSES, log_ratios
 from ..algorithms.shaping import RunningScale
+from ..data.fetch import EndlessRows
 from ..forward.scores import Scores
 from ..reporting.pending_metrics import PendingMetrics
 from ..rewards.checks import distinct_names
-from .group_exchange import GroupExchangeMixin
-from .groups import GroupBuffer
+from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
+from ..rollout.groups import GroupBuffer, GroupExchange
+from ..rollout.rollout import Rollout
+from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
-from .multimodal import MultimodalMixin
 from .setup import resolve_config
-from .token_filter import TokenFilterMixin
 
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixin, GRPOTrainer):
+class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     """
     Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear, see
     [DeepSeekMath](https://huggingface.co/papers/2402.03300).
@@ -108,7 +109,6 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
-    _sampling_logps_expected = _tool_mask_expected = True
     _config_class = MultimodalGRPOConfig
 
     def __init__(
@@ -173,8 +173,8 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         self._set_kl_coef()
         self._pending = PendingMetrics(self.accelerator)  # metrics of the micro-batch
         self._kl_window = []  # what the controller gets at the end of the optimizer step
-        self._exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
-        if self._exchanges_groups and (rollout_func is not None or environment_factory is not None):
+        exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
+        if exchanges_groups and (rollout_func is not None or environment_factory is not None):
             raise ValueError(
                 "`dynamic_sampling` and `replay_buffer_size` exchange groups of prompts from the dataset, which "
                 "`rollout_func` and `environment_factory` make themselves; use one or the other."
@@ -184,17 +184,21 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
                 "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; "
                 "pass a `Dataset`."
             )
-        self._replay = GroupBuffer(
-            args.replay_buffer_size, args.replay_max_age, args.seed + self.accelerator.process_index
-        )
-        # Groups with signal that the last batch had no room for. While one process lacks groups all draw, so that
-        # another's surplus could grow and grow old without a limit.
-        self._surplus = GroupBuffer(
-            args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-        )
+        self._groups: GroupExchange | None = None
+        if args.dynamic_sampling or args.replay_buffer_size > 0:
+            n_groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+            seed = args.seed + self.accelerator.process_index
+            self._groups = GroupExchange(
+                self.accelerator,
+                args.num_generations,
+                replay=GroupBuffer(args.replay_buffer_size, args.replay_max_age, seed),
+                surplus=GroupBuffer(n_groups),
+                max_rounds=args.dynamic_sampling_max_rounds if args.dynamic_sampling else 1,
+                replays=args.replay_buffer_size > 0,
+            )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
-        self._extra_rows = None
+        self._extra_rows: EndlessRows | None = None
 
     @property
     def kl_coef(self) -> float:
@@ -206,153 +210,188 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
 
     # Rollout
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = self._draw(inputs)
-        if self.model.training and self._exchanges_groups:
-            output = self._exchange_groups(output)
-        return output
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Rollout:
+        rollout = self._draw(inputs)
+        if self._groups is not None and self.model.training:
+            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
+            for name, value in metrics.items():
+                self._metrics["train"][name].append(value)
+            if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
+                with self._extra_time():
+                    rollout.ref_per_token_logps = self._score_reference(rollout)
+        return rollout.for_loss()
 
-    def _draw(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Samples, scores and rewards completions, with the advantages that the config asks for."""
-        output, batch = self._roll_out(inputs)
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+        """Completions of rows with their rewards and advantages."""
+        self._check_policy()
+        rollout = self._collect(inputs)
+        self._sample(rollout)
+        self._choose_packing(rollout)
+        self._score_old(rollout)
+        if self.args.beta != 0:
+            rollout.ref_per_token_logps = self._score_reference(rollout)
+        self._check_engine(rollout)
+        self._reward(rollout)
+        self._estimate(rollout)
+        self._log_contribution(rollout)
+        return rollout
+
+    def _score_old(self, rollout: Rollout) -> None:
+        """Scores under the policy that sampled, where a loss, an estimator or the token filter needs them."""
         args, training = self.args, self.model.training
-        need_old = callable(args.advantage_estimator) or args.kl_in_reward or (training and self._exchanges_groups)
+        corrects = self.use_vllm and args.vllm_importance_sampling_correction
+        # With several steps per rollout, the policy moves on; else the update's own scores are the old ones, as in TRL
+        trl_needs = (
+            args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0 or corrects
+        )
+        exchanges = training and self._groups is not None
+        need_logps = callable(args.advantage_estimator) or args.kl_in_reward or exchanges
         need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
-        # TRL scores with the sampling policy first, if at all
-        old: Any = batch.scores[0] if "old_per_token_logps" in output else None
-        if (need_old and old is None) or (need_entropies and (old is None or old.entropies is None)):
-            old = self._score_rollout(self.model, output, extra=True)
-        if need_old:
-            output.setdefault("old_per_token_logps", old.logps)
+        if not (trl_needs or need_logps or need_entropies):
+            return
+        with nullcontext() if trl_needs else self._extra_time():
+            old = self._score_rollout(self.model, rollout)
+        if trl_needs or need_logps:
+            rollout.old_per_token_logps = old.logps
         if need_entropies:
-            output["rollout_entropies"] = old.entropies
-        if self._has_own_kl:
-            output["ref_per_token_logps"] = self._score_reference(output)
-        self._set_advantages(output, batch.rewards_per_func)
-        return output
+            rollout.old_entropies = old.entropies
+        if corrects:
+            rollout.importance_sampling_ratio = self._engine_ratios(rollout)
 
-    def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)
+    def _reward(self, rollout: Rollout) -> None:
+        super()._reward(rollout)
         if self.args.soft_overlong_cache is not None:
             # The last column is the length penalty, which alone doesn't make a completion scorable
+            rewards = rollout.rewards_per_func
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
-        return rewards
 
-    @torch.no_grad()
-    def _score_rollout(self, model, inputs: dict[str, Any], extra: bool = False) -> Scores:
-        """Scores of a generation batch, or of a part of it; those that TRL doesn't compute are `extra`."""
-        start = time.perf_counter()
-        args, completion_ids = self.args, inputs["completion_ids"]
-        with (
-            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            self._batch_of(inputs) as batch,
-        ):
-            self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                completion_ids.size(1),
-                batch_size=args.per_device_train_batch_size
-                if self.model.training
-                else args.per_device_eval_batch_size,
-                compute_entropy=True,
-            )
-        if extra:
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
-            self._extra_scoring_time += time.perf_counter() - start
-        return batch.scores[-1]
+    def _estimate(self, rollout: Rollout) -> None:
+        """Advantages from the rewards of all ranks."""
+        args, n, per_func = self.args, len(rollout), rollout.rewards_per_func
+        rewards = weighted_sum(per_func, self.reward_weights)
+        zero_std = is_std_zero(rewards, self._group_size, args.scale_rewards)
+        group_ids = torch.arange(len(rewards), device=rewards.device) // self._group_size
+        shaped = self._shape_rewards(rewards)
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, self._group_size)
+        else:
+            advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
+        rollout.live = self._local(live, n)
+        local = self._local(advantages, n)
+        rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
+        self._log_rollout(rollout, rewards, zero_std)
+        self._log_advantages(advantages)
+        if args.kl_in_reward:
+            kl = approx_kl(rollout.old_per_token_logps, rollout.ref_per_token_logps, rollout.loss_mask, "k1")
+            self._pending.add_token_mean(self._mode_metrics["kl"].append, kl, rollout.loss_mask)
+            self._pending.gather()
 
-    def _set_advantages(self, output: dict[str, Any], per_func: torch.Tensor) -> None:
-        """Replaces TRL's advantages, and marks groups with signal where they are exchanged."""
-        args, mode = self.args, "train" if self.model.training else "eval"
-        rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
-        rewards[per_func.isnan().all(dim=1)] = torch.nan
+    def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Rewards after scaling and clipping, `(N,)`."""
+        args, shaped = self.args, rewards
         if args.reward_running_scale:
             if self.model.training:
                 self._reward_scale.update(rewards)
-            rewards = rewards / self._reward_scale.std
+            shaped = rewards / self._reward_scale.std
         if args.reward_clip_range is not None:
-            rewards = rewards.clamp(*args.reward_clip_range)
+            shaped = shaped.clamp(*args.reward_clip_range)
         if args.reward_running_scale or args.reward_clip_range is not None:
-            self._metrics[mode]["shaped_reward"].append(rewards.nanmean().item())
-        group_size = self.num_generations if self.model.training else self.num_generations_eval
-        group_ids = torch.arange(len(rewards), device=rewards.device) // group_size
+            self._mode_metrics["shaped_reward"].append(shaped.nanmean().item())
+        return shaped
 
-        local = len(output["completion_ids"])
-        rows = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
-        if args.multi_objective_aggregation == "normalize_then_sum":
-            # TRL's own, but where no reward function tells the completions of a group apart
-            statistics = [group_statistics(column, group_ids) for column in per_func.T]
-            live = torch.stack([each.live[each.index] for each in statistics]).any(0).to(rewards.device)
-            output["advantages"] = torch.where(live[rows], output["advantages"], 0)
-            self._log_advantages(self.accelerator.gather(output["advantages"]))
-        else:
-            mask = self._loss_mask(output)
-            n_tokens = mask.size(1)
-            advantages = self._estimate_advantages(output, rewards, per_func, group_ids, mask)
-            per_completion = LOSSES[args.loss_type].per_completion or args.importance_sampling_level == "sequence"
-            if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
-                option = "loss_type" if LOSSES[args.loss_type].per_completion else "importance_sampling_level"
-                raise ValueError(
-                    f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
-                    "estimator return (N,)."
-                )
-            output["advantages"] = advantages[rows] if advantages.dim() == 1 else advantages[rows, :n_tokens]
-            self._log_advantages(advantages)
-            live = group_statistics(rewards, group_ids)
-            live = live.live[live.index].to(rewards.device)
-            if args.kl_in_reward:
-                kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
-                self._pending.add_token_mean(self._metrics[mode]["kl"].append, kl, mask)
-                self._pending.gather()
-        if self.model.training and self._exchanges_groups:
-            output["live"] = live[rows]
-
-    def _estimate_advantages(
-        self,
-        output: dict[str, Any],
-        rewards: torch.Tensor,
-        per_func: torch.Tensor,
-        group_ids: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        """Advantages of all processes' completions from their shaped rewards; the mask is that of this process's."""
+    def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+        """Advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
         args = self.args
-        ref_logps = output.get("ref_per_token_logps")
         need_logps = callable(args.advantage_estimator) or args.kl_in_reward
-        return estimate_advantages(
+        ref_logps = rollout.ref_per_token_logps
+        advantages = estimate_advantages(
             args.advantage_estimator,
             rewards=rewards,
-            rewards_per_func=per_func,
+            rewards_per_func=rollout.rewards_per_func,
             group_ids=group_ids,
-            mask=self._gather_rows(mask),
-            old_logps=self._gather_rows(output["old_per_token_logps"]) if need_logps else None,
+            mask=self._gather_rows(rollout.loss_mask),
+            old_logps=self._gather_rows(rollout.old_per_token_logps) if need_logps else None,
             ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
             norm_level=args.norm_level,
             weight=args.cpgd_weight,
         )
+        per_completion = LOSSES[args.loss_type].per_completion or args.importance_sampling_level == "sequence"
+        if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
+            option = "loss_type" if LOSSES[args.loss_type].per_completion else "importance_sampling_level"
+            raise ValueError(
+                f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
+                "estimator return (N,)."
+            )
+        return advantages
 
-    def _log_advantages(self, advantages: torch.Tensor) -> None:
-        """Puts what is trained on into the table of completions, per token as their mean."""
-        logged = self._logs["advantages"]
-        values = advantages if advantages.dim() == 1 else advantages.mean(dim=1)
-        for _ in range(min(len(values), len(logged))):
-            logged.pop()
-        logged.extend(values.tolist())
+    def _draw_extra(self, n: int) -> Rollout:
+        """Completions of this rank's next `n` prompts of dynamic sampling."""
+        if self._extra_rows is None:
+            dataset = self._remove_unused_columns(self.train_dataset, description="Training")
+            self._extra_rows = EndlessRows(dataset, self.args.seed + 1)
+        start = self._n_extra_prompts + self.accelerator.process_index * n
+        self._n_extra_prompts += self.accelerator.num_processes * n
+        rows = self._extra_rows.at(start, n)
+        return self._draw([row for row in rows for _ in range(self.num_generations)])
 
-    def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of all processes, padded on the right."""
-        return self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
+    def _coming_extra_rows(self) -> list[int]:
+        if self._extra_rows is None:  # none were needed so far
+            return []
+        n = self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
+        return self._extra_rows.numbers(self._n_extra_prompts + self.accelerator.process_index * n, n)
 
-    def _score_reference(self, inputs: dict[str, Any], extra: bool = False) -> torch.Tensor:
-        if self.ref_model is not None:
-            return self._score_rollout(self.ref_model, inputs, extra).logps
-        model = self.accelerator.unwrap_model(self.model)
-        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-            return self._score_rollout(self.model, inputs, extra).logps
+    @contextmanager
+    def _extra_time(self):
+        """Counts the seconds of scoring that TRL doesn't do, for the metric `extra_scoring_time`."""
+        start = time.perf_counter()
+        yield
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._extra_scoring_time += time.perf_counter() - start
+
+    # High-entropy tokens, see https://huggingface.co/papers/2506.01939
+
+    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+        args = self.args
+        if args.top_entropy_quantile < 1 and args.entropy_source == "rollout":
+            # Sequences don't compete, so any window will do
+            window = self._entropy_window or len(micro_batches)
+            for start in range(0, len(micro_batches), window):
+                parts = micro_batches[start : start + window]
+                self._mark_tokens(parts, [part.old_entropies for part in parts])
+
+    def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
+        args, window = self.args, self._entropy_window
+        if args.top_entropy_quantile == 1 or (args.entropy_source, args.entropy_scope) != ("current", "batch"):
+            return
+        if window and self._step % window == 0:
+            start = self._step % args.steps_per_generation
+            parts = micro_batches[start : start + window]
+            with self._extra_time():
+                entropies = [self._score_rollout(self.model, part).entropies for part in parts]
+            self._mark_tokens(parts, entropies)
+
+    @property
+    def _entropy_window(self) -> int | None:
+        """Micro-batches whose tokens compete; `None` if those of a sequence do."""
+        return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_scope)
+
+    def _mark_tokens(self, micro_batches: list[Rollout], entropies: list[torch.Tensor]) -> None:
+        """Weights of the tokens of micro-batches, of all ranks together."""
+        mask = torch.cat([each.loss_mask for each in micro_batches])
+        weights = self._high_entropy_weights(torch.cat(entropies), mask)
+        for each, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
+            each.token_weights = part
+
+    def _high_entropy_weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        args = self.args
+        options = {"ratio": args.top_entropy_quantile, "renormalize": args.entropy_renormalize}
+        if args.entropy_scope == "sequence":
+            return high_entropy_mask(entropies, mask, scope="sequence", **options)
+        weights = high_entropy_mask(self._gather_rows(entropies.detach()), self._gather_rows(mask), **options)
+        return self._local(weights, len(mask))[:, : mask.size(1)]
 
     # Loss
 

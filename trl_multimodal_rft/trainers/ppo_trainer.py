@@ -3,6 +3,7 @@
 
 import copy
 import textwrap
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..models.modes import fix_encoders
 from ..models.towers import freeze_as_built
+from ..rollout.rollout import Rollout
 from .arguments import check_arguments
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer, old_logps
@@ -249,26 +251,26 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     # Rollout
 
-    def _ask_engine(self, prompts, **options):
-        with self._policy_alone():
-            return super()._ask_engine(prompts, **options)
+    def _engine_context(self):
+        context = ExitStack()
+        context.enter_context(super()._engine_context())
+        context.enter_context(self._policy_alone())
+        return context
 
-    def _estimate_advantages(self, output, rewards, per_func, group_ids, mask):
+    def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         if self.critic is None:
-            return super()._estimate_advantages(output, rewards, per_func, group_ids, mask)
-        args, n = self.args, len(mask)
-        values, bootstrap = self._score_values(output)
-        own_rewards = rewards[self.accelerator.process_index * n :][:n]
-        logps = output.get("old_per_token_logps"), output.get("ref_per_token_logps")
-        per_token = token_rewards(own_rewards, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
+            return super()._estimate_advantages(rollout, rewards, group_ids)
+        args, mask = self.args, rollout.loss_mask
+        values, bootstrap = self._score_values(rollout)
+        local = self._local(rewards, len(rollout))
+        logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
+        per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
         advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
-        scorable = (~own_rewards.isnan()).long()
-        output.update(old_values=values, returns=returns, scorable=scorable)
+        rollout.old_values, rollout.returns, rollout.scorable = values, returns, (~local.isnan()).long()
 
-        mask = self._gather_rows(mask * scorable[:, None])
+        mask = self._gather_rows(mask * rollout.scorable[:, None])
         advantages, returns, values = (self._gather_rows(each) for each in (advantages, returns, values))
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        valid = mask.bool()
+        metrics, valid = self._mode_metrics, mask.bool()
         for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
             std, mean = torch.std_mean(numbers[valid], correction=0)
             metrics[f"{name}/mean"].append(mean.item())
@@ -277,10 +279,9 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         return whiten(advantages, mask)
 
     @torch.no_grad()
-    def _score_values(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of the states before each completion token, `(B, C)`, and after the cut of truncated ones, `(B,)`."""
-        args = self.args
-        ids, mask = batch["completion_ids"], batch["completion_mask"]
+        args, ids, mask = self.args, rollout.completion_ids, rollout.completion_mask
         lengths = mask.sum(1, keepdim=True)
         last = ids.gather(1, (lengths - 1).clamp(min=0))
         cut = (lengths > 0) & ~torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
@@ -288,19 +289,15 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         further = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut.to(mask.dtype))
         ids, extended = further if args.bootstrap_truncated else (ids, mask)
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-        with (
-            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            self._batch_of(batch) as own,
-        ):
-            slices = [slice(start, start + size) for start in range(0, len(ids), size)]
-            values = torch.cat(
-                [
-                    self._policy.values(
-                        self.model, self.critic, own.prompts[part], ids[part], extended[part], packed=own.packed
-                    )
-                    for part in slices
-                ]
-            )
+        slices = [slice(start, start + size) for start in range(0, len(ids), size)]
+        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+            parts = [
+                self._policy.values(
+                    self.model, self.critic, rollout.prompts[part], ids[part], extended[part], packed=rollout.packed
+                )
+                for part in slices
+            ]
+        values = torch.cat(parts)
         bootstrap = torch.zeros(len(ids), device=ids.device)
         if args.bootstrap_truncated:
             bootstrap = torch.where(cut, values.gather(1, lengths), 0)[:, 0]
@@ -309,15 +306,13 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     # Update
 
-    def _prepare_inputs(self, generation_batch):
-        steps = self.args.steps_per_generation
-        reused = self._step % (steps * self.num_iterations) != 0 and self._buffered_inputs is not None
-        if self.model.training and reused and self._step % steps == 0:
-            # Another order in each epoch, the same on all processes
+    def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
+        if place > 0 and place % self.args.steps_per_generation == 0:
+            # Another order in each epoch, the same on all ranks
             generator = torch.Generator().manual_seed(self.args.seed + self._step)
-            order = torch.randperm(steps, generator=generator).tolist()
-            self._buffered_inputs = [self._buffered_inputs[i] for i in order]
-        return super()._prepare_inputs(generation_batch)
+            order = torch.randperm(len(micro_batches), generator=generator).tolist()
+            micro_batches[:] = [micro_batches[i] for i in order]
+        super()._on_micro_batch(micro_batches, place)
 
     def _compute_loss(self, model, inputs):
         with self._batch_of(inputs) as batch:

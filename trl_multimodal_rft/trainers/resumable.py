@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from safetensors import SafetensorError
@@ -18,8 +17,8 @@ from ..data.fingerprint import differences, fingerprint
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import Fallbacks
+from ..rollout.groups import SAVED_CLASSES
 from .checkpoint import checkpoints, load_rollout_state, load_unsharded, save_rollout_state, save_unsharded, step_of
-from .groups import SAVED_CLASSES
 from .manifest import missing_resume_state, saved_fingerprints, verify_checkpoint, write_manifest
 from .run_lock import holding
 from .self_check import SelfCheck
@@ -181,10 +180,7 @@ class ResumingMixin(TrainerMixin):
             self._step = state["step"]
             self._metrics["train"].update(state["metrics"])
             if state["buffered_inputs"] is not None:
-                self._buffered_inputs = [
-                    {name: _to_device(value, self.accelerator.device) for name, value in batch.items()}
-                    for batch in state["buffered_inputs"]
-                ]
+                self._buffered_inputs = [each.to(self.accelerator.device) for each in state["buffered_inputs"]]
         else:
             logger.warning(
                 f"Batches have changed from {state['batches']} to {self._batches()}, so the run goes on with new "
@@ -196,7 +192,7 @@ class ResumingMixin(TrainerMixin):
                 measured: dict[str, Any] = {**state["self_check"], "fallbacks": self._policy.fallbacks}
                 self._self_check = SelfCheck(**measured)
         for batch in self._buffered_inputs or ():
-            batch["packed"] = [packed and self._policy.fallbacks.packing for packed in batch["packed"]]
+            batch.packed = batch.packed and self._policy.fallbacks.packing
         self._n_skipped = state["n_skipped"]
         self._skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
 
@@ -340,7 +336,7 @@ class ResumingMixin(TrainerMixin):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
-        self._last_loaded_step = -1  # an engine has others
+        self.sampler.invalidate_weights()
         if not self._reload_weights(self.state.best_model_checkpoint):
             super()._load_best_model()
 
@@ -354,8 +350,3 @@ class ResumingMixin(TrainerMixin):
             load_unsharded(self.accelerator, self.model, folder)
             return True
         return False
-
-
-def _to_device(value, device):
-    """Moves tensors; lists of prompts stay where they are."""
-    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -10,10 +10,9 @@ from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
-from ..algorithms.losses import sequence_ratios
-from .batch import Batch
-from .multimodal import MultimodalMixin
-from .own_tools import OwnToolsMixin
+from ..rollout.advantages import is_std_zero, leave_one_out, weighted_sum
+from ..rollout.rollout import Rollout
+from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
 from .setup import resolve_config
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
+class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     """
     Trainer for REINFORCE Leave-One-Out (RLOO) of models that see and hear, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
@@ -73,7 +72,6 @@ class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
-    _tool_mask_expected = False
 
     def __init__(
         self,
@@ -117,34 +115,35 @@ class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
 
     # Rollout
 
-    def _roll_out(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Batch]:
-        output, batch = super()._roll_out(inputs)
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Rollout:
+        self._check_policy()
+        rollout = self._collect(inputs)
+        self._sample(rollout)
+        self._choose_packing(rollout)
+        rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
         if self.beta != 0:
-            self._count_sampled_only("kl", output)
-        if self.use_vllm and self.args.vllm_importance_sampling_correction:
-            # The policy that sampled is scored first
-            self._correct_for_engine(output, batch.scores[0].logps)
-        return output, batch
+            rollout.ref_per_token_logps = self._score_reference(rollout)
+        self._check_engine(rollout)
+        self._reward(rollout)
+        self._estimate(rollout)
+        self._log_contribution(rollout)
+        return rollout.for_loss()
 
-    def _correct_for_engine(self, output: dict[str, Any], logps: torch.Tensor) -> None:
-        """Weighs completions; a weight on the advantage is one on the loss."""
-        args, mask, sampled = self.args, self._loss_mask(output), output["sampling_per_token_logps"]
-        ratios = sequence_ratios(
-            logps,
-            sampled,
-            mask,
-            args.vllm_importance_sampling_mode,
-            args.vllm_importance_sampling_clip_min,
-            args.vllm_importance_sampling_clip_max,
-        )
-        output["advantages"] = output["advantages"] * ratios
-
-        # TRL's metrics for GRPO
-        metrics, gather = self._metrics["train" if self.model.training else "eval"], self.accelerator.gather
-        difference = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
-        difference = difference if difference.numel() else difference.new_zeros(1)
-        metrics["sampling/sampling_logp_difference/mean"].append(gather(difference.mean()).mean().item())
-        metrics["sampling/sampling_logp_difference/max"].append(gather(difference.max()).max().item())
-        for name, value in (("min", ratios.min()), ("mean", ratios.mean()), ("max", ratios.max())):
-            everywhere = gather(value)
-            metrics[f"sampling/importance_sampling_ratio/{name}"].append(getattr(everywhere, name)().item())
+    def _estimate(self, rollout: Rollout) -> None:
+        """Leave-one-out advantages with the KL penalty in the reward, and weights for what an engine sampled."""
+        args, n, mask = self.args, len(rollout), rollout.loss_mask
+        rewards = weighted_sum(rollout.rewards_per_func, self.reward_weights)
+        shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
+        if self.beta != 0:
+            kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
+            shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
+            total, count = self._sum_over_ranks([kl.sum().item(), mask.sum().item()])
+            self._mode_metrics["kl"].append(total / max(count, 1.0))
+        group_ids = torch.arange(len(rewards), device=rewards.device) // self._group_size
+        advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
+        rollout.advantages = self._local(advantages, n)
+        self._log_rollout(rollout, rewards, is_std_zero(shaped, self._group_size))
+        self._log_advantages(advantages)
+        if self.use_vllm and args.vllm_importance_sampling_correction:
+            # A weight on the advantage is one on the loss
+            rollout.advantages = rollout.advantages * self._engine_ratios(rollout)[:, 0]

@@ -43,7 +43,7 @@ from .setup import sampling_changes
 
 
 if TYPE_CHECKING:
-    from .multimodal import MultimodalMixin
+    from .base import MultimodalTrainer
 
 
 logger = get_logger(__name__)
@@ -170,7 +170,7 @@ class _Traits:
 
 
 def run_self_check(
-    trainer: "MultimodalMixin", messages: Sequence[Any], prompts: list[EncodedPrompt], measured: dict[str, float]
+    trainer: "MultimodalTrainer", messages: Sequence[Any], prompts: list[EncodedPrompt], measured: dict[str, float]
 ) -> SelfCheck:
     """
     Measures the prompts at hand. Nothing of the trainer is changed.
@@ -185,7 +185,7 @@ def run_self_check(
 
 
 def check_conversation(
-    trainer: "MultimodalMixin", prompts: Sequence[EncodedPrompt], completion_ids: Sequence[list[int]]
+    trainer: "MultimodalTrainer", prompts: Sequence[EncodedPrompt], completion_ids: Sequence[list[int]]
 ) -> bool:
     """
     Measures a completion in which a tool returned media, if there is one on any process, and applies what it found.
@@ -208,7 +208,7 @@ def check_conversation(
 
 
 @contextmanager
-def measuring(trainer: "MultimodalMixin", evaluation: bool = True):
+def measuring(trainer: "MultimodalTrainer", evaluation: bool = True):
     """Forwards of the policy within this context leave no trace."""
     device = trainer.accelerator.device
     with (
@@ -229,7 +229,7 @@ class EngineCheck:
     itself.
     """
 
-    def __init__(self, trainer: "MultimodalMixin", check: SelfCheck):
+    def __init__(self, trainer: "MultimodalTrainer", check: SelfCheck):
         self.trainer = trainer
         self.check = check
         check.engine = check.engine_updated = check.engine_conversation = None

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Several turns: tools are called, and what they return is appended to the completion, media and all."""
+"""Several turns: tools are called, and their results, media included, are appended to the completion."""
 
 import asyncio
 import inspect
@@ -14,22 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.chat_template_utils import parse_response
 
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
-from ..data.features import restore_media
 from ..data.rules import MediaRules
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import conversation, encode_prefix, encode_turn, normalize_tool_calls
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens
+from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
-from ..models.trainer_mixin import TrainerMixin
-from ..models.wrapped import unwrapped
-from .self_check import check_conversation
 
 
 logger = get_logger(__name__)
-
-# Key of the row as the dataset has it, and of its number, in what TRL hands to environments
-WHOLE_ROW = "_whole_row"
 
 # What ends a conversation in the middle of a call
 ENDS = ("length", "turns", "media")
@@ -70,8 +63,8 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """Calls tools and samples what the model says to their results, until no completion ends with a call."""
+class ToolLoop:
+    """Calls tools and samples the next turn, until no completion ends with a call."""
 
     model: PreTrainedModel  # unwrapped model
     processor: ProcessorMixin | PreTrainedTokenizerBase  # what encodes prompts
@@ -180,7 +173,7 @@ class Conversations:
 
     def _failure(self, error: MediaError) -> str:
         """What the model is told of a result that it can't be shown, without the tokens that the result held."""
-        logger.warning_once(f"What a tool returned can't be shown to the model, which is told so: {error}")
+        logger.warning_once(f"Tool result could not be encoded; the model received an error message instead: {error}")
         reason = str(error).encode(errors="replace").decode()
         for token in placeholder_tokens(self.model, self.processor):
             reason = reason.replace(token, "")
@@ -243,175 +236,14 @@ def parse_assistant_turn(
     return parse_response(tokenizer, ids, prefix=before, tools=callables)
 
 
-class ToolsMixin(TrainerMixin):
-    """Gives a trainer that samples completions tools that may return media."""
-
-    _batch: Any
-    _kinds_seen: set[str]
-    _completes_in_step: bool
-    _continuation_mode: str | None = None
-
-    def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
-        batch = self._batch
-        if batch is None or batch.prompts is None:
-            return super()._tool_call_loop(
-                prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields
-            )
-        logps = [None] * len(prompts) if logprobs is None else logprobs
-        trajectories = [
-            Trajectory(*each[:3], list(each[3]), each[4], [1] * len(each[1]))
-            for each in zip(batch.prompts, completion_ids, completions, prompts, logps, strict=True)
-        ]
-        tools = [
-            {**plain, **waiting} for plain, waiting in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)
-        ]
-        self._conversations(tools).run(trajectories)
-        if not self.use_vllm and any(trajectory.turns for trajectory in trajectories):
-            self._log_continuation_mode(batch.branches.obstacle)
-        batch.branches = None  # which holds a cache
-        counts = sum((trajectory.counts for trajectory in trajectories), Counter())
-        model = unwrapped(self.accelerator, self.model)
-        batch.prompts = [
-            conversation(
-                trajectory.prompt,
-                trajectory.turns,
-                trajectory.whole,
-                _is_causal(model, trajectory.prompt, trajectory.whole),
-            )
-            if trajectory.whole is not None and trajectory.media
-            else trajectory.prompt
-            for trajectory in trajectories
-        ]
-        for trajectory in trajectories:
-            trajectory.prompt.decoded = ()  # an engine has seen its last turn
-        batch.completions = [trajectory.messages for trajectory in trajectories]
-        self._kinds_seen.update(*(each.modalities for each in batch.prompts))
-        self._check_conversation(batch.prompts, [trajectory.ids for trajectory in trajectories])
-        ended = torch.tensor([*(counts[name] for name in ENDS), len(trajectories)], device=self.accelerator.device)
-        *ended, total = self.accelerator.reduce(ended, reduction="sum").tolist()
-        for name, n in zip(ENDS, ended, strict=True):
-            self._metrics["train" if self.model.training else "eval"][f"tools/ended_by_{name}"].append(n / total)
-        return (
-            [trajectory.mask for trajectory in trajectories],
-            [trajectory.messages for trajectory in trajectories],
-            [trajectory.ids for trajectory in trajectories],
-            None if logprobs is None else [trajectory.logps for trajectory in trajectories],
-            counts["calls"],
-            counts["failures"],
-            [[] for _ in trajectories],  # images, which TRL would encode again
-        )
-
-    def _log_continuation_mode(self, obstacle: str | None) -> None:
-        """Logs how generation goes on behind results of tools, once."""
-        how = "goes on from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
-        if how != self._continuation_mode:
-            logger.info(f"Behind what tools returned, generation {how}.")
-            self._continuation_mode = how
-
-    def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
-        """Once, on the first media that a tool returned."""
-        trainer: Any = self
-        if self._self_check is None or self._self_check.conversation is not None or not self.model.training:
-            return
-        if check_conversation(trainer, prompts, completion_ids):
-            logger.info(str(self._self_check))
-            self.accelerator.print(self._self_check)
-
-    def _conversations(self, tools: Sequence[dict[str, Callable]], **others) -> Conversations:
-        """How completions go on behind calls, each with its tools, as in training unless told otherwise."""
-        own: dict[str, Any] = {
-            "complete": self._complete_continued,
-            "max_length": self.max_completion_length,
-            "max_turns": self.max_tool_calling_iterations,
-            "max_media": self.args.max_tool_media,
-            "ends": self.eos_token_ids,
-            "loop": getattr(self, "async_loop", None),
-        }
-        engine: Any = self.vllm_generation if self.use_vllm else None
-        return Conversations(
-            model=unwrapped(self.accelerator, self.model),
-            processor=self.processing_class,
-            tools=tools,
-            template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
-            audio_overlong=self.args.audio_overlong,
-            media_rules=self.args.media_rules,
-            special_tokens_in_text=self.args.special_tokens_in_text or "raise",
-            isolate=self._policy.fallbacks.isolate,
-            engine_length=None if engine is None else engine.max_length,
-            anyone=self._any_process if self._completes_in_step else bool,
-            **{**own, **others},
-        )
-
-    def _complete_continued(
-        self, wholes: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]
-    ):
-        """What follows results of tools, by what samples in training."""
-        batch = self._batch
-        batch.continued, batch.room = wholes, room
-        batch.branches.asked = asked
-        try:
-            return self._generate_single_turn(
-                [whole.input_ids.tolist() for whole in wholes], None, {}, num_generations=1
-            )
-        finally:
-            batch.continued = batch.room = None
-
-
-def with_whole_rows(factory: Callable[[], Any], rules: MediaRules) -> Callable[[], Any]:
-    """
-    Environments that are reset with their row as the dataset has it, media and all, and may show media themselves.
-    """
-
-    def make():
-        environment = factory()
-        own = getattr(environment, "reset", None)
-        if own is None:
-            return environment  # which TRL refuses
-
-        def reset(**row):
-            number, whole = row.pop(WHOLE_ROW)
-            dropped = {"environment"} - row.keys()  # which TRL keeps to itself where there are several
-            observation = own(**{key: value for key, value in whole.items() if key not in dropped})
-            if isinstance(observation, list):
-                return blocks_to_refs(observation, f"{type(environment).__name__}.reset", number, rules)
-            return observation
-
-        environment.reset = reset
-        return environment
-
-    return make
-
-
-def with_media(rollout_func: Callable) -> Callable:
-    """A rollout of the user's for prompts with media, which are encoded as all others are."""
-
-    def rollout(prompts, trainer):
-        if next(iter_refs(prompts), None) is None:
-            return rollout_func(prompts, trainer)
-        output = rollout_func(restore_media(prompts), trainer)
-        if not {"prompt_ids", "completion_ids"} <= output.keys():
-            return output  # which TRL refuses
-        expected, _, _ = trainer._tokenize_prompts(prompts)
-        for prompt in trainer._batch.prompts:
-            prompt.decoded = ()  # an engine has seen what it was asked
-        placeholders = all_placeholder_ids(unwrapped(trainer.accelerator, trainer.model), trainer.processing_class)
-        for i, (prompt, given, ids) in enumerate(
-            zip(trainer._batch.prompts, output["prompt_ids"], output["completion_ids"], strict=True)
-        ):
-            if list(given) != expected[i]:
-                raise ValueError(
-                    f"`rollout_func` gave {len(given)} `prompt_ids` for completion {i}, not the {len(prompt)} "
-                    "of its prompt as the processor encodes it, placeholders of media and all; return those of "
-                    "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
-                )
-            if not placeholders.isdisjoint(ids):
-                raise ValueError(
-                    f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
-                    "nothing knows; use `tools` or `environment_factory` to show media to the model."
-                )
-        return output
-
-    return rollout
+def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:
+    """Prompts to score trajectories with: those in which tools returned media hold these media as well."""
+    return [
+        conversation(each.prompt, each.turns, each.whole, _is_causal(model, each.prompt, each.whole))
+        if each.whole is not None and each.media
+        else each.prompt
+        for each in trajectories
+    ]
 
 
 async def _together(coroutines: list) -> list[Any]:
@@ -435,7 +267,7 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
 
 
 def _is_causal(model, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
-    """Whether a prompt is to the model the same beside what tools returned as without it."""
+    """Whether appending tool results leaves the prompt's positions and masks unchanged."""
     positions = whole.position_ids[..., : len(prompt)]
     same = torch.equal(positions, prompt.position_ids.expand_as(positions))
     return same and all(mask is None for mask in linear_masks(model, whole, 0).values())

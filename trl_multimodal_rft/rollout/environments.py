@@ -1,0 +1,183 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tools and environments of a trainer or an evaluation, by the rules of TRL's GRPO trainer."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset
+from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
+
+from ..data.columns import blocks_to_refs
+from ..data.rules import DEFAULT_RULES, MediaRules
+
+
+# Methods of environments that aren't tools
+_NO_TOOLS = ("reset", "get_reward")
+
+# Where an environment makes the prompt
+_NO_PROMPT = [{"role": "user", "content": ""}]
+
+
+class Environments:
+    """
+    Tools that all completions have, and environments whose methods are tools of one completion each.
+
+    Args:
+        tools (`Sequence[Callable]`):
+            Tools of all completions.
+        factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Makes environments. Of several, the column `environment` of a row names its own.
+        media_rules ([`~data.rules.MediaRules`], *optional*):
+            From where media that environments show may come.
+
+    Raises:
+        `ValueError`: If an environment has no method `reset`.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable] = (),
+        factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+        media_rules: MediaRules = DEFAULT_RULES,
+    ):
+        self.standalone = list(tools)
+        self.media_rules = media_rules
+        self.several = isinstance(factory, dict)
+        self.factories: dict[str | None, Callable] = {}
+        if factory is not None:
+            self.factories = dict(factory) if isinstance(factory, dict) else {None: factory}
+        # One of each kind, to know its tools and whether it gives a reward
+        self.pool = {name: [make()] for name, make in self.factories.items()}
+        for [environment] in self.pool.values():
+            if not callable(getattr(environment, "reset", None)):
+                raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
+
+    def __bool__(self) -> bool:
+        return bool(self.factories)
+
+    @property
+    def tools(self) -> list[Callable]:
+        """All tools that there may be, without duplicates."""
+        found = list(self.standalone)
+        for environment, *_ in self.pool.values():
+            found += [method for method in tools_of(environment).values() if method not in found]
+        return found
+
+    def tools_in(self, environment: Any) -> dict[str, Callable]:
+        """Tools of a completion in an environment, or in none, by name."""
+        return {**{tool.__name__: tool for tool in self.standalone}, **tools_of(environment)}
+
+    def reward_funcs(self) -> dict[str, Callable]:
+        """A reward function for each kind of environment that has `get_reward`, by the name of its class."""
+        kinds = {type(environment): None for environment, *_ in self.pool.values()}
+        return {kind.__name__: reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")}
+
+    def fresh(self) -> "Environments":
+        """The same with new environments."""
+        factory = self.factories if self.several else self.factories.get(None)
+        return Environments(self.standalone, factory, self.media_rules)
+
+    def enter(
+        self, prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
+    ) -> tuple[list[Any], list[Any]]:
+        """
+        Resets an environment for each completion.
+
+        Args:
+            prompts (`Sequence`):
+                Prompts as messages; `None` where an environment makes the prompt.
+            rows (`Sequence[dict]`):
+                Rows as the dataset has them, which `reset` gets.
+            numbers (`Sequence[int]`):
+                Numbers of the rows, for errors.
+
+        Returns:
+            `tuple`: Environments, and prompts that end with their observations.
+
+        Raises:
+            `ValueError`: If a row names an unknown environment.
+        """
+        names = [row.get("environment") if self.several else None for row in rows]
+        for name in names:
+            if name not in self.factories:
+                raise ValueError(
+                    f"A row has `environment={name!r}`, which `environment_factory` doesn't have; it has "
+                    f"{list(self.factories)}."
+                )
+        taken: Counter[Any] = Counter()
+        environments, shown = [], []
+        for name, prompt, row, number in zip(names, prompts, rows, numbers, strict=True):
+            pool = self.pool[name]
+            if taken[name] == len(pool):
+                pool.append(self.factories[name]())
+            environment = pool[taken[name]]
+            taken[name] += 1
+            # With several environments, the column only chooses one, as in TRL
+            columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
+            observation = environment.reset(**columns)
+            if isinstance(observation, list):
+                place = f"{type(environment).__name__}.reset"
+                observation = blocks_to_refs(observation, place, number, self.media_rules)
+            environments.append(environment)
+            shown.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
+        return environments, shown
+
+
+def rows_for_environments(factory: Any, args: Any) -> Dataset:
+    """
+    Rows to which an environment gives their prompts, as many as a generation batch has.
+
+    Raises `ValueError` if nothing says how long to train, or which environment a row has.
+    """
+    if factory is None:
+        raise ValueError("`train_dataset` is required, unless an `environment_factory` has the data.")
+    if isinstance(factory, dict):
+        raise ValueError(
+            "With multiple environments, `train_dataset` is required: its column `environment` names that of each row."
+        )
+    if args.max_steps <= 0:
+        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else tells when to stop.")
+    n_rows = args.generation_batch_size // args.num_generations
+    return Dataset.from_dict({"prompt": [_NO_PROMPT] * n_rows})
+
+
+def template_for_tools(processing_class: Any) -> str | None:
+    """TRL's chat template for training, if the model's own rewrites earlier turns once others follow; else `None`."""
+    preserves = is_chat_template_prefix_preserving(processing_class)
+    return None if preserves else get_training_chat_template(processing_class)
+
+
+def tools_of(environment: Any) -> dict[str, Callable]:
+    """The public methods of an environment, by name."""
+    names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
+    return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
+
+
+def reward_of(kind: type) -> Callable:
+    """A reward function that asks the environments of a class, plain or async, and returns `None` for others."""
+    if inspect.iscoroutinefunction(kind.get_reward):
+
+        async def reward(environments, **kwargs):
+            return [await each.get_reward() if type(each) is kind else None for each in environments]
+
+    else:
+
+        def reward(environments, **kwargs):
+            return [each.get_reward() if type(each) is kind else None for each in environments]
+
+    reward.__name__ = kind.__name__
+    return reward
+
+
+def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+    """A prompt whose last message ends with an environment's first observation."""
+    if observation is None:
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]

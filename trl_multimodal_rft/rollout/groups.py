@@ -1,0 +1,112 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Dynamic sampling and replay: groups whose rewards differ replace groups whose rewards are all the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..encoding.conversations import Conversation
+from ..encoding.prompts import EncodedPrompt
+from .rollout import Rollout, join_rollouts
+
+
+# Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
+SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout)
+
+
+class GroupBuffer:
+    """The newest groups of completions, each a [`Rollout`], on the CPU, in the order in which they came."""
+
+    def __init__(self, limit: int = 0, max_age: int | None = None, seed: int = 0):
+        self.limit = limit  # groups kept at most; the oldest go first; 0 keeps all
+        self.max_age = max_age  # optimizer steps after which a group isn't used any more
+        self._groups: list[Rollout] = []
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def append(self, groups: Sequence[Rollout]) -> None:
+        """Adds copies, which share no memory with the batch they come from."""
+        self._groups += [group.with_copied_prompts().to("cpu", copy=True) for group in groups[-self.limit :]]
+        self._groups = self._groups[-self.limit :]
+
+    def sample(self, n: int, step: int) -> list[Rollout]:
+        """Chooses at most `n` different groups at random, which stay, and drops those that are too old."""
+        if self.max_age is not None:
+            self._groups = [group for group in self._groups if step - group.step <= self.max_age]
+        order = torch.randperm(len(self._groups), generator=self._generator)[:n]
+        return [self._groups[i] for i in order.tolist()]
+
+    def take(self, n: int) -> list[Rollout]:
+        """Removes at most `n` groups, the oldest first."""
+        taken, self._groups = self._groups[:n], self._groups[n:]
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, of `SAVED_CLASSES`."""
+        return {"groups": self._groups, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what [`state_dict`] returned."""
+        self._groups = state["groups"][-self.limit :]
+        self._generator.set_state(state["generator"])
+
+
+@dataclass
+class GroupExchange:
+    """Exchanges groups without signal, each rank among its own."""
+
+    accelerator: Accelerator
+    group_size: int
+    replay: GroupBuffer
+    # Groups with signal for which the last batch had no room. While one rank lacks groups all draw, so that another's
+    # surplus could grow and grow old without a limit.
+    surplus: GroupBuffer
+    max_rounds: int  # draws of a step at most; 1 without dynamic sampling
+    replays: bool
+
+    def exchange(
+        self, rollout: Rollout, draw: Callable[[int], Rollout], anyone: Callable[[bool], bool]
+    ) -> tuple[Rollout, bool, dict[str, float]]:
+        """
+        A rollout of groups with signal, as far as there are any, whether any rank's were sampled at an earlier step,
+        and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
+        """
+        step, is_dynamic = rollout.step, self.max_rounds > 1
+        drawn = rollout.groups(self.group_size)
+        size, rounds = len(drawn), 1
+        chosen = self.surplus.take(len(self.surplus)) + _with_signal(drawn)
+        while rounds < self.max_rounds and anyone(len(chosen) < size):
+            more = draw(size).groups(self.group_size)
+            drawn, chosen, rounds = drawn + more, chosen + _with_signal(more), rounds + 1
+        if is_dynamic:
+            self.surplus.append(chosen[size:])
+        chosen = chosen[:size]
+        replayed = self.replay.sample(size - len(chosen), step)
+        if self.replays:
+            self.replay.append(chosen)
+        live = _with_signal(drawn)
+        dead = [group for group in drawn if group not in live]
+        joined = chosen + replayed + dead[: size - len(chosen) - len(replayed)]
+
+        result = join_rollouts(joined, self.accelerator.device)
+        result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
+        result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
+        age = sum(step - group.step for group in replayed)
+        counts = torch.tensor([[len(drawn), len(live), size, len(replayed), age]], device=self.accelerator.device)
+        n_drawn, n_live, n_used, n_replayed, age = self.accelerator.gather(counts).sum(0).tolist()
+        metrics = {"sampling/kept_frac": n_live / n_drawn}
+        if is_dynamic:
+            metrics["sampling/rounds"] = rounds
+        if self.replays:
+            metrics["replay/frac"] = n_replayed / n_used
+            metrics["replay/age"] = age / n_replayed if n_replayed else 0.0
+        return result, anyone(any(group.step != step for group in joined)), metrics
+
+
+def _with_signal(groups: list[Rollout]) -> list[Rollout]:
+    return [group for group in groups if group.live.all()]

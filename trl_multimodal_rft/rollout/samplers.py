@@ -1,0 +1,168 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What samples completions in training: transformers or vLLM, behind one call."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import GenerationConfig
+
+from ..encoding.prompts import EncodedPrompt
+from ..forward.attention import original_attention
+from ..generation.transformers import Branches, as_generation_config, trim_after_eos
+from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
+from ..models.wrapped import is_unsharded
+from ..policy import PolicyForward
+
+
+# Ids of each completion, and their log-probabilities if the engine returns any
+Samples = tuple[list[list[int]], list[list[float | None]] | None]
+
+
+class Sampler(Protocol):
+    """Samples a completion of each prompt. Tests pass their own."""
+
+    # Tokens of a prompt and its completion at most; None if only the model limits them
+    max_length: int | None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks must call it equally often."""
+
+    def invalidate_weights(self) -> None:
+        """The policy's weights were changed by something else than a step, such as a checkpoint."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        step: int,
+        config: GenerationConfig | None = None,
+        room: Sequence[int] | None = None,
+        branches: Branches | None = None,
+    ) -> Samples:
+        """
+        Samples.
+
+        Args:
+            model (`torch.nn.Module`):
+                Policy, as prepared for training.
+            prompts (`Sequence[EncodedPrompt]`):
+                Each completion's prompt; completions of a group hold the same object.
+            step (`int`):
+                Optimizer step, by which an engine knows whether its weights are old.
+            config ([`~transformers.GenerationConfig`], *optional*):
+                How to sample, if not as in training.
+            room (`Sequence[int]`, *optional*):
+                Tokens of each completion at most.
+            branches ([`~generation.transformers.Branches`], *optional*):
+                Caches that generation continues from after results of tools.
+
+        Returns:
+            `tuple`: Ids of each completion up to its end, and log-probabilities or `None`.
+        """
+
+
+@dataclass
+class TransformersSampler:
+    """Samples with `generate`, each prompt prefilled once, or with continuous batching."""
+
+    policy: PolicyForward
+    accelerator: Accelerator
+    config: GenerationConfig
+    eos_token_ids: Sequence[int]
+    pad_token_id: int
+    # Gives a context with the model ready to generate
+    generating: Callable[[], AbstractContextManager[nn.Module]]
+    profile: Callable[[str], AbstractContextManager]
+    continuous_batching: Any = None  # its config
+    dtype: torch.dtype | None = None  # of the model during continuous batching
+    max_length: int | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        # Sharded weights are gathered, and forwards of isolated prompts are counted
+        return not is_unsharded(self.accelerator) or self.policy.fallbacks.isolate is not None
+
+    def invalidate_weights(self) -> None:
+        """Samples from the policy itself."""
+
+    def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:
+        if self.continuous_batching is not None and config is None:
+            return self._generate_batch(prompts), None
+        given = self.config if config is None else config
+        with self.profile("transformers.generate"):
+            output = self.policy.sample(
+                model, prompts, given, self.pad_token_id, generating=self.generating, branches=branches
+            )
+        return trim_after_eos(output, self.eos_token_ids if config is None else config.eos_token_id), None
+
+    def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
+        for prompt in prompts:
+            if prompt.media:
+                raise ValueError(
+                    f"Row {prompt.row} has media, which `use_transformers_continuous_batching` doesn't support; turn "
+                    "it off."
+                )
+        with self.profile("transformers.generate_batch"), self.generating() as model:
+            own = self.policy.unwrapped(model)
+            # Continuous batching refuses names of attention that it doesn't know
+            with original_attention(own), as_generation_config(own, self.config):
+                if self.dtype is not None:
+                    model.to(self.dtype)
+                outputs = model.generate_batch(
+                    [prompt.input_ids.tolist() for prompt in prompts],
+                    generation_config=self.config,
+                    continuous_batching_config=self.continuous_batching,
+                    progress_bar=False,
+                )
+                model.train()
+        return [output.generated_tokens for output in outputs.values()]
+
+
+@dataclass
+class VLLMSampler:
+    """Samples with vLLM, which gets the weights of a step once."""
+
+    engine: MultimodalVLLMGeneration
+    profile: Callable[[str], AbstractContextManager]
+    # Entered around each call, to explain errors
+    explain: Callable[[], AbstractContextManager] = nullcontext
+    loaded_step: int = -1  # the step whose weights the engine has
+
+    @property
+    def max_length(self) -> int:
+        return self.engine.max_length
+
+    @property
+    def is_collective(self) -> bool:
+        # Requests are gathered
+        return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
+
+    def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:
+        sampling = None
+        if config is not None:
+            sampling = sampling_parameters(config)
+            if config.do_sample:
+                sampling["seed"] = torch.randint(2**31, ()).item()  # the engine's own random numbers are training's
+        with self.explain():
+            self.load_weights(step)
+            _, ids, logps, _ = self.engine.generate(
+                prompts, profiler=self.profile("vLLM.generate"), sampling=sampling, room=room
+            )
+        return ids, [[logp for [logp] in each] for each in logps]
+
+    def invalidate_weights(self) -> None:
+        self.loaded_step = -1
+
+    def load_weights(self, step: int) -> None:
+        """Gives the engine the weights of a step, if it doesn't have them."""
+        if step != self.loaded_step:
+            with self.profile("sync_weights"):
+                self.engine.sync_weights()
+            self.loaded_step = step

@@ -1,0 +1,60 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scores of rollouts against those of the engine that sampled them."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from trl.trainer.utils import nanmax, nanmin
+
+
+def engine_ratios(
+    logps: torch.Tensor,
+    sampling_logps: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str = "sequence_mask",
+    smallest: float | None = None,
+    largest: float | None = None,
+) -> torch.Tensor:
+    """
+    Importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says.
+
+    Shapes: `logps`, `sampling_logps` (NaN where the engine returned none), `mask` `(N, C)`; returns `(N, C)`, or
+    `(N, 1)` for modes of sequences.
+    """
+    differences = ((logps - sampling_logps) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        differences = differences.sum(dim=1, keepdim=True)
+    ratios = differences.exp()
+    if mode.endswith("truncate"):
+        return ratios.clamp(min=smallest, max=largest)
+    low, high = -math.inf if smallest is None else smallest, math.inf if largest is None else largest
+    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
+
+
+def engine_correction(
+    logps: torch.Tensor,
+    sampling_logps: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    smallest: float | None,
+    largest: float | None,
+) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]]:
+    """
+    Importance ratios of the policy to the engine, 1 where the engine returned no log-probability, and TRL's metrics:
+    this rank's number, and what combines those of all ranks.
+
+    Shapes: `logps`, `sampling_logps`, `mask` `(N, C)`; returns `(N, C)`, or `(N, 1)` for modes of sequences.
+    """
+    ratios = engine_ratios(logps, sampling_logps, mask, mode, smallest, largest)
+    difference = (logps - sampling_logps).abs()[mask.bool() & ~sampling_logps.isnan()]
+    taken = ratios.flatten() if mode.startswith("sequence") else ratios[mask.bool()]
+    difference, taken = (each if each.numel() else each.new_zeros(1) for each in (difference, taken))
+    name = "sampling/importance_sampling_ratio"
+    return ratios, {
+        "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
+        "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
+        f"{name}/min": (taken.min(), nanmin),
+        f"{name}/mean": (taken.mean(), torch.nanmean),
+        f"{name}/max": (taken.max(), nanmax),
+    }

@@ -1,0 +1,938 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What all trainers that sample completions share: construction on TRL's, the stages of a rollout, micro-batches."""
+
+import atexit
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object, set_seed
+from torch import nn
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
+from trl import is_conversational
+from trl.extras.profiling import profiling_context
+from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.grpo_trainer import RolloutFunc
+from trl.trainer.utils import (
+    disable_dropout_in_model,
+    get_config_model_id,
+    is_async_callable,
+    nanstd,
+    shutdown_event_loop_in_daemon,
+    start_event_loop_in_daemon,
+    use_adapter,
+)
+
+from ..algorithms.advantages import ESTIMATORS
+from ..data.columns import iter_refs, rows_to_messages, strip_media
+from ..data.features import restore_media, restore_rows
+from ..data.fetch import Row
+from ..data.unread import check_has_prompt, check_reward_columns
+from ..encoding.processors import check_processor, load_processor
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
+from ..families import MODALITIES, family_of
+from ..forward.attention import install_prefix_attention
+from ..forward.head import add_fused_head, head_rule
+from ..forward.layout import group_by_prompt, micro_batch_order
+from ..forward.masks import sharing_obstacle
+from ..forward.processes import kinds_of
+from ..forward.scores import Scores
+from ..forward.token_budget import backward_by_parts
+from ..generation.transformers import Branches
+from ..models.modes import fix_encoders
+from ..models.quantization import keep_differentiable
+from ..models.wrapped import unwrapped
+from ..policy import Fallbacks, PolicyForward
+from ..reporting.console import waiting_display
+from ..reporting.hints import EqualRewardsHint
+from ..reporting.hub import PublishingMixin
+from ..reporting.media_logs import MediaLog, MediaLogMixin
+from ..reporting.model_card import conversation_of
+from ..reporting.pending_metrics import PendingMetrics
+from ..rewards.calls import call_rewards, reward_arguments
+from ..rewards.checks import checked_reward, distinct_names, missing_instructions
+from ..rewards.model import RewardModel, read_as_text
+from ..rewards.named import as_reward_funcs
+from ..rollout.collect import check_rollout, right_pad, text_prompt
+from ..rollout.environments import Environments, rows_for_environments, template_for_tools
+from ..rollout.reward import check_readers, warn_of_unscorable
+from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
+from ..rollout.score import engine_correction
+from ..rollout.stream import EncodedRow
+from ..rollout.turns import ENDS, ToolLoop, Trajectory, parse_assistant_turn, with_results
+from .arguments import KnownKeywords, check_arguments
+from .contribution import is_due, media_contribution
+from .engine import logit_bias, make_engine, naming_checkpoint
+from .finite_updates import FiniteMixin
+from .resumable import ResumingMixin
+from .rows import RowsMixin
+from .self_check import EngineCheck, SelfCheck, check_conversation, run_self_check
+from .setup import (
+    check_engine_format,
+    check_family,
+    check_head_cast,
+    check_name,
+    check_processor_name,
+    check_takes_media,
+    check_takes_tools,
+    has_unread_rows,
+    ignore_deprecated_names,
+    image_token_id,
+    load_policy,
+    load_reference,
+    measured_head,
+    media_limits,
+    modalities,
+    no_warning_about_init_kwargs,
+    refuse_several_runs,
+    refuse_unchecked_steps,
+    sampling_changes,
+    warn_of_truncation,
+    warn_of_unread,
+    warn_of_unused_recommendations,
+    without_engine_and_signals,
+    without_reference,
+)
+
+
+# What `rollout_func` returns that isn't a column for reward functions
+_ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+
+logger = get_logger(__name__)
+
+
+class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+    """
+    Base of the trainers that sample completions. Constructor, config, loop, engines and names of metrics are TRL's;
+    rollout and loss are functions of a [`~rollout.rollout.Rollout`].
+    """
+
+    _micro_batch: Rollout | None = None  # while its loss is computed
+    _scores: Scores | None = None  # of it
+    _engine_check: EngineCheck | None = None
+    _continuation_mode: str | None = None  # what was logged last
+
+    def __init__(
+        self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
+    ):
+        ignore_deprecated_names()
+        check_arguments(reward_funcs, processing_class=processing_class, ref_model=ref_model, **kwargs)
+        refuse_several_runs(args)
+        refuse_unchecked_steps(args)
+        reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
+        warn_of_truncation(args)
+        tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
+        rollout_func = kwargs.pop("rollout_func", None)
+        if factory is None:  # environments read what columns they like
+            given = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
+            warn_of_unread(args, given, modalities(model, args))
+        if kwargs.get("train_dataset") is None:
+            kwargs["train_dataset"] = rows_for_environments(factory, args)
+        set_seed(args.seed)  # as TRL does before it loads a model
+        if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
+            model = model.model_for(args)
+        loaded_here = isinstance(model, str)
+        if loaded_here:
+            model = load_policy(model, args, quantization_config)
+        check_processor_name(model, processing_class)
+        check_name(model, args, ref_model, kwargs.get("peft_config"))
+        revision = (args.model_init_kwargs or {}).get("revision") if loaded_here else None
+        self._processor_source: dict[str, Any] | None = None  # how to load the processor again
+        if processing_class is None:
+            self._processor_source = {
+                "pretrained_model_name_or_path": get_config_model_id(model.config),
+                "revision": revision,
+                "trust_remote_code": args.trust_remote_code,
+            }
+            processing_class = load_processor(*self._processor_source.values())
+        check_family(model, processing_class, args.max_completion_length)
+        check_head_cast(model, args)
+        check_processor(processing_class)
+        if tools or factory is not None:
+            check_takes_tools(processing_class)
+        if args.use_vllm:
+            check_engine_format(processing_class)
+        if args.disable_dropout is None:
+            fix_encoders(unwrapped(None, model))
+        check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        if ref_model is None:
+            ref_model = load_reference(model, args, kwargs.get("peft_config"), quantization_config)
+        elif args.beta == 0 or args.sync_ref_model:
+            option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
+            raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
+        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
+        if not isinstance(reward_processors, list):
+            reward_processors = [reward_processors]
+        loaded_rewards = [isinstance(f, str) for f in reward_funcs or []]
+        self.toolbox = Environments(tools or (), factory, args.media_rules)
+        of_environments = self.toolbox.reward_funcs()
+        if not reward_funcs and not of_environments:
+            raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
+
+        self._train_sampler = None
+        self._self_check: SelfCheck | None = None
+        self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
+        self._columns_seen: set[str] = set()
+        self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
+        self._rewarded = False  # whether there were completions yet
+        # Datasets whose rows are looked at when the first ones come
+        datasets = ("train_dataset", "eval_dataset")
+        self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
+        self._media_log: MediaLog | None = None  # what the tables of completions show
+        placeholders = all_placeholder_ids(model, processing_class)
+        with (
+            image_token_id(model.config, placeholders),
+            no_warning_about_init_kwargs(loaded_here),
+            without_reference(args, active=ref_model is not None),
+            measured_head(type(self)),
+            without_engine_and_signals(args),
+        ):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs or [*of_environments.values()],
+                args=args,
+                processing_class=processing_class,
+                # TRL reads texts with them, and asks for padding, which processors don't have
+                reward_processing_classes=[
+                    p.tokenizer if isinstance(p, ProcessorMixin) else p for p in reward_processors
+                ],
+                quantization_config=quantization_config,
+                **kwargs,
+            )
+        self._policy = PolicyForward(
+            self.accelerator,
+            self.processing_class,
+            fallbacks=Fallbacks(
+                packing=False, isolate=family_of(model).isolate, logits_from_model=self._needs_model_logits()
+            ),
+            temperature=self.temperature,
+            max_tokens=args.max_tokens_per_microbatch,
+        )
+        self._own_tokens = placeholder_tokens(model, self.processing_class)
+        self._pending = PendingMetrics(self.accelerator)  # metrics of the micro-batch
+        self._set_tools(of_environments if reward_funcs else {}, rollout_func)
+        if ref_model is not None:
+            self._set_reference(ref_model)
+        self._set_rewards(reward_processors, loaded_rewards)
+        if args.log_completions:
+            self.log_completions = False  # TRL's tables hold no audio or video
+            self._media_log = MediaLog(
+                args.generation_batch_size,
+                args.max_logged_media if args.log_multimodal else 0,
+                args.max_logged_megabytes,
+                self.accelerator.process_index,
+                self.accelerator.num_processes,
+            )
+        warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
+        if not self.use_vllm and placeholders:
+            # A sampled placeholder would stand for media that aren't there
+            suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
+            self.generation_config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
+            # Never sampled, they are never discouraged either, so the saved model must go on without them
+            self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
+        self.use_vllm = args.use_vllm
+        self.sampler: Sampler = self._make_sampler(placeholders, revision)
+        keep_differentiable(self.model)
+        self._set_packing()
+        self._set_signals()
+        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
+        self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
+
+    def _needs_model_logits(self) -> bool:
+        model = self._unwrapped(self.model)
+        if head_rule(model) is not None:
+            return False
+        logger.warning(
+            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+            "log-probabilities are taken from its own logits, which needs more memory."
+        )
+        return True
+
+    def _set_tools(self, reward_funcs: dict[str, Callable], rollout_func: RolloutFunc | None) -> None:
+        """The attributes that TRL's GRPO trainer has for tools, environments and custom rollouts."""
+        self.rollout_func = rollout_func
+        self.tools = self.toolbox.tools
+        self.environment_factories = self.toolbox.factories or None
+        limit = self.args.max_tool_calling_iterations
+        self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
+        self.chat_template = template_for_tools(self.processing_class) if self.tools else None
+        for name, reward_func in reward_funcs.items():
+            self.reward_funcs.append(reward_func)
+            self.reward_func_names.append(name)
+            self.reward_processing_classes.append(None)
+            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+        if not self._has_async_funcs and any(map(is_async_callable, [*self.tools, *self.reward_funcs])):
+            self._has_async_funcs = True
+            thread, self.async_loop, ready = start_event_loop_in_daemon(name=f"{type(self).__name__}-AsyncLoop")
+            ready.wait()
+            atexit.register(shutdown_event_loop_in_daemon, thread, self.async_loop)
+
+    def _make_sampler(self, placeholders: set[int], revision: str | None) -> Sampler:
+        args, profile = self.args, functools.partial(profiling_context, self)
+        if args.use_vllm:
+            limits, n_tool_media = {}, args.max_tool_media if self.tools else 0
+            if self.rollout_func is None and not self.toolbox and n_tool_media is not None:
+                found = media_limits(args, self.train_dataset, self.eval_dataset)
+                limits = {kind: most + n_tool_media for kind, most in found.items()}
+            self._logit_bias = logit_bias(args, placeholders)
+            self.vllm_generation = make_engine(
+                args,
+                self.model,
+                self.accelerator,
+                self.processing_class,
+                bias=self._logit_bias,
+                revision=revision,
+                media_limits=limits,
+            )
+            if self.tools:
+                logger.info(
+                    "Conversations with tools continue from vLLM's prefix cache; without it, they are prefilled again."
+                )
+            return VLLMSampler(self.vllm_generation, profile, self._engine_context)
+        return TransformersSampler(
+            self._policy,
+            self.accelerator,
+            self.generation_config,
+            self.eos_token_ids,
+            self._tokenizer.pad_token_id,
+            self._generating,
+            profile,
+            getattr(self, "continuous_batching_config", None),
+            torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        )
+
+    def _set_packing(self) -> None:
+        """Lets completions share a forward of their prompt where the model can."""
+        args, model = self.args, self._unwrapped(self.model)
+        obstacle = sharing_obstacle(model)
+        if args.packing == "prefix" and obstacle:
+            logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
+        self._policy.fallbacks.packing = args.packing == "prefix" and not obstacle
+        if not self._policy.fallbacks.packing:
+            return
+        for each in filter(None, (model, self.ref_model)):
+            install_prefix_attention(self._unwrapped(each))
+        per_device, group = args.per_device_train_batch_size, args.num_generations
+        if per_device % group != 0:
+            logger.warning(
+                f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
+                "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
+                f"multiple of {group}."
+            )
+
+    def _set_reference(self, ref_model: Any) -> None:
+        """Does for a given reference what TRL does for one that it loads."""
+        self.beta = self.args.beta
+        if self.args.disable_dropout:
+            disable_dropout_in_model(ref_model)
+        add_fused_head(ref_model, temperature=self.temperature)
+        if self.is_deepspeed_enabled:
+            self.ref_model = prepare_deepspeed(ref_model, self.accelerator)
+        elif self.is_fsdp_enabled:
+            self.ref_model = prepare_fsdp(ref_model, self.accelerator)
+        else:
+            self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
+        if self.args.sync_ref_model:
+            prepared: Any = self.ref_model
+            self.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=self.accelerator))
+
+    def _set_rewards(self, processors: list, loaded: list[bool]) -> None:
+        """Lets reward models see media, and keeps the names of functions apart."""
+        self.reward_func_names = distinct_names(self.reward_func_names)
+        for i, reward_func in enumerate(self.reward_funcs):
+            if isinstance(reward_func, nn.Module):
+                self._let_reward_model_see(i, processors[i], loaded[i])
+
+    def _let_reward_model_see(self, index: int, processor, loaded_here: bool) -> None:
+        """TRL gives reward models text only; one that takes media and has a processor gets the media, too."""
+        args, model = self.args, self.reward_funcs[index]
+        unwrapped = self._unwrapped(model)
+        takes_media = isinstance(unwrapped, PreTrainedModel) and any(
+            k in unwrapped.input_modalities for k in MODALITIES
+        )
+        if processor is None and takes_media:
+            processor = load_processor(
+                get_config_model_id(unwrapped.config),
+                revision=(args.model_init_kwargs or {}).get("revision") if loaded_here else None,
+                trust_remote_code=args.trust_remote_code,
+            )
+        if isinstance(processor, ProcessorMixin):
+            self.reward_funcs[index] = RewardModel(
+                model,
+                processor,
+                batch_size=args.per_device_train_batch_size,
+                template_kwargs=self.chat_template_kwargs,
+                audio_overlong=args.audio_overlong,
+            )
+
+    def _unwrapped(self, model) -> PreTrainedModel:
+        return unwrapped(self.accelerator, model)
+
+    @property
+    def _mode_metrics(self) -> dict[str, list[float]]:
+        return self._metrics["train" if self.model.training else "eval"]
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @contextmanager
+    def _generating(self):
+        """The model, ready to generate."""
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            self._naming_broken_logits(),
+        ):
+            yield model
+
+    # The stages of a rollout, in the order in which a trainer's `_generate_and_score_completions` calls them
+
+    def _collect(self, inputs: Sequence[Any]) -> Rollout:
+        """Rows, environments and encoded prompts."""
+        rows = self._read_rows(inputs)
+        columns, numbers = [row.row for row in rows], [row.number for row in rows]
+        messages, environments = [row.messages for row in rows], None
+        if self.toolbox:
+            environments, messages = self.toolbox.enter(messages, columns, numbers)
+        # A group may straddle ranks
+        group_ids = (torch.arange(len(rows)) + self.accelerator.process_index * len(rows)) // self._group_size
+        prompts: list[EncodedPrompt] = []
+        if self.rollout_func is None or any(next(iter_refs(each), None) is not None for each in messages):
+            for i, row in enumerate(rows):
+                same_group = i > 0 and group_ids[i] == group_ids[i - 1]
+                if row.prompt is not None:
+                    prompts.append(row.prompt)
+                elif same_group and same_prompt(messages[i], messages[i - 1]):
+                    prompts.append(prompts[-1])
+                else:
+                    prompts.append(self._encode(messages[i], row.number, **self._tools_of(environments, i)))
+        self._columns_seen.update(columns[0])
+        if len(self._asked) < 2:
+            self._asked.update(map(conversation_of, messages))
+        self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
+        self._warn_of_positions(prompts, numbers)
+        rollout = Rollout(
+            prompts,
+            group_ids.to(self.accelerator.device),
+            self._tokenizer.pad_token_id,
+            rows=columns,
+            numbers=numbers,
+            messages=messages,
+            environments=environments,
+            step=self.state.global_step,
+        )
+        if self.args.self_check and self.model.training and prompts and self._needs_self_check(prompts):
+            self._run_self_check(messages, prompts)
+        return rollout
+
+    def _read_rows(self, inputs: Sequence[Any]) -> list[EncodedRow]:
+        encoded: list[EncodedPrompt | None] = [None] * len(inputs)
+        if isinstance(inputs[0], Row) and self._encodes_rows:
+            inputs, encoded = self._encode_rows(inputs)
+        if not all(isinstance(each, nn.Module) for each in self.reward_funcs):
+            check_reward_columns(inputs[0], 0)
+        if not self.toolbox:
+            for index, row in enumerate(inputs):
+                check_has_prompt(row, index)
+            name = "train_dataset" if self.model.training else "eval_dataset"
+            if name in self._unseen:
+                self._unseen.remove(name)
+                takes = modalities(self._unwrapped(self.model), self.args)
+                warn_of_unread(self.args, {name: [dict(row) for row in inputs]}, takes, extent="first")
+        originals = restore_rows(inputs, self.args.media_rules)
+        messages = [None] * len(inputs)
+        if "prompt" in originals[0]:
+            ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
+            messages = [row["prompt"] for row in rows_to_messages(inputs, ignored, self._own_tokens, rules)]
+        numbers = [getattr(row, "number", place) for place, row in enumerate(inputs)]
+        return [EncodedRow(*each) for each in zip(numbers, originals, messages, encoded, strict=True)]
+
+    def _tools_of(self, environments: list[Any] | None, index: int) -> dict[str, Any]:
+        """Arguments for the chat template of a prompt whose tools are those of its environment."""
+        if environments is None:
+            return {}
+        return {"tools": [*self.toolbox.tools_in(environments[index]).values()] or None}
+
+    def _sample(self, rollout: Rollout) -> None:
+        """Completions, with the turns in which tools are called."""
+        if self.rollout_func is not None:
+            ids, logps, tool_mask = self._custom_rollout(rollout)
+        else:
+            branches = Branches() if self.tools else None
+            step = self.state.global_step
+            ids, logps = self.sampler(self.model_wrapped, rollout.prompts, step=step, branches=branches)
+            tool_mask = None
+        if not self.tools:
+            for prompt in rollout.prompts:
+                prompt.decoded = ()  # the engine has processed it
+        is_chat = is_conversational({"prompt": rollout.messages[0]})
+        if self.tools:
+            ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
+        elif is_chat:
+            rollout.completions = [[each] for each in self._as_messages(rollout, ids)]
+        else:
+            rollout.completions = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+        rollout.ids = ids
+        device, pad_token_id = self.accelerator.device, self._tokenizer.pad_token_id
+        ends = torch.tensor([*self.eos_token_ids, pad_token_id])
+        rollout.completion_ids = right_pad(ids, pad_token_id, self.pad_to_multiple_of).to(device)
+        mask = right_pad([[1] * len(each) for each in ids], 0, self.pad_to_multiple_of)
+        truncated = ~torch.isin(torch.tensor([each[-1] for each in ids]), ends)
+        lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
+        if tool_mask is not None:
+            rollout.tool_mask = right_pad(tool_mask, 1, self.pad_to_multiple_of).to(device)
+        if logps is not None:
+            given = [[torch.nan if logp is None else logp for logp in each] for each in logps]
+            rollout.sampling_per_token_logps = right_pad(given, 0.0, self.pad_to_multiple_of).to(device)
+        if self.mask_truncated_completions:
+            mask = mask * ~truncated[:, None]
+            if rollout.tool_mask is not None:
+                rollout.tool_mask = rollout.tool_mask * ~truncated[:, None].to(device)
+        rollout.completion_mask = mask.to(device)
+        self._log_lengths(rollout, lengths, truncated)
+        rollout.num_items_in_batch = self.accelerator.gather(rollout.loss_mask.sum()).sum()
+
+    def _as_messages(self, rollout: Rollout, ids: list[list[int]]) -> list[dict[str, Any]]:
+        """First turns as messages, with their calls if the tokenizer can parse them."""
+        tokenizer: Any = self._tokenizer
+        if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
+            texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+            return [{"role": "assistant", "content": text} for text in texts]
+        environments = rollout.environments or [None] * len(rollout)
+        return [
+            parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), self.toolbox.tools_in(environment))
+            for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
+        ]
+
+    def _take_turns(self, rollout: Rollout, ids, logps, branches: Branches):
+        """Calls tools and samples further turns, until no completion ends with a call."""
+        environments = rollout.environments or [None] * len(rollout)
+        trajectories = [
+            Trajectory(prompt, own, [message], list(history), own_logps, [1] * len(own))
+            for prompt, own, message, history, own_logps in zip(
+                rollout.prompts,
+                ids,
+                self._as_messages(rollout, ids),
+                rollout.messages,
+                logps or [None] * len(ids),
+                strict=True,
+            )
+        ]
+
+        def complete(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]):
+            branches.asked = asked
+            step = self.state.global_step
+            return self.sampler(self.model_wrapped, prompts, step=step, room=room, branches=branches)
+
+        self._tool_loop([self.toolbox.tools_in(each) for each in environments], complete=complete).run(trajectories)
+        if not self.use_vllm and any(each.turns for each in trajectories):
+            self._log_continuation_mode(branches.obstacle)
+        rollout.prompts = with_results(self._unwrapped(self.model), trajectories)
+        for each in trajectories:
+            each.prompt.decoded = ()  # the engine has processed its last turn
+        rollout.completions = [each.messages for each in trajectories]
+        ids = [each.ids for each in trajectories]
+        self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
+        self._check_conversation(rollout.prompts, ids)
+        counts: Counter[str] = sum((each.counts for each in trajectories), Counter())
+        numbers = [counts[name] for name in (*ENDS, "calls", "failures")]
+        *ended, calls, failures, total = self._sum_over_ranks([*numbers, len(ids)])
+        for name, n in zip(ENDS, ended, strict=True):
+            self._mode_metrics[f"tools/ended_by_{name}"].append(n / total)
+        self._mode_metrics["tools/call_frequency"].append(calls / total)
+        self._mode_metrics["tools/failure_frequency"].append(failures / calls if calls else 0.0)
+        logps = None if logps is None else [each.logps for each in trajectories]
+        return ids, logps, [each.mask for each in trajectories]
+
+    def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
+        """What calls tools, each completion its own, as in training unless the options say otherwise."""
+        return ToolLoop(
+            **{
+                "model": self._unwrapped(self.model),
+                "processor": self.processing_class,
+                "tools": tools,
+                "max_length": self.max_completion_length,
+                "max_turns": self.max_tool_calling_iterations,
+                "max_media": self.args.max_tool_media,
+                "ends": self.eos_token_ids,
+                "template_kwargs": {"chat_template": self.chat_template, **self.chat_template_kwargs},
+                "audio_overlong": self.args.audio_overlong,
+                "media_rules": self.args.media_rules,
+                "special_tokens_in_text": self.args.special_tokens_in_text or "raise",
+                "isolate": self._policy.fallbacks.isolate,
+                "engine_length": self.sampler.max_length,
+                "anyone": self._any_process if self.sampler.is_collective else bool,
+                "loop": getattr(self, "async_loop", None),
+                **options,
+            }
+        )
+
+    def _complete(
+        self, prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
+    ) -> list[list[int]]:
+        """Completions under another config than that of training, each up to its end."""
+        step = self.state.global_step
+        return self.sampler(self.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
+
+    def _engine_ratios(self, rollout: Rollout) -> torch.Tensor:
+        """Importance ratios of the policy to the engine, `(N, C)` or `(N, 1)`, and TRL's metrics of them."""
+        ratios, metrics = engine_correction(
+            rollout.old_per_token_logps,
+            rollout.sampling_per_token_logps,
+            rollout.loss_mask,
+            self.args.vllm_importance_sampling_mode,
+            self.args.vllm_importance_sampling_clip_min,
+            self.args.vllm_importance_sampling_clip_max,
+        )
+        for name, (value, combine) in metrics.items():
+            self._mode_metrics[name].append(combine(self.accelerator.gather(value)).item())
+        return ratios
+
+    def _log_continuation_mode(self, obstacle: str | None) -> None:
+        how = "continues from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
+        if how != self._continuation_mode:
+            logger.info(f"After results of tools, generation {how}.")
+            self._continuation_mode = how
+
+    def _custom_rollout(self, rollout: Rollout):
+        """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
+        if isinstance(self.sampler, VLLMSampler):
+            self.sampler.load_weights(self.state.global_step)
+        output = self.rollout_func(restore_media(rollout.messages), self)
+        if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
+            raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
+        rollout.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
+        if rollout.prompts:
+            check_rollout(
+                output, rollout.prompts, all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
+            )
+        else:
+            rollout.prompts = [text_prompt(ids) for ids in output["prompt_ids"]]
+        return output["completion_ids"], output["logprobs"], output.get("env_mask")
+
+    def _log_lengths(self, rollout: Rollout, lengths: torch.Tensor, truncated: torch.Tensor) -> None:
+        """TRL's metrics of lengths, over all ranks."""
+        prompts = torch.tensor([len(prompt) for prompt in rollout.prompts])
+        table = torch.stack([prompts, lengths, truncated.long()], dim=1).to(self.accelerator.device)
+        prompts, lengths, truncated = self.accelerator.gather(table).cpu().unbind(1)
+        metrics = self._mode_metrics
+        if self.model.training:
+            self.state.num_input_tokens_seen += int(prompts.sum() + lengths.sum())
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        metrics["completions/clipped_ratio"].append(truncated.float().mean().item())
+        ended = lengths[truncated == 0]
+        for infix, values in (("", lengths), ("terminated_", ended if len(ended) else torch.zeros(1))):
+            for name in ("mean", "min", "max"):
+                metrics[f"completions/{name}_{infix}length"].append(getattr(values.float(), name)().item())
+
+    @torch.no_grad()
+    def _score_rollout(self, model, rollout: Rollout) -> Scores:
+        """Scores of a rollout, or of a part of it, without gradients."""
+        args = self.args
+        size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+        places = [range(len(rollout))[start : start + size] for start in range(0, len(rollout), size)]
+        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+            parts = [
+                self._policy.score(
+                    model,
+                    rollout.prompts[place.start : place.stop],
+                    rollout.completion_ids[place.start : place.stop],
+                    rollout.completion_mask[place.start : place.stop],
+                    packed=rollout.packed,
+                )
+                for place in places
+            ]
+        return parts[0] if len(parts) == 1 else Scores.join(parts, places)
+
+    def _score_reference(self, rollout: Rollout) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._score_rollout(self.ref_model, rollout).logps
+        model: Any = self.accelerator.unwrap_model(self.model)
+        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return self._score_rollout(self.model, rollout).logps
+
+    def _choose_packing(self, rollout: Rollout) -> None:
+        """Once per rollout, so that old, reference and current log-probabilities agree."""
+        lengths = rollout.completion_mask.sum(1).tolist()
+        size = self.args.per_device_train_batch_size
+        rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size)
+
+    def _reward(self, rollout: Rollout) -> None:
+        """Rewards of all ranks' completions, by function."""
+        for warning in (
+            () if self._rewarded else missing_instructions(self.reward_funcs, self.reward_func_names, rollout.messages)
+        ):
+            logger.warning(warning)
+        self._rewarded = True
+        named = zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)
+        readers = {name: each for name, each, _ in named if isinstance(each, nn.Module)}
+        check_readers(readers, rollout.messages, rollout.completions)
+        functions = {}
+        for name, each, processor in zip(
+            self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True
+        ):
+            own = read_as_text(each, processor, self.chat_template_kwargs) if name in readers else each
+            functions[name] = checked_reward(own, name, self.args.media_rules, rollout.numbers)
+        rows = [
+            {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
+            for i, row in enumerate(rollout.rows)
+        ]
+        if rollout.environments is not None:
+            rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
+        prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
+        arguments = {
+            **reward_arguments(prompts, completions, rollout.ids, rows, completions),
+            "trainer_state": self.state,
+            "log_extra": self._log_completion_extra,
+            "log_metric": self._log_metric,
+        }
+        rewards = call_rewards(
+            functions, arguments, getattr(self, "async_loop", None), functools.partial(profiling_context, self)
+        )
+        values = [[torch.nan if each is None else each for each in column] for column in rewards.values()]
+        table = torch.tensor(values, device=self.accelerator.device).T.contiguous()
+        warn_of_unscorable(table, arguments)
+        rollout.rewards_per_func = self.accelerator.gather(table)
+
+    def _log_rollout(self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor) -> None:
+        """TRL's metrics of rewards and its table of completions; the check of the engine, media and first example."""
+        metrics, per_func = self._mode_metrics, rollout.rewards_per_func
+        for i, name in enumerate(self.reward_func_names):
+            metrics[f"rewards/{name}/mean"].append(per_func[:, i].nanmean().item())
+            metrics[f"rewards/{name}/std"].append(nanstd(per_func[:, i]).item())
+            self._logs["rewards"][name].extend(per_func[:, i].tolist())
+        metrics["reward"].append(rewards.nanmean().item())
+        metrics["reward_std"].append(nanstd(rewards).item())
+        metrics["frac_reward_zero_std"].append(is_std_zero.float().mean().item())
+        self._logs["prompt"].extend(gather_object(strip_media(rollout.messages)))
+        self._logs["completion"].extend(gather_object(strip_media(rollout.completions)))
+        self._log_by_rewards(len(rollout))
+        if self._media_log is not None:
+            shown = rollout.completions if self.tools else None
+            self._media_log.add(rollout.messages, self._group_size, shown)
+        self._show_first(rollout)
+
+    def _log_by_rewards(self, n: int) -> None:
+        """What reward functions logged, in the same order on all ranks, as TRL does."""
+        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
+            values = self._pending_extra_logs.get(column, [None] * n)
+            self._logs["extra"][column].extend(gather_object(values))
+        self._pending_extra_logs.clear()
+        for name in sorted(set(gather_object(list(self._pending_metrics)))):
+            values = self._pending_metrics.get(name, [])
+            stats = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=self.accelerator.device)
+            total, count = self.accelerator.gather(stats).view(-1, 2).sum(dim=0).tolist()
+            self._mode_metrics[name].append(total / count)
+        self._pending_metrics.clear()
+
+    def _log_advantages(self, advantages: torch.Tensor) -> None:
+        """What is trained on, over all ranks, in the table of completions; per token as their mean."""
+        self._logs["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
+
+    def _show_first(self, rollout: Rollout) -> None:
+        display = waiting_display(self) if self.model.training else None
+        if display is not None:
+            ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
+            display.show_example(
+                rollout.prompts[0].input_ids.tolist(),
+                rollout.messages[0],
+                ids[mask].tolist(),
+                reference=rollout.rows[0].get("solution"),
+                rewards=dict(zip(self.reward_func_names, rollout.rewards_per_func[0].tolist(), strict=True)),
+            )
+
+    def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks, padded on the right."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
+
+    def _local(self, values: torch.Tensor, n: int) -> torch.Tensor:
+        """This rank's `n` rows of those of all ranks."""
+        start = self.accelerator.process_index * n
+        return values[start : start + n]
+
+    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
+        table = torch.tensor([numbers], device=self.accelerator.device)
+        return self.accelerator.gather(table).sum(0).tolist()
+
+    # Update
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A micro-batch; a new rollout when the last one is used up."""
+        if not self.model.training:
+            return self._generate_and_score_completions(inputs)
+        steps = self.args.steps_per_generation
+        place = self._step % (steps * self.num_iterations)
+        if place == 0 or self._buffered_inputs is None:
+            rollout = self._generate_and_score_completions(inputs)
+            if steps > 1 or not self.args.keep_groups_together:
+                lengths = rollout.completion_mask.sum(1).tolist()
+                together = self.args.keep_groups_together
+                # As TRL shuffles
+                order = (
+                    micro_batch_order(rollout.prompts, lengths, steps)
+                    if together
+                    else torch.randperm(len(rollout)).tolist()
+                )
+                rollout = rollout.select(order)
+            self._buffered_inputs = rollout.micro_batches(steps)
+            self._log_sharing(self._buffered_inputs)
+            self._on_rollout(self._buffered_inputs)
+        self._on_micro_batch(self._buffered_inputs, place)
+        return self._buffered_inputs[self._step % steps]
+
+    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+        """What a trainer adds to new micro-batches."""
+
+    def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
+        """What a trainer changes before the micro-batch at a place among those of all epochs over a rollout."""
+
+    def _log_sharing(self, micro_batches: list[Rollout]) -> None:
+        """Share of prompt tokens that a forward per completion would repeat and the packed forward doesn't."""
+        once = repeated = 0
+        for each in micro_batches:
+            repeated += sum(map(len, each.prompts))
+            once += sum(map(len, group_by_prompt(each.prompts) if each.packed else each.prompts))
+        once, repeated = self._sum_over_ranks([once, repeated])
+        self._metrics["train"]["packing/shared_frac"].append(1 - once / repeated)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The loss of a micro-batch by `_compute_loss`, whose forward may be split by `max_tokens_per_microbatch`."""
+        if return_outputs:
+            raise ValueError(f"The {type(self).__name__} does not support returning outputs")
+        self._micro_batch, self._scores = inputs, None
+        self._pending.clear()
+        try:
+            loss = self._compute_loss(model, inputs)
+            parts = None if self._scores is None else self._scores.deferred
+        finally:
+            self._micro_batch = self._scores = None
+        self._pending.gather()
+        if parts is None:
+            return loss
+        self._mode_metrics["token_budget/parts"].append(float(len(parts.parts)))
+        self._mode_metrics["token_budget/extra_time"].append(parts.seconds)
+        # `training_step` divides what it gets here
+        divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
+        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
+
+    def _score(self, model, rollout: Rollout, **options) -> Scores:
+        """Scores of a micro-batch, with gradients."""
+        self._scores = self._policy.score(
+            model,
+            rollout.prompts,
+            rollout.completion_ids,
+            rollout.completion_mask,
+            packed=rollout.packed,
+            compute_aux_loss=self.aux_loss_enabled,
+            **options,
+        )
+        return self._scores
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        """Scores of the micro-batch, media included, for a `_compute_loss` of the user that calls TRL's hook."""
+        if self._micro_batch is None:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        scores = self._score(model, self._micro_batch)
+        return scores.logps, scores.entropies, scores.aux_loss
+
+    def _engine_context(self) -> AbstractContextManager:
+        """Around calls of the engine."""
+        return naming_checkpoint(self.args.output_dir, self.state.global_step) if self.is_in_train else nullcontext()
+
+    # Checks
+
+    def _check_engine(self, rollout: Rollout) -> None:
+        """Compares the log-probabilities of an engine, on its first rollout and after an update."""
+        check = self._self_check
+        if check is None or not self.model.training or rollout.sampling_per_token_logps is None:
+            return
+        if not self._samples_from_policy():
+            return
+        if self._engine_check is None or self._engine_check.check is not check:
+            self._engine_check = EngineCheck(self, check)
+        is_new = self._engine_check.run(rollout, rollout.prompts, rollout.loss_mask)
+        if self.tools:
+            is_new = self._engine_check.run_behind_tools(rollout, rollout.prompts, rollout.loss_mask) or is_new
+        if is_new:
+            logger.info(str(check))
+            self.accelerator.print(check)
+
+    def _samples_from_policy(self) -> bool:
+        """Whether an engine's log-probabilities are those of the policy, with nothing but our bias of its logits."""
+        return self.use_vllm and not sampling_changes(self.args)
+
+    def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
+        """Once, on the first media that a tool returned."""
+        if self._self_check is None or self._self_check.conversation is not None or not self.model.training:
+            return
+        if check_conversation(self, prompts, completion_ids):
+            logger.info(str(self._self_check))
+            self.accelerator.print(self._self_check)
+
+    def _log_contribution(self, rollout: Rollout) -> None:
+        every = self.args.media_contribution_steps
+        n_steps = max(1, self._steps_per_rollout // self.args.gradient_accumulation_steps)
+        if every and self.model.training and is_due(every, self.state.global_step, n_steps):
+            for name, value in media_contribution(self, rollout).items():
+                self._metrics["train"][name].append(value)
+
+    def _needs_self_check(self, prompts: list[EncodedPrompt]) -> bool:
+        """On the first batch, and again on the first that has media of a kind not seen before."""
+        if self._self_check is None:
+            return True
+        unmeasured = [kind for kind in MODALITIES if kind not in self._self_check.media]
+        if not set(unmeasured) & set(self._unwrapped(self.model).input_modalities):
+            return False
+        return self._any_process(bool(kinds_of(prompts) & {*unmeasured}))
+
+    def _run_self_check(self, messages: list, prompts: list[EncodedPrompt]) -> None:
+        measured = {} if self._self_check is None else self._self_check.media
+        self._self_check = run_self_check(self, messages, prompts, measured)
+        self._policy.fallbacks = self._self_check.fallbacks
+        logger.info(str(self._self_check))
+        self.accelerator.print(self._self_check)
+
+    def _processor_as_loaded(self):
+        """The processor as transformers loads it, to compare with; a processor that was passed stays as it is."""
+        source = self._processor_source
+        return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
+
+    def _get_train_sampler(self, dataset=None):
+        self._train_sampler = super()._get_train_sampler(dataset)
+        if len(self._train_sampler) == 0:
+            prompts = self.args.generation_batch_size // self.num_generations
+            raise ValueError(
+                f"The training dataset has {len(self._train_sampler.data_source)} rows, fewer than the {prompts} "
+                "prompts of a generation batch, so there would be nothing to train on. Lower "
+                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`, raise "
+                "`num_generations`, or add rows."
+            )
+        return self._looking_ahead(self._train_sampler)
+
+    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        self.sampler.invalidate_weights()  # another run may start with other weights
+        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+        # TRL's sampler draws one order after the other, and `Trainer` skips steps within an epoch only
+        if self.state.global_step < max_steps and self._train_sampler is not None and self.shuffle_dataset:
+            for _ in range(epochs_trained):
+                torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
+        return epochs_trained, steps_trained
