@@ -33,7 +33,7 @@ _BEFORE_LOSS = ("rows", "messages", "environments", "ids", "completions", "extra
 @dataclass
 class Rollout:
     """
-    The completions of a generation batch on this rank, or a micro-batch of them. `N` completions of at most `C` tokens.
+    Completions of a generation batch on this rank, or a micro-batch of them: `N` completions of at most `C` tokens.
 
     Each field is written by one stage of the step. Fields that a loss reads have TRL's names, and `rollout[name]` and
     `rollout.get(name)` read them as TRL's losses read their dictionary.
@@ -178,8 +178,8 @@ class Rollout:
 
 def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     """
-    Concatenates rollouts with the same fields, whenever they were sampled. Per-token tensors are padded to the longest.
-    `group_ids` and `num_items_in_batch`, which count over the whole batch, are for the caller to set.
+    Concatenates rollouts with the same fields, whenever they were sampled. The caller sets `group_ids` and
+    `num_items_in_batch`, which count over the whole batch.
     """
     width = max(each.completion_ids.size(1) for each in rollouts)
     names = set.intersection(*(each.per_token_fields() for each in rollouts))
