@@ -31,6 +31,8 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.advantages import ESTIMATORS
+from ..algorithms.losses import LossOutput
+from ..algorithms.metrics import log_metrics
 from ..data.columns import iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
@@ -55,7 +57,6 @@ from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..reporting.model_card import conversation_of
-from ..reporting.pending_metrics import PendingMetrics
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import RewardModel, read_as_text
@@ -217,7 +218,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             max_tokens=args.max_tokens_per_microbatch,
         )
         self._own_tokens = placeholder_tokens(model, self.processing_class)
-        self._pending = PendingMetrics(self.accelerator)  # metrics of the micro-batch
         self._set_tools(of_environments if reward_funcs else {}, rollout_func)
         if ref_model is not None:
             self._set_reference(ref_model)
@@ -817,13 +817,11 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         self._micro_batch, self._scores = inputs, None
-        self._pending.clear()
         try:
             loss = self._compute_loss(model, inputs)
             parts = None if self._scores is None else self._scores.deferred
         finally:
             self._micro_batch = self._scores = None
-        self._pending.gather()
         if parts is None:
             return loss
         self._mode_metrics["token_budget/parts"].append(float(len(parts.parts)))
@@ -831,6 +829,20 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         # `training_step` divides what it gets here
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
+
+    def _compute_loss(self, model, inputs: Rollout) -> torch.Tensor:
+        """
+        The loss of a micro-batch: its scores, then the loss and the metrics of the trainer's algorithm.
+
+        A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
+        """
+        loss, metrics = self._loss(self._score(model, inputs), inputs)
+        log_metrics(metrics, self.accelerator.gather, self._mode_metrics)
+        return loss
+
+    def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
+        """The loss of a micro-batch, a scalar, and its metrics, from its scores."""
+        raise NotImplementedError
 
     def _score(self, model, rollout: Rollout, **options) -> Scores:
         """Scores of a micro-batch, with gradients."""

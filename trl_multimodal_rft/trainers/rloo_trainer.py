@@ -10,6 +10,9 @@ from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
+from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
+from ..algorithms.metrics import rank_mean, token_mean
+from ..forward.scores import Scores
 from ..rollout.advantages import is_std_zero, leave_one_out, weighted_sum
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
@@ -147,3 +150,17 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         if self.use_vllm and args.vllm_importance_sampling_correction:
             # A weight on the advantage is one on the loss
             rollout.advantages = rollout.advantages * self._engine_ratios(rollout)[:, 0]
+
+    # Update
+
+    def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
+        mask = inputs.loss_mask
+        loss, metrics = rloo_loss(
+            LossInputs(scores.logps, inputs["old_logps"], inputs["advantages"], mask),
+            LossOptions(self.epsilon_low, self.epsilon_high),
+        )
+        if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss
+            metrics["aux_loss"] = rank_mean(scores.aux_loss)
+        metrics["entropy"] = token_mean(scores.entropies, mask)
+        return LossOutput(loss, metrics)
