@@ -69,6 +69,17 @@ class GroupExchange:
     max_rounds: int  # draws of a step at most; 1 without dynamic sampling
     replays: bool
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"replay": self.replay.state_dict(), "surplus": self.surplus.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what [`state_dict`] returned, as far as this run still needs it."""
+        if self.replays:
+            self.replay.load_state_dict(state["replay"])
+        if self.max_rounds > 1:
+            self.surplus.load_state_dict(state["surplus"])
+
     def exchange(
         self, rollout: Rollout, draw: Callable[[int], Rollout], anyone: Callable[[bool], bool]
     ) -> tuple[Rollout, bool, dict[str, float]]:

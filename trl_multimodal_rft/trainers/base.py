@@ -584,6 +584,17 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             }
         )
 
+    def _sample_with(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool):
+        """What transformers samples, for the self-check."""
+        return self._policy.sample(
+            self.model_wrapped,
+            prompts,
+            config,
+            self._tokenizer.pad_token_id,
+            shared_prefill=shared_prefill,
+            generating=self._generating,
+        )
+
     def _complete(
         self, prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
     ) -> list[list[int]]:

@@ -502,8 +502,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             **super()._rollout_state(),
             "kl_controller": self._kl_controller.state_dict(),
             "reward_scale": self._reward_scale.state_dict(),
-            "replay": self._replay.state_dict(),
-            "surplus": self._surplus.state_dict(),
+            "groups": None if self._groups is None else self._groups.state_dict(),
             "n_extra_prompts": self._n_extra_prompts,
         }
 
@@ -514,10 +513,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._kl_controller.load_state_dict(state["kl_controller"])
         self._reward_scale.load_state_dict(state["reward_scale"])
         if state["batches"] == self._batches():
-            if self.args.replay_buffer_size > 0:
-                self._replay.load_state_dict(state["replay"])
-            if self.args.dynamic_sampling:
-                self._surplus.load_state_dict(state["surplus"])
+            if self._groups is not None and state["groups"] is not None:
+                self._groups.load_state_dict(state["groups"])
         self._n_extra_prompts = state["n_extra_prompts"]
 
 

@@ -564,7 +564,7 @@ class _Check:
         config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
         output = self._attempt(
             "sampling",
-            lambda: trainer._sample_completions([prompt, prompt], config, self.fallbacks.shared_prefill),
+            lambda: trainer._sample_with([prompt, prompt], config, self.fallbacks.shared_prefill),
         )
         if output is None and self.fallbacks.shared_prefill:
             self.fallbacks.shared_prefill = False
@@ -573,7 +573,7 @@ class _Check:
             # A `generate` of the user's may know batches of the run's size alone
             output = self._attempt(
                 f"sampling {self.n_rows} rows",
-                lambda: trainer._sample_completions([prompt] * self.n_rows, config, self.fallbacks.shared_prefill),
+                lambda: trainer._sample_with([prompt] * self.n_rows, config, self.fallbacks.shared_prefill),
             )
             if output is None:
                 self.cannot_sample = True
