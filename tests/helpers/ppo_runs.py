@@ -20,9 +20,10 @@ class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
         self.values, self.weights = [], []
         super().__init__(*args, **kwargs)
 
-    def _value_loss(self, values, inputs):
-        self.values.append(values.detach())
-        return super()._value_loss(values, inputs)
+    def _loss(self, scores, inputs):
+        if scores.values is not None:
+            self.values.append(scores.values.detach())
+        return super()._loss(scores, inputs)
 
     def training_step(self, *args, **kwargs):
         if self._step % self.args.gradient_accumulation_steps == 0:

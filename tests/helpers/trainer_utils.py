@@ -155,10 +155,8 @@ class RemembersPacking:
     """Remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        is_new = not self._batch.hands_out_current
         scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if is_new:
-            self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]
+        self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]
         return scores
 
 
@@ -192,7 +190,7 @@ class Recording:
     def _compute_loss(self, model, inputs):
         kl_coef = self.kl_coef
         loss = super()._compute_loss(model, inputs)
-        logps, entropies = self._batch.current.logps, self._batch.current.entropies
+        logps, entropies = self._batch.scores[-1].logps, self._batch.scores[-1].entropies
         gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
         self.micro_batches.append(
             self._moment(

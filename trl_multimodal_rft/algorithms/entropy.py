@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which tokens are worth training on, by the entropy of the policy where they were chosen."""
+"""Which tokens are worth training on, by the entropy of the policy where they were chosen, and its coefficient."""
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -52,3 +53,67 @@ def high_entropy_mask(
         factors = [count / max(k, 1) for count, k in zip(counts, kept, strict=True)]
         weight = weight * torch.tensor(factors, device=mask.device)[:, None]
     return weight.reshape(mask.shape)
+
+
+def high_entropy_weights(
+    entropies: torch.Tensor,
+    mask: torch.Tensor,
+    ratio: float,
+    *,
+    scope: Literal["batch", "sequence", "micro_batch"],
+    renormalize: bool,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    rank: int,
+) -> torch.Tensor:
+    """
+    [`high_entropy_mask`] over all ranks, which must hold equally many rows.
+
+    Args:
+        entropies (`torch.Tensor`):
+            Entropy at each token of this rank, shape `(N, T)`.
+        mask (`torch.Tensor`):
+            1 on valid tokens, shape `(N, T)`.
+        ratio (`float`):
+            Share to keep.
+        scope (`str`):
+            Whether tokens compete within their `"sequence"`, or with those of all rows that are passed.
+        renormalize (`bool`):
+            Whether kept tokens weigh valid over kept tokens.
+        gather (`Callable`):
+            From rows of this rank to rows of all ranks, padded on the right.
+        rank (`int`):
+            Which of these ranks this one is.
+
+    Returns:
+        `torch.Tensor`: Weight of each token of this rank, shape `(N, T)`.
+    """
+    if scope == "sequence":
+        return high_entropy_mask(entropies, mask, ratio, scope="sequence", renormalize=renormalize)
+    weights = high_entropy_mask(gather(entropies.detach()), gather(mask), ratio, renormalize=renormalize)
+    return weights[rank * len(mask) : (rank + 1) * len(mask), : mask.size(1)]
+
+
+def adapted_entropy_coef(
+    coef: float, entropy: float, *, target: float, step: float, smallest: float, largest: float
+) -> float:
+    """
+    TRL's rule for the coefficient of the entropy bonus: up while the entropy is at most its target, else down.
+
+    Args:
+        coef (`float`):
+            The coefficient.
+        entropy (`float`):
+            Mean entropy of the tokens that the optimizer step trained on, over all ranks, in nats.
+        target (`float`):
+            Entropy to hold.
+        step (`float`):
+            How much the coefficient changes.
+        smallest (`float`):
+            Its lower bound.
+        largest (`float`):
+            Its upper bound.
+
+    Returns:
+        `float`: The coefficient of the next optimizer step.
+    """
+    return min(coef + step, largest) if entropy <= target else max(coef - step, smallest)

@@ -1,17 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Policy losses that TRL doesn't have, and how losses of either kind are averaged.
+Policy losses, TRL's among them: functions of tensors that return a loss, to be minimised, and its metrics.
 
-A loss is one function under [`policy_loss`], whose docstring holds its formula and paper. Losses are to be minimised.
+A policy loss is one function under [`policy_loss`], whose docstring holds its formula and paper.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .kl import approx_kl
+from .metrics import Metric, completion_means, largest, rank_mean, smallest, token_mean
 from .papers import Paper, paper_of
 
 
@@ -19,10 +21,58 @@ from .papers import Paper, paper_of
 _LARGEST_LOG_RATIO = 20.0
 
 
+class LossOutput(NamedTuple):
+    """A loss and its metrics."""
+
+    loss: torch.Tensor  # of each token, `(B, T)`, of each completion, `(B, 1)` or `(B,)`, or a scalar
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """
+    Tensors of a micro-batch: `B` completions of up to `T` tokens.
+
+    Args:
+        logps (`torch.Tensor`):
+            Current log-probabilities, shape `(B, T)`.
+        old_logps (`torch.Tensor`):
+            Log-probabilities under the policy that sampled, without gradient, shape `(B, T)`.
+        advantages (`torch.Tensor`):
+            Advantages, shape `(B,)` or `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+        weights (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
+            Weight of each token in the policy gradient, shape `(B, T)`; 0 on tokens that aren't trained on.
+        sampling_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the engine that sampled, NaN where it has none, shape `(B, T)`. By default the old
+            ones.
+        sampling_ratio (`torch.Tensor`, *optional*):
+            Importance ratio of the old policy to that engine, shape `(B, T)` or `(B, 1)`.
+        ref_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the reference, shape `(B, T)`, for a KL term in the loss.
+        entropies (`torch.Tensor`, *optional*):
+            Entropies of the policy, shape `(B, T)`.
+        aux_loss (`torch.Tensor`, *optional*):
+            Load-balancing loss of a mixture of experts, a scalar.
+    """
+
+    logps: torch.Tensor
+    old_logps: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    weights: torch.Tensor | float = 1.0
+    sampling_logps: torch.Tensor | None = None
+    sampling_ratio: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    entropies: Any = None
+    aux_loss: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class LossOptions:
     """
-    What policy losses are told beside the tokens; each reads what its docstring names.
+    Options of policy losses; each loss reads what its formula names. Defaults are TRL's.
 
     Args:
         epsilon_low (`float`):
@@ -30,7 +80,22 @@ class LossOptions:
         epsilon_high (`float`):
             The ratio is clipped at `1 + epsilon_high`.
         delta (`float`, *optional*, defaults to `inf`):
-            Bound of the ratio for negative advantages in [`dual_clip_loss`], above `1 + epsilon_high`; usually 3.
+            Upper bound of the ratio, above `1 + epsilon_high`: it bounds the loss of negative advantages.
+        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
+            `"sequence"` takes one ratio per completion, the geometric mean of its tokens'.
+        off_policy_threshold (`float`, *optional*):
+            Divergence from the engine that sampled, in nats per token, beyond which [`off_policy_mask`] drops
+            completions.
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            Estimator of the KL term, see [`~algorithms.kl.approx_kl`].
+        kl_bias_correction (`bool`, *optional*, defaults to `True`):
+            Whether k3 is multiplied by the ratio.
+        sapo_temperature_pos, sapo_temperature_neg (`float`, *optional*, default to `1.0` and `1.05`):
+            Temperatures of [`sapo_loss`] for advantages above 0, and for the others.
+        vespo_k_pos, vespo_lambda_pos (`float`, *optional*, default to `2.0` and `3.0`):
+            Shape of the weights of [`vespo_loss`] for advantages of at least 0.
+        vespo_k_neg, vespo_lambda_neg (`float`, *optional*, default to `3.0` and `2.0`):
+            The same for advantages below 0.
         drift_coef (`float`, *optional*, defaults to `0.01`):
             Coefficient of the [`policy_drift`].
         drift_clamp (`float`, *optional*, defaults to `2.0`):
@@ -40,8 +105,37 @@ class LossOptions:
     epsilon_low: float
     epsilon_high: float
     delta: float = math.inf
+    importance_sampling_level: str = "token"
+    off_policy_threshold: float | None = None
+    kl_estimator: str = "k3"
+    kl_bias_correction: bool = True
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     drift_coef: float = 0.01
     drift_clamp: float = 2.0
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """
+    What sums over a micro-batch are divided by; the loss type chooses, see [`LossType.average`].
+
+    Args:
+        accumulation (`int`):
+            Micro-batches of the optimizer step on this rank.
+        length_limit (`int`):
+            Tokens that a completion may have.
+        batch_tokens (`torch.Tensor` or `float`):
+            Tokens of the optimizer step, per rank.
+    """
+
+    accumulation: int
+    length_limit: int
+    batch_tokens: torch.Tensor | float
 
 
 @dataclass(frozen=True)
@@ -54,8 +148,8 @@ class LossType:
             The value.
         paper ([`~algorithms.papers.Paper`], *optional*):
             Where it comes from.
-        function (`Callable`, *optional*):
-            What [`LossType.__call__`] calls. `None` for the losses of TRL, which are TRL's code.
+        function (`Callable`):
+            What [`LossType.__call__`] calls.
         mode (`str`, *optional*, defaults to `"token-sum"`):
             How [`aggregate`] sums.
         over (`str`, *optional*, defaults to `"batch_tokens"`):
@@ -64,149 +158,71 @@ class LossType:
             optimizer step (`"batch_tokens"`).
         per_completion (`bool`, *optional*, defaults to `False`):
             Whether it has one ratio, and takes one advantage, per completion.
+        sequence_level (`bool`, *optional*, defaults to `False`):
+            Whether it supports `importance_sampling_level="sequence"`.
         clips (`bool`, *optional*, defaults to `True`):
             Whether it clips ratios; others soften them.
-        clips_log_ratio (`bool`, *optional*, defaults to `False`):
-            Whether `epsilon` bounds the log-ratio instead of the ratio.
     """
 
     name: str
-    paper: Paper | None = None
-    function: Callable[..., torch.Tensor] | None = None
+    paper: Paper | None
+    function: Callable[[LossInputs, LossOptions], LossOutput]
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"
     over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
     per_completion: bool = False
+    sequence_level: bool = False
     clips: bool = True
-    clips_log_ratio: bool = False
-
-    @property
-    def is_own(self) -> bool:
-        """Whether TRL doesn't have it."""
-        return self.function is not None
 
     @property
     def is_mean(self) -> bool:
         """Whether it is a mean over a micro-batch, divided by the accumulation steps."""
         return self.over != "batch_tokens"
 
-    def __call__(
-        self,
-        logps: torch.Tensor,
-        old_logps: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-        options: LossOptions,
-        *,
-        weights: torch.Tensor | float = 1.0,
-        correction: torch.Tensor | float = 1.0,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: LossInputs, options: LossOptions) -> LossOutput:
         """
         Calls the function.
 
         Args:
-            logps (`torch.Tensor`):
-                Current log-probabilities, shape `(B, T)`.
-            old_logps (`torch.Tensor`):
-                Log-probabilities under the policy that sampled, without gradient, shape `(B, T)`.
-            advantages (`torch.Tensor`):
-                Advantages, shape `(B,)` or `(B, T)`.
-            mask (`torch.Tensor`):
-                1 on the tokens that count, shape `(B, T)`.
+            inputs ([`LossInputs`]):
+                Tensors of a micro-batch.
             options ([`LossOptions`]):
-                What the loss reads of them.
-            weights (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
-                Weight of each token in the policy gradient, shape `(B, T)`; 0 on tokens that aren't trained on.
-            correction (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
-                Factor for what the sampler did otherwise than the policy that sampled, shape `(B, T)` or `(B, 1)`.
+                Options of the loss.
 
         Returns:
-            `torch.Tensor`: Loss of each token, shape `(B, T)`, or of each completion, shape `(B,)`.
+            [`LossOutput`]: Loss of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` where it counts
+            for all its tokens or `(B,)`, and metrics.
         """
-        return self.function(logps, old_logps, advantages, mask, options, weights=weights, correction=correction)
+        return self.function(inputs, options)
 
-    def average(
-        self,
-        values: torch.Tensor,
-        mask: torch.Tensor,
-        *,
-        accumulation: int,
-        length_limit: int,
-        batch_tokens: torch.Tensor | float,
-    ) -> torch.Tensor:
+    def average(self, values: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
         """
         A micro-batch's part of the loss of an optimizer step, with the denominator that TRL gives the loss type.
 
         Args:
             values (`torch.Tensor`):
-                Of each token, shape `(B, T)`, or of each completion, shape `(B,)`.
+                Of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` or `(B,)`.
             mask (`torch.Tensor`):
                 1 on the tokens that count, shape `(B, T)`.
-            accumulation (`int`):
-                Micro-batches of the optimizer step on this process.
-            length_limit (`int`):
-                Tokens that a completion may have.
-            batch_tokens (`torch.Tensor` or `float`):
-                Tokens of the optimizer step, per process.
+            normalizer ([`Normalizer`]):
+                What to divide by.
 
         Returns:
             `torch.Tensor`: A scalar.
         """
-        completions = len(mask) * accumulation
+        completions = len(mask) * normalizer.accumulation
         if values.dim() == 1:
             return values.sum() / completions
         denominators = {
             "completions": completions,
-            "length_limit": completions * length_limit,
-            "micro_batch_tokens": mask.sum().clamp(min=1) * accumulation,
-            "batch_tokens": batch_tokens,
+            "length_limit": completions * normalizer.length_limit,
+            "micro_batch_tokens": mask.sum().clamp(min=1) * normalizer.accumulation,
+            "batch_tokens": normalizer.batch_tokens,
         }
         return aggregate(values, mask, self.mode, denominators[self.over])
 
-    def clipped(
-        self, log_ratio: torch.Tensor, advantages: torch.Tensor, options: LossOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Tokens beyond the clip range, on the side that their advantage pushes to.
 
-        Args:
-            log_ratio (`torch.Tensor`):
-                Log-ratios, shape `(B, T)`.
-            advantages (`torch.Tensor`):
-                Advantages, shape `(B,)` or `(B, T)`.
-            options ([`LossOptions`]):
-                Holds the range.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Tokens below and tokens above it, both of shape `(B, T)`.
-        """
-        low, high = -options.epsilon_low, options.epsilon_high
-        if not self.clips_log_ratio:
-            low, high = torch.log1p(torch.tensor([low, high])).tolist()
-        advantages = _per_token(advantages)
-        return (log_ratio < low) & (advantages < 0), (log_ratio > high) & (advantages > 0)
-
-
-_DEEPSEEK_MATH = Paper("DeepSeekMath", "2402.03300")
-_DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
-_TRL_LOSSES = (
-    LossType("grpo", _DEEPSEEK_MATH, mode="seq-mean-token-mean", over="completions"),
-    LossType("bnpo", over="micro_batch_tokens"),
-    LossType("dr_grpo", _DR_GRPO, over="length_limit"),
-    LossType("dapo", Paper("DAPO", "2503.14476")),
-    LossType("cispo", Paper("MiniMax-M1", "2506.13585")),
-    LossType(
-        "sapo",
-        Paper("Soft Adaptive Policy Optimization", "2511.20347"),
-        mode="seq-mean-token-mean",
-        over="completions",
-        clips=False,
-    ),
-    LossType("vespo", Paper("VESPO", "2602.10693"), clips=False),
-    LossType("luspo", Paper("LUSPO", "2602.05261"), mode="seq-mean-token-sum", over="completions"),
-)
-
-# All values of `loss_type`: those of TRL, and below each of ours
-LOSSES = {loss.name: loss for loss in _TRL_LOSSES}
+# All values of `loss_type`
+LOSSES: dict[str, LossType] = {}
 
 
 def policy_loss(name: str, **facts) -> Callable:
@@ -217,29 +233,131 @@ def policy_loss(name: str, **facts) -> Callable:
         name (`str`):
             Value of `loss_type`.
         facts:
-            Fields of its [`LossType`].
+            Fields of its [`LossType`]. The paper is by default that of the docstring.
 
     Returns:
         `Callable`: The decorator. It returns the function as it was.
     """
 
     def register(function):
-        LOSSES[name] = LossType(name, paper_of(function), function, **facts)
+        LOSSES[name] = LossType(**{"name": name, "paper": paper_of(function), "function": function, **facts})
         return function
 
     return register
+
+
+def grpo_loss(
+    kind: LossType,
+    inputs: LossInputs,
+    options: LossOptions,
+    normalizer: Normalizer,
+    *,
+    kl_coef: float = 0.0,
+    entropy_coef: float | None = None,
+    aux_coef: float = 0.0,
+) -> LossOutput:
+    r"""
+    The policy loss with the terms that GRPO adds: KL divergence, entropy bonus, load balancing.
+
+    Args:
+        kind ([`LossType`]):
+            The policy loss.
+        inputs ([`LossInputs`]):
+            Tensors of a micro-batch, with entropies.
+        options ([`LossOptions`]):
+            Options of the loss.
+        normalizer ([`Normalizer`]):
+            What sums are divided by.
+        kl_coef (`float`, *optional*, defaults to `0.0`):
+            Coefficient of the KL term, which there is where `inputs.ref_logps` are given.
+        entropy_coef (`float`, *optional*):
+            Coefficient of the mean entropy of the tokens that are trained on. `None` for no bonus.
+        aux_coef (`float`, *optional*, defaults to `0.0`):
+            Coefficient of `inputs.aux_loss`, if given.
+
+    Returns:
+        [`LossOutput`]: The micro-batch's part of the loss of an optimizer step, a scalar, and its metrics.
+    """
+    mask, accumulation = inputs.mask, normalizer.accumulation
+    losses, metrics = kind(inputs, options)
+    loss, metrics = kind.average(losses, mask, normalizer), dict(metrics)
+    if inputs.ref_logps is not None:
+        kl = approx_kl(inputs.logps, inputs.ref_logps, mask, options.kl_estimator)
+        if options.kl_estimator == "k3" and options.kl_bias_correction and not kind.per_completion:
+            kl = kl * importance_ratios(inputs, options)
+        loss = loss + kl_coef * kind.average(kl, mask, normalizer)
+        metrics["kl"] = token_mean(kl, mask)
+    if entropy_coef is not None:
+        # Like TRL, before the division by accumulation steps where the loss type has it
+        metrics["policy_loss"] = rank_mean(loss * accumulation if kind.is_mean else loss)
+        total, count = entropy_sums(inputs)
+        loss = loss - entropy_coef * total / count.clamp(min=1) / accumulation
+    if inputs.aux_loss is not None:
+        loss = loss + aux_coef * inputs.aux_loss / accumulation
+        metrics["aux_loss"] = rank_mean(inputs.aux_loss)
+    metrics["entropy"] = token_mean(inputs.entropies, mask)
+    return LossOutput(loss, metrics)
+
+
+def entropy_sums(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The entropy of the tokens that are trained on.
+
+    Args:
+        inputs ([`LossInputs`]):
+            Tensors of a micro-batch, with entropies.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Its sum, and the sum of the weights of these tokens.
+    """
+    weights = inputs.mask * inputs.weights
+    return (inputs.entropies * weights).sum(), weights.sum()
 
 
 def log_ratios(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     The current minus the old log-probability of each token.
 
-    See [`LossType.__call__`] for the arguments.
+    See [`LossInputs`] for the arguments.
 
     Returns:
         `torch.Tensor`: Log-ratios, shape `(B, T)`, 0 outside the mask.
     """
     return torch.where(mask.bool(), logps - old_logps, 0)
+
+
+def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
+    """
+    How much more likely tokens or completions are than when they were sampled.
+
+    See [`LossType.__call__`] for the arguments.
+
+    Returns:
+        `torch.Tensor`: Ratios, shape `(B, T)`, or `(B, 1)` with `importance_sampling_level="sequence"`.
+    """
+    log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
+    if options.importance_sampling_level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio.exp()
+
+
+def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
+    """
+    Drops completions with negative advantages that are unlikely by now, see
+    [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556).
+
+    See [`LossType.__call__`] for the arguments.
+
+    Returns:
+        `torch.Tensor` or `float`: 0 for what is dropped, else 1, shape `(B, 1)` or `(B, T)`; 1 without a threshold.
+    """
+    if options.off_policy_threshold is None:
+        return 1.0
+    sampled = inputs.old_logps if inputs.sampling_logps is None else inputs.sampling_logps
+    # A token that the engine didn't score says nothing
+    divergence = log_ratios(sampled, inputs.logps.detach(), inputs.mask).nan_to_num(nan=0.0)
+    divergence = divergence.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
+    return ((_per_token(inputs.advantages) >= 0) | (divergence <= options.off_policy_threshold)).to(inputs.mask.dtype)
 
 
 def sequence_ratios(
@@ -284,8 +402,108 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
     return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
+def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
+    """Factor of the policy gradient for what the sampler did otherwise than the policy."""
+    ratio = 1.0 if inputs.sampling_ratio is None else inputs.sampling_ratio
+    return off_policy_mask(inputs, options) * ratio
+
+
+def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+    """TRL's shares of what is clipped below and above, `(B, T)` or `(B, 1)`."""
+    shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
+    means = {f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()}
+    return {
+        **means,
+        "clip_ratio/low_min": smallest(completion_means(shares["low"], mask)),
+        "clip_ratio/high_max": largest(completion_means(shares["high"], mask)),
+    }
+
+
+def _clipped(ratio: torch.Tensor, inputs: LossInputs, options: LossOptions) -> LossOutput:
+    advantages = _per_token(inputs.advantages)
+    clipped = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
+    ratio = ratio.clamp(max=options.delta)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
+    low = (ratio < 1 - options.epsilon_low) & (advantages < 0)
+    high = (ratio > 1 + options.epsilon_high) & (advantages > 0)
+    return LossOutput(loss * inputs.weights * _correction(inputs, options), _clip_metrics(low, high, inputs.mask))
+
+
+_DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
+_MEAN = {"mode": "seq-mean-token-mean", "over": "completions"}
+
+
+@policy_loss(
+    "luspo", paper=Paper("LUSPO", "2602.05261"), **{**_MEAN, "mode": "seq-mean-token-sum"}, sequence_level=True
+)
+@policy_loss("dapo", paper=Paper("DAPO", "2503.14476"), sequence_level=True)
+@policy_loss("dr_grpo", paper=_DR_GRPO, over="length_limit", sequence_level=True)
+@policy_loss("bnpo", paper=None, over="micro_batch_tokens", sequence_level=True)
+@policy_loss("grpo", paper=Paper("DeepSeekMath", "2402.03300"), **_MEAN, sequence_level=True)
+def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
+    r"""
+    PPO's clipped loss $-\min(r A, \mathrm{clip}(r, 1 - \epsilon_\mathrm{low}, 1 + \epsilon_\mathrm{high}) A)$ with $r$
+    of at most $\delta$. The loss types of this formula average in different ways.
+
+    See [`LossType.__call__`] for the arguments.
+    """
+    return _clipped(importance_ratios(inputs, options), inputs, options)
+
+
+@policy_loss("cispo", sequence_level=True)
+def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
+    r"""
+    REINFORCE with clipped importance weights, $-\mathrm{sg}[\min(r, \epsilon_\mathrm{high})] A \log \pi$, see
+    [MiniMax-M1](https://huggingface.co/papers/2506.13585).
+
+    See [`LossType.__call__`] for the arguments.
+    """
+    advantages, ratio = _per_token(inputs.advantages), importance_ratios(inputs, options).detach()
+    loss = -ratio.clamp(max=options.epsilon_high) * advantages * inputs.logps
+    clipped = (ratio > options.epsilon_high) & (advantages > 0)
+    metrics = {"cispo_clip_ratio": token_mean(clipped.float(), inputs.mask)}
+    return LossOutput(loss * inputs.weights * _correction(inputs, options), metrics)
+
+
+@policy_loss("sapo", **_MEAN, sequence_level=True, clips=False)
+def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
+    r"""
+    A soft gate in the place of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
+    [Soft Adaptive Policy Optimization](https://huggingface.co/papers/2511.20347).
+
+    See [`LossType.__call__`] for the arguments.
+    """
+    advantages = _per_token(inputs.advantages)
+    temperature = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    gate = (temperature * (importance_ratios(inputs, options) - 1)).sigmoid() * 4 / temperature
+    return LossOutput(-gate * advantages * inputs.weights * _correction(inputs, options), {})
+
+
+@policy_loss("vespo", sequence_level=True, clips=False)
+def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
+    r"""
+    REINFORCE weighted by completion, $-\mathrm{sg}[e^\lambda w^k e^{-\lambda w}] A \log \pi$ with the ratio $w$ of the
+    policy to the engine that sampled, over the whole completion, see [VESPO](https://huggingface.co/papers/2602.10693).
+
+    See [`LossType.__call__`] for the arguments.
+    """
+    advantages = _per_token(inputs.advantages)
+    smallest_log = math.log(1e-8)
+    with torch.no_grad():
+        log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
+        log_w = log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).sum(1, keepdim=True)
+        if inputs.sampling_ratio is not None:
+            log_w = log_w + inputs.sampling_ratio.log().clamp(smallest_log, _LARGEST_LOG_RATIO).sum(1, keepdim=True)
+        log_w = log_w.clamp(smallest_log, _LARGEST_LOG_RATIO)
+        k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
+        rate = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
+        weight = (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    loss = -weight * advantages * inputs.logps * inputs.weights * off_policy_mask(inputs, options)
+    return LossOutput(loss, {"vespo/phi_seq_mean": token_mean(weight, inputs.mask)})
+
+
 @policy_loss("cpgd")
-def cpgd_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0) -> torch.Tensor:
+def cpgd_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, with the
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
@@ -295,11 +513,15 @@ def cpgd_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, corre
 
     See [`LossType.__call__`] for the arguments.
     """
-    advantages = _per_token(advantages)
-    log_ratio = log_ratios(logps, old_logps, mask)
-    clipped = log_ratio.clamp(math.log(1 - options.epsilon_low), math.log(1 + options.epsilon_high))
-    loss = -torch.min(log_ratio * advantages, clipped * advantages) * weights * correction
-    return loss + options.drift_coef * policy_drift(logps, old_logps, options.drift_clamp)
+    advantages = _per_token(inputs.advantages)
+    log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
+    smallest_log, largest_log = math.log(1 - options.epsilon_low), math.log(1 + options.epsilon_high)
+    loss = -torch.min(log_ratio * advantages, log_ratio.clamp(smallest_log, largest_log) * advantages)
+    drift = options.drift_coef * policy_drift(inputs.logps, inputs.old_logps, options.drift_clamp)
+    low, high = (log_ratio < smallest_log) & (advantages < 0), (log_ratio > largest_log) & (advantages > 0)
+    return LossOutput(
+        loss * inputs.weights * _correction(inputs, options) + drift, _clip_metrics(low, high, inputs.mask)
+    )
 
 
 def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> torch.Tensor:
@@ -323,8 +545,8 @@ def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> 
     return ((logps.detach() - old_logps).exp() - 1).clamp(max=clamp) * logps
 
 
-@policy_loss("gmpo", mode="seq-mean-token-mean", over="completions", per_completion=True, clips_log_ratio=True)
-def gmpo_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0) -> torch.Tensor:
+@policy_loss("gmpo", **_MEAN, per_completion=True)
+def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     The geometric mean of a completion's ratios times its advantage, see
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673).
@@ -334,18 +556,21 @@ def gmpo_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, corre
 
     See [`LossType.__call__`] for the arguments: one advantage per completion, and the `weights` in the geometric mean.
     """
-    log_ratio = log_ratios(logps, old_logps, mask)
+    advantages, log_ratio = inputs.advantages, log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     clipped = torch.where(
         advantages[:, None] > 0, log_ratio.clamp(max=options.epsilon_high), log_ratio.clamp(min=-options.epsilon_low)
     )
-    weights = mask * weights
+    weights = inputs.mask * inputs.weights
     mean = torch.where(weights.bool(), clipped * weights, 0).sum(1) / weights.sum(1).clamp(min=1)
     loss = -mean.clamp(max=_LARGEST_LOG_RATIO).exp() * advantages
-    return (loss[:, None] * correction).squeeze(1)
+    low = (log_ratio < -options.epsilon_low) & (advantages[:, None] < 0)
+    high = (log_ratio > options.epsilon_high) & (advantages[:, None] > 0)
+    loss = (loss[:, None] * _correction(inputs, options)).squeeze(1)
+    return LossOutput(loss, _clip_metrics(low, high, inputs.mask))
 
 
 @policy_loss("dual_clip")
-def dual_clip_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, correction=1.0) -> torch.Tensor:
+def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, see
     [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
@@ -354,62 +579,48 @@ def dual_clip_loss(logps, old_logps, advantages, mask, options, *, weights=1.0, 
 
     See [`LossType.__call__`] for the arguments.
     """
-    advantages = _per_token(advantages)
-    ratio = log_ratios(logps, old_logps, mask).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    clipped = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
-    loss = -torch.min(ratio * advantages, clipped * advantages)
-    loss = torch.where(advantages < 0, torch.min(loss, -options.delta * advantages), loss)
-    return loss * weights * correction
+    log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
+    return _clipped(log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp(), inputs, options)
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = None
-) -> torch.Tensor:
+def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    Half the squared error of the critic, clipped around its old values as in
-    [PPO](https://huggingface.co/papers/1707.06347):
-    $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
+    RLOO's loss with one clipped ratio of each whole completion, see
+    [Back to Basics](https://huggingface.co/papers/2402.14740).
 
     Args:
-        values (`torch.Tensor`):
-            Current values, shape `(B, T)`.
-        old_values (`torch.Tensor`):
-            Values when the completions were sampled, shape `(B, T)`.
-        returns (`torch.Tensor`):
-            Returns, shape `(B, T)`.
-        clip (`float`, *optional*):
-            How far values may move from the old ones to be rewarded for it. `None` doesn't clip.
+        inputs ([`LossInputs`]):
+            Tensors of a micro-batch; the old log-probabilities are sums over completions, shape `(B,)`.
+        options ([`LossOptions`]):
+            Hold the clip range.
 
     Returns:
-        `torch.Tensor`: Loss of each token, shape `(B, T)`.
+        [`LossOutput`]: The mean over completions, and metrics.
     """
-    error = (values - returns).square()
-    if clip is not None:
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.max(error, (clipped - returns).square())
-    return error / 2
+    log_ratio = torch.where(inputs.mask.bool(), inputs.logps, 0).sum(1) - inputs.old_logps
+    inputs = replace(inputs, mask=torch.ones_like(log_ratio)[:, None], advantages=inputs.advantages[:, None])
+    losses, metrics = _clipped(log_ratio.exp()[:, None], inputs, options)
+    return LossOutput(losses.mean(), metrics)
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""
-    How much of the returns the critic knows before: $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
+def ratio_metrics(inputs: LossInputs) -> dict[str, Metric]:
+    """
+    How far the policy has moved since it sampled.
 
     Args:
-        values (`torch.Tensor`):
-            Values, shape `(B, T)`.
-        returns (`torch.Tensor`):
-            Returns, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`.
+        inputs ([`LossInputs`]):
+            Tensors of a micro-batch.
 
     Returns:
-        `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.
+        `dict[str, Metric]`: Mean and largest ratio, and the k3 estimate of the divergence.
     """
-    returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
-    if len(returns) < 2:
-        return returns.new_tensor(torch.nan)
-    variance = returns.var(correction=0)
-    return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
+    log_ratio = log_ratios(inputs.logps.detach(), inputs.old_logps, inputs.mask)
+    ratio = log_ratio.exp()
+    return {
+        "ratio/mean": token_mean(ratio, inputs.mask),
+        "ratio/max": largest(torch.where(inputs.mask.bool(), ratio, 0), merge=max),
+        "approx_kl": token_mean(ratio - 1 - log_ratio, inputs.mask),
+    }
 
 
 def aggregate(

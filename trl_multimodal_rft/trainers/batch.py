@@ -4,8 +4,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..encoding.prompts import EncodedPrompt
 from ..forward.scores import Scores
 from ..generation.transformers import Branches
@@ -40,9 +38,6 @@ class Batch:
     # In a rollout, what `rollout_func` says beside completions, where TRL's trainer doesn't take it
     extra: dict[str, Any] | None = None
     rewards_per_func: Any = None  # in a rollout, the rewards of all processes' completions, `(N, F)`
-    # Scores of the completions, in the order in which TRL's code asked for them
+    # Scores of the completions, in the order in which they were computed
     scores: list[Scores] = field(default_factory=list)
-    current: Scores | None = None  # in a loss, the scores with gradients, once they are computed
-    hands_out_current: bool = False  # whether TRL's loss is at work, which asks for these scores
     supervised: Completions | None = None  # in a loss of PPO, prompts, supervised completions and their mask
-    token_weights: torch.Tensor | None = None  # in a loss, the weight of each token in it, `(B, C)`; `None` for 1

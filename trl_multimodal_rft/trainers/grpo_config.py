@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
-from ..algorithms.losses import LOSSES, LossOptions, LossType
+from ..algorithms.losses import LOSSES, LossOptions
 from .arguments import check_values
 from .multimodal_config import MultimodalArguments, check_choice, check_range
 
@@ -350,15 +350,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "`loss_type='vespo'` weighs completions itself; set `vllm_importance_sampling_mode` to "
                 f"'token_truncate' or 'token_mask', got {self.vllm_importance_sampling_mode!r}."
             )
-        if loss.is_own:
-            self._check_own_loss(loss)
-
-    @property
-    def _corrects(self) -> bool:
-        return self.use_vllm and self.vllm_importance_sampling_correction
-
-    def _check_own_loss(self, loss: LossType) -> None:
-        if self.importance_sampling_level == "sequence":
+        if sequence_level and not loss.sequence_level:
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
             )
@@ -378,13 +370,17 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 raise ValueError(
                     f"`delta` ({self.delta}) bounds the ratio beyond the clip range, so it must be above {upper}."
                 )
-        elif self.delta is not None:
+        elif self.delta is not None and not loss.sequence_level:  # TRL's losses ignore it
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
         if loss.per_completion and self._corrects and self.vllm_importance_sampling_mode.startswith("token"):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
                 "'sequence_mask' or 'sequence_truncate'."
             )
+
+    @property
+    def _corrects(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
     def _check_sampling(self) -> None:
         for name in ("dynamic_sampling", "replay_buffer_size"):
@@ -404,11 +400,21 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
 
     def loss_options(self) -> LossOptions:
-        """What the policy loss is told."""
+        """Options of the policy loss and of the KL term beside it."""
         return LossOptions(
             epsilon_low=self.epsilon,
             epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
             delta=math.inf if self.delta is None else self.delta,
+            importance_sampling_level=self.importance_sampling_level,
+            off_policy_threshold=self.off_policy_mask_threshold,
+            kl_estimator=self.kl_estimator or "k3",
+            kl_bias_correction=self.use_bias_correction_kl,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
             drift_coef=self.cpgd_drift_coef,
             drift_clamp=self.cpgd_drift_clamp,
         )

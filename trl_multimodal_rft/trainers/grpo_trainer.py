@@ -16,11 +16,12 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import use_adapter
 
 from ..algorithms.advantages import estimate_advantages, group_statistics
+from ..algorithms.entropy import adapted_entropy_coef
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from ..algorithms.losses import LOSSES, log_ratios
+from ..algorithms.losses import LOSSES, LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
+from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
-from ..reporting.pending_metrics import PendingMetrics
 from ..rewards.checks import distinct_names
 from .group_exchange import GroupExchangeMixin
 from .groups import GroupBuffer
@@ -166,13 +167,8 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
-        # TRL's loss has its own KL term, which is k3; all others are ours, and TRL's is then 0
-        self._has_own_kl = args.beta != 0 and (
-            args.kl_in_reward or args.kl_estimator != "k3" or LOSSES[args.loss_type].is_own
-        )
-        self._set_kl_coef()
-        self._pending = PendingMetrics(self.accelerator)  # metrics of the micro-batch
-        self._kl_window = []  # what the controller gets at the end of the optimizer step
+        # What the coefficients of KL divergence and entropy adapt to at the end of the optimizer step
+        self._kl_window, self._entropy_window = Window(), Window()
         self._exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
         if self._exchanges_groups and (rollout_func is not None or environment_factory is not None):
             raise ValueError(
@@ -201,9 +197,6 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         """Coefficient of the KL divergence now, in the loss or in the rewards."""
         return self._kl_controller.value
 
-    def _set_kl_coef(self) -> None:
-        self.beta = 0.0 if self._has_own_kl else self.kl_coef
-
     # Rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,8 +219,6 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             output.setdefault("old_per_token_logps", old.logps)
         if need_entropies:
             output["rollout_entropies"] = old.entropies
-        if self._has_own_kl:
-            output["ref_per_token_logps"] = self._score_reference(output)
         self._set_advantages(output, batch.rewards_per_func)
         return output
 
@@ -304,8 +295,7 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
             live = live.live[live.index].to(rewards.device)
             if args.kl_in_reward:
                 kl = approx_kl(output["old_per_token_logps"], output["ref_per_token_logps"], mask, "k1")
-                self._pending.add_token_mean(self._metrics[mode]["kl"].append, kl, mask)
-                self._pending.gather()
+                log_metrics({"kl": token_mean(kl, mask)}, self.accelerator.gather, self._metrics[mode])
         if self.model.training and self._exchanges_groups:
             output["live"] = live[rows]
 
@@ -356,175 +346,91 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
 
     # Loss
 
-    def compute_loss(self, *args, **kwargs):
-        self._pending.clear()
-        loss = super().compute_loss(*args, **kwargs)
-        self._pending.gather()
-        return loss
-
-    def _compute_loss(self, model, inputs):
-        """
-        The loss of a micro-batch: its scores, then TRL's own code for TRL's loss types, ours for ours.
-
-        TRL's code asks for scores and for high-entropy tokens, and gets those of `self._batch`.
-        """
-        with self._batch_of(inputs) as batch:
-            args, own = self.args, LOSSES[self.args.loss_type].is_own
-            mask = self._loss_mask(inputs)
-            scores = batch.current = self._score(model, inputs)
-            batch.token_weights = self._token_weights(inputs, scores.entropies, mask)
-            if own:
-                loss = self._own_loss(scores, mask, inputs)
-            else:
-                batch.hands_out_current = True
-                loss = super()._compute_loss(model, inputs)
-                batch.hands_out_current = False
-            if self._has_own_kl and not args.kl_in_reward and not own:
-                kl_loss = self._kl_loss(scores.logps, mask, inputs)
-                self._log_policy_loss(kl_loss, beside_trl=True)
-                loss = loss + kl_loss
-            if args.kl_target is not None and self.model.training:
-                self._adapt_kl(scores.logps, mask, inputs)
-            if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
-                self._own_metrics["extra_scoring_time"].append(self._extra_scoring_time)
-                self._extra_scoring_time = 0.0
-            return loss
-
-    def _own_loss(self, scores: Scores, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """A loss type that TRL doesn't have, with the terms of those it has: KL, entropy bonus, balancing."""
-        loss = self._policy_loss(scores.logps, mask, inputs)
-        if self._has_own_kl and not self.args.kl_in_reward:
-            loss = loss + self._kl_loss(scores.logps, mask, inputs)
-        if self._entropy_bonus_enabled:
-            self._log_policy_loss(loss)
-            loss = loss - self._entropy_bonus(scores.entropies, mask)
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * scores.aux_loss / self._accumulation()
-            self._pending.add(self._own_metrics["aux_loss"].append, scores.aux_loss, torch.mean)
-        self._pending.add_token_mean(self._own_metrics["entropy"].append, scores.entropies, mask)
-        return loss
-
-    def _score(self, model, inputs: dict[str, Any]) -> Scores:
-        """Scores of a micro-batch, with gradients."""
-        completion_ids = inputs["completion_ids"]
-        self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            completion_ids.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
+    def _loss(self, scores: Scores, inputs: dict[str, Any]) -> LossOutput:
+        args, mask = self.args, self._loss_mask(inputs)
+        tensors = LossInputs(
+            scores.logps,
+            old_logps(inputs, scores.logps),
+            inputs["advantages"],
+            mask,
+            weights=self._token_weights(inputs, scores.entropies, mask),
+            sampling_logps=inputs.get("sampling_per_token_logps"),
+            sampling_ratio=inputs.get("importance_sampling_ratio"),
+            ref_logps=inputs["ref_per_token_logps"] if args.beta != 0 and not args.kl_in_reward else None,
+            entropies=scores.entropies,
+            aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
         )
-        return self._batch.scores[-1]
-
-    def _policy_loss(self, logps: torch.Tensor, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """A policy loss that TRL doesn't have, and its metrics."""
-        loss_type, options = LOSSES[self.args.loss_type], self.args.loss_options()
-        advantages, old = inputs["advantages"], old_logps(inputs, logps)
-        correction = inputs.get("importance_sampling_ratio", 1.0)
-        if self.off_policy_mask_threshold is not None:
-            correction = correction * self.get_off_policy_mask(
-                advantages=advantages[:, None] if advantages.dim() == 1 else advantages,
-                per_token_logps=logps,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old),
-                mask=mask,
-                off_policy_threshold=self.off_policy_mask_threshold,
+        output = grpo_loss(
+            LOSSES[args.loss_type],
+            tensors,
+            args.loss_options(),
+            self._normalizer(inputs),
+            kl_coef=self.kl_coef,
+            entropy_coef=self._active_entropy_coef(),
+            aux_coef=self.router_aux_loss_coef,
+        )
+        if self.model.training:
+            self._adapt_entropy(tensors)
+            self._adapt_kl(scores.logps, mask, inputs)
+        if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
+            self._metrics["train" if self.model.training else "eval"]["extra_scoring_time"].append(
+                self._extra_scoring_time
             )
-        weights = 1.0 if self._batch.token_weights is None else self._batch.token_weights
-        per_token = loss_type(logps, old, advantages, mask, options, weights=weights, correction=correction)
+            self._extra_scoring_time = 0.0
+        return output
 
-        metrics = self._own_metrics
-        low, high = loss_type.clipped(log_ratios(logps, old, mask), advantages, options)
-        for name, clipped in (("low", low), ("high", high), ("region", low | high)):
-            self._pending.add_token_mean(metrics[f"clip_ratio/{name}_mean"].append, clipped.float(), mask)
-        for name, clipped, largest in (("low_min", low, False), ("high_max", high, True)):
-            per_completion = (clipped * mask).sum(1) / mask.sum(1)
-            self._pending.add_extreme(metrics[f"clip_ratio/{name}"].append, per_completion, largest)
-        return self._aggregate(per_token, mask, inputs)
-
-    def _kl_loss(self, logps: torch.Tensor, mask: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """The KL term where it isn't TRL's own."""
-        args = self.args
-        kl = approx_kl(logps, inputs["ref_per_token_logps"], mask, args.kl_estimator)
-        # That of GMPO is plain, as in TRL's trainer for it
-        is_corrected = args.use_bias_correction_kl and not LOSSES[args.loss_type].per_completion
-        if args.kl_estimator == "k3" and is_corrected:
-            kl = kl * log_ratios(logps, old_logps(inputs, logps), mask).exp()
-        self._pending.add_token_mean(self._own_metrics["kl"].append, kl, mask)
-        return self.kl_coef * self._aggregate(kl, mask, inputs)
-
-    def _entropy_bonus(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The mean entropy of the tokens that are trained on times its coefficient, which may adapt as TRL's does."""
-        args, training, weights = self.args, self.model.training, self._batch.token_weights
-        weights = mask if weights is None else mask * weights
-        sums = torch.stack([(entropies * weights).sum(), weights.sum()])
-        active = not self.use_adaptive_entropy or self._last_world_entropy <= args.entropy_target
-        coef = self.entropy_coef if active else 0.0
-        if training and self.use_adaptive_entropy:
-            window = sums.detach()
-            self._entropy_window_stats = window + (
-                0 if self._entropy_window_stats is None else self._entropy_window_stats
-            )
-            if self.accelerator.sync_gradients:
-                total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
-                self._entropy_window_stats, self._last_world_entropy = None, total / max(count, 1.0)
-                step = (
-                    args.entropy_coef_delta
-                    if self._last_world_entropy <= args.entropy_target
-                    else -args.entropy_coef_delta
-                )
-                self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
-        if training and self.accelerator.sync_gradients:
-            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
-        return coef * sums[0] / sums[1].clamp(min=1.0) / self._accumulation()
-
-    def _log_policy_loss(self, loss: torch.Tensor, beside_trl: bool = False) -> None:
-        """The metric `policy_loss`, which TRL has with an entropy bonus; or what comes to TRL's."""
-        if not self._entropy_bonus_enabled:
-            return
-        # Like TRL, before the division by accumulation steps where the loss type has it
-        scale = self._accumulation() if LOSSES[self.args.loss_type].is_mean else 1
-        logged = self._own_metrics["policy_loss"]
-        take = (lambda mean: logged.append(logged.pop() + mean)) if beside_trl else logged.append
-        self._pending.add(take, scale * loss, torch.mean)
-
-    @property
-    def _own_metrics(self) -> dict[str, list[float]]:
-        return self._metrics["train" if self.model.training else "eval"]
-
-    def _aggregate(self, values, mask, inputs) -> torch.Tensor:
-        """Averages over tokens and completions with the denominators that TRL gives the loss type."""
+    def _normalizer(self, inputs: dict[str, Any]) -> Normalizer:
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:  # of the generation batch, where it holds several optimizer steps
             tokens = tokens * self._accumulation() / self.args.steps_per_generation
-        return LOSSES[self.args.loss_type].average(
-            values,
-            mask,
-            accumulation=self._accumulation(),
-            length_limit=self.max_completion_length,
-            batch_tokens=tokens,
-        )
+        return Normalizer(self._accumulation(), self.max_completion_length, tokens)
 
     def _accumulation(self) -> int:
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
-    def _adapt_kl(self, logps, mask, inputs) -> None:
+    def _active_entropy_coef(self) -> float | None:
+        """Coefficient of the entropy bonus in this optimizer step; `None` without a bonus."""
+        if not self._entropy_bonus_enabled:
+            return None
+        is_low = not self.use_adaptive_entropy or self._last_world_entropy <= self.args.entropy_target
+        return self.entropy_coef if is_low else 0.0
+
+    def _adapt_entropy(self, tensors: LossInputs) -> None:
+        """TRL's adaptive coefficient of the entropy bonus, in TRL's attributes, which checkpoints hold."""
+        args, is_last = self.args, self.accelerator.sync_gradients
+        if self.use_adaptive_entropy:
+            self._entropy_window.add(*entropy_sums(tensors))
+            if is_last:
+                total, count = self._entropy_window.close(self.accelerator.reduce)
+                self._last_world_entropy = total / max(count, 1.0)
+                self.entropy_coef = adapted_entropy_coef(
+                    self.entropy_coef,
+                    self._last_world_entropy,
+                    target=args.entropy_target,
+                    step=args.entropy_coef_delta,
+                    smallest=args.entropy_coef_min,
+                    largest=args.entropy_coef_max,
+                )
+        if self._entropy_bonus_enabled and is_last:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: dict[str, Any]) -> None:
+        if self.args.kl_target is None:
+            return
         if self._counts_for_kl():
             kl = approx_kl(logps.detach(), inputs["ref_per_token_logps"], mask, self.args.kl_estimator)
-            self._kl_window.append(torch.stack([kl.sum(), mask.sum().float(), mask.new_tensor(len(mask)).float()]))
+            self._kl_window.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
-            if self._kl_window:
-                window = self.accelerator.reduce(torch.stack(self._kl_window).sum(0), reduction="sum")
-                total, n_tokens, n_completions = window.tolist()
+            sums = self._kl_window.close(self.accelerator.reduce)
+            if sums:
+                total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))
                 self._metrics["train"]["kl/estimate"].append(estimate)
-                self._set_kl_coef()
-                self._kl_window.clear()
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Whether the controller hears of the completions at hand, which it does in their first epoch."""
+        """Whether this micro-batch updates the KL controller (first epoch only)."""
         steps = self.args.steps_per_generation
         return self._step % (steps * self.num_iterations) < steps
 
@@ -554,7 +460,6 @@ class MultimodalGRPOTrainer(GroupExchangeMixin, TokenFilterMixin, MultimodalMixi
         # What the run no longer asks for stays in the checkpoint
         if self.args.kl_target is not None:
             self._kl_controller.load_state_dict(state["kl_controller"])
-            self._set_kl_coef()
         self._reward_scale.load_state_dict(state["reward_scale"])
         if state["batches"] == self._batches():
             if self.args.replay_buffer_size > 0:

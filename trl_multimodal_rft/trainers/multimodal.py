@@ -21,6 +21,8 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.advantages import ESTIMATORS
+from ..algorithms.losses import LossOutput
+from ..algorithms.metrics import log_metrics
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
@@ -619,8 +621,32 @@ class MultimodalMixin(
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
     def _compute_loss(self, model, inputs):
+        """
+        The loss of a micro-batch: its scores, then the loss and the metrics of the trainer's algorithm.
+
+        A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
+        """
         with self._batch_of(inputs):
-            return super()._compute_loss(model, inputs)
+            loss, metrics = self._loss(self._score(model, inputs), inputs)
+        log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
+        return loss
+
+    def _loss(self, scores: Scores, inputs: dict[str, Any]) -> LossOutput:
+        """The loss of a micro-batch, a scalar, and its metrics, from its scores."""
+        raise NotImplementedError
+
+    def _score(self, model, inputs: dict[str, Any]) -> Scores:
+        """Scores of a micro-batch, with gradients."""
+        completion_ids = inputs["completion_ids"]
+        self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            completion_ids.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+        return self._batch.scores[-1]
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -634,8 +660,6 @@ class MultimodalMixin(
         **kwargs,
     ):
         batch = self._batch
-        if batch is not None and batch.hands_out_current:
-            return batch.current.logps, batch.current.entropies, batch.current.aux_loss
         if batch is None or batch.prompts is None:  # `rollout_func` makes its own prompts
             tensors = super()._get_per_token_logps_and_entropies(
                 model,

@@ -25,7 +25,6 @@ class OwnToolsMixin(TrainerMixin):
     """Gives a trainer of TRL what its GRPO trainer has: `tools`, `environment_factory` and `rollout_func`."""
 
     _batch: Any
-    _loss_mask: Any
 
     def __init__(self, *args, tools=None, environment_factory=None, rollout_func=None, **kwargs):
         # Read while the trainer is set up
@@ -116,21 +115,6 @@ class OwnToolsMixin(TrainerMixin):
             for i, row in enumerate(inputs)
         ]
         return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-
-    # Update
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        self._count_sampled_only("entropy", inputs)
-        return loss
-
-    def _count_sampled_only(self, name: str, batch: dict[str, Any]) -> None:
-        """Corrects a mean over all tokens to which those that weren't sampled have come as 0."""
-        if "tool_mask" not in batch:
-            return
-        counts = torch.stack([batch["completion_mask"].sum(), self._loss_mask(batch).sum()])
-        n_tokens, n_sampled = self.accelerator.reduce(counts, reduction="sum").tolist()
-        self._metrics["train" if self.model.training else "eval"][name][-1] *= n_tokens / max(n_sampled, 1)
 
 
 def _empty_rows(environment_factory: Any, args: Any) -> Dataset:

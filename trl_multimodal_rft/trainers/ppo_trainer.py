@@ -22,7 +22,9 @@ from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..algorithms.advantages import gae
-from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
+from ..algorithms.critic import explained_variance, ptx_loss, value_loss
+from ..algorithms.losses import LOSSES, LossInputs, LossOutput, ratio_metrics
+from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
 from ..data.fetch import EndlessRows
 from ..data.fingerprint import fingerprint
@@ -319,21 +321,35 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
             self._buffered_inputs = [self._buffered_inputs[i] for i in order]
         return super()._prepare_inputs(generation_batch)
 
-    def _compute_loss(self, model, inputs):
-        with self._batch_of(inputs) as batch:
-            policy_loss = super()._compute_loss(model, inputs)
-            if not self.model.training:
-                return policy_loss
-            args, scores = self.args, batch.current
-            self._log_policy(policy_loss, scores.logps, inputs)
-            loss = self._if_trained("policy", policy_loss, scores.logps)
+    def _loss(self, scores: Scores, inputs: dict[str, Any]) -> LossOutput:
+        """The loss of GRPO, and in training those of the critic and of supervised rows."""
+        policy = super()._loss(scores, inputs)
+        if not self.model.training:
+            return policy
+        args, mask, kind = self.args, self._loss_mask(inputs), LOSSES[self.args.loss_type]
+        tensors = LossInputs(scores.logps, old_logps(inputs, scores.logps), inputs["advantages"], mask)
+        unscaled = policy.loss * self._accumulation() if kind.is_mean else policy.loss
+        metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
+        loss = self._if_trained("policy", policy.loss, scores.logps)
+        if self.critic is not None:
+            mask = mask * inputs["scorable"][:, None]
+            value = value_loss(scores.values, inputs["old_values"], inputs["returns"], mask, args.cliprange_value)
+            mean = kind.average(value.loss, mask, self._normalizer(inputs))
+            loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)
+            metrics |= value.metrics
+        if scores.supervised is not None:
+            ptx = ptx_loss(scores.supervised, self._batch.supervised[2])
+            mean = ptx.loss / self._accumulation()
+            loss = loss + args.ptx_coef * self._if_trained("policy", mean, scores.supervised)
+            metrics |= ptx.metrics
+        if self.accelerator.sync_gradients:
+            logged = self._metrics["train"]
+            if self.kl_coef != 0 and args.kl_target is None:
+                logged["kl_coef"].append(self.kl_coef)
             if self.critic is not None:
-                value_loss = self._if_trained("critic", self._value_loss(scores.values, inputs), scores.values)
-                loss = loss + args.vf_coef * value_loss
-            if scores.supervised is not None:
-                ptx_loss = self._ptx_loss(scores.supervised, batch.supervised[2])
-                loss = loss + args.ptx_coef * self._if_trained("policy", ptx_loss, scores.supervised)
-            return loss
+                rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
+                logged["value_learning_rate"].append(rate)
+        return LossOutput(loss, metrics)
 
     def _score(self, model, inputs) -> Scores:
         """Scores of policy and critic, and of supervised completions, in one forward of the engine."""
@@ -356,42 +372,6 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
 
     def _counts_for_kl(self):
         return self._trains("policy") and super()._counts_for_kl()
-
-    def _value_loss(self, values: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        args, metrics = self.args, self._metrics["train"]
-        mask = self._loss_mask(inputs) * inputs["scorable"][:, None]
-        plain = value_loss(values, inputs["old_values"], inputs["returns"])
-        loss = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        self._pending.add_token_mean(metrics["value_loss"].append, loss, mask)
-        self._pending.add_token_mean(metrics["value_clip_ratio"].append, (loss > plain).float(), mask)
-        return self._aggregate(loss, mask, inputs)
-
-    def _ptx_loss(self, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        loss = -(logps * mask).sum() / mask.sum()
-        self._pending.add(self._metrics["train"]["ptx_loss"].append, loss, torch.mean)
-        return loss / self._accumulation()
-
-    def _log_policy(self, loss: torch.Tensor, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """What TRL doesn't log."""
-        metrics, mask = self._metrics["train"], self._loss_mask(inputs)
-        if not self._entropy_bonus_enabled:
-            scale = self._accumulation() if LOSSES[self.args.loss_type].is_mean else 1
-            self._pending.add(metrics["policy_loss"].append, scale * loss, torch.mean)
-        log_ratio = log_ratios(logps.detach(), old_logps(inputs, logps), mask)
-        ratio = log_ratio.exp()
-        self._pending.add_token_mean(metrics["ratio/mean"].append, ratio, mask)
-        largest = torch.where(mask.bool(), ratio, 0).max()
-        # TRL logs the mean of a list, so the maximum of all micro-batches is its one entry
-        self._pending.add(
-            lambda value: metrics.update({"ratio/max": [max([value, *metrics["ratio/max"]])]}), largest, torch.max
-        )
-        self._pending.add_token_mean(metrics["approx_kl"].append, ratio - 1 - log_ratio, mask)
-        if self.accelerator.sync_gradients:
-            if self.kl_coef != 0 and self.args.kl_target is None:
-                metrics["kl_coef"].append(self.kl_coef)
-            if self.critic is not None:
-                rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
-                metrics["value_learning_rate"].append(rate)
 
     # Supervised rows
 

@@ -10,7 +10,9 @@ from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
-from ..algorithms.losses import sequence_ratios
+from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss, sequence_ratios
+from ..algorithms.metrics import rank_mean, token_mean
+from ..forward.scores import Scores
 from .batch import Batch
 from .multimodal import MultimodalMixin
 from .own_tools import OwnToolsMixin
@@ -119,8 +121,11 @@ class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Batch]:
         output, batch = super()._roll_out(inputs)
-        if self.beta != 0:
-            self._count_sampled_only("kl", output)
+        if self.beta != 0 and "tool_mask" in output:
+            # TRL's code counts all tokens, of which those that weren't sampled come as 0
+            counts = torch.stack([output["completion_mask"].sum(), self._loss_mask(output).sum()])
+            n_tokens, n_sampled = self.accelerator.reduce(counts, reduction="sum").tolist()
+            self._metrics["train" if self.model.training else "eval"]["kl"][-1] *= n_tokens / max(n_sampled, 1)
         if self.use_vllm and self.args.vllm_importance_sampling_correction:
             # The policy that sampled is scored first
             self._correct_for_engine(output, batch.scores[0].logps)
@@ -148,3 +153,17 @@ class MultimodalRLOOTrainer(MultimodalMixin, OwnToolsMixin, RLOOTrainer):
         for name, value in (("min", ratios.min()), ("mean", ratios.mean()), ("max", ratios.max())):
             everywhere = gather(value)
             metrics[f"sampling/importance_sampling_ratio/{name}"].append(getattr(everywhere, name)().item())
+
+    # Update
+
+    def _loss(self, scores: Scores, inputs: dict[str, Any]) -> LossOutput:
+        mask = self._loss_mask(inputs)
+        loss, metrics = rloo_loss(
+            LossInputs(scores.logps, inputs["old_logps"], inputs["advantages"], mask),
+            LossOptions(self.epsilon_low, self.epsilon_high),
+        )
+        if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss
+            metrics["aux_loss"] = rank_mean(scores.aux_loss)
+        metrics["entropy"] = token_mean(scores.entropies, mask)
+        return LossOutput(loss, metrics)

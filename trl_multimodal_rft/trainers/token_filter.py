@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from ..algorithms.entropy import high_entropy_mask
+from ..algorithms.entropy import high_entropy_weights
 from ..models.trainer_mixin import TrainerMixin
 
 
 class TokenFilterMixin(TrainerMixin):
     """Gives GRPO the choice of where the entropies come from, and among which tokens the highest are chosen."""
 
-    _batch: Any
     _gather_rows: Any
     _loss_mask: Any
     _score_rollout: Any
@@ -46,44 +45,25 @@ class TokenFilterMixin(TrainerMixin):
 
     def _high_entropy_weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         args = self.args
-        options = {"ratio": args.top_entropy_quantile, "renormalize": args.entropy_renormalize}
-        if args.entropy_scope == "sequence":
-            return high_entropy_mask(entropies, mask, scope="sequence", **options)
-        weights = high_entropy_mask(self._gather_rows(entropies.detach()), self._gather_rows(mask), **options)
-        start = self.accelerator.process_index * len(mask)
-        return weights[start : start + len(mask), : mask.size(1)]
-
-    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
-        """
-        Tokens whose entropy is in the top quantile. In the policy loss, they are chosen and weighted as the arguments
-        `entropy_*` say.
-
-        Args:
-            entropies (`torch.Tensor`):
-                Entropy at each token, shape `(B, C)`.
-            mask (`torch.Tensor`):
-                1 on the tokens that count, shape `(B, C)`.
-            threshold (`float`):
-                The quantile. In the loss, 1 minus `top_entropy_quantile`.
-
-        Returns:
-            `torch.Tensor`: TRL's mask, `True` on those tokens. In the loss the weights, 0 on tokens that aren't
-            trained on. Shape `(B, C)`.
-        """
-        batch = vars(self).get("_batch")  # an instance without a constructor or a mock has none
-        if batch is None or batch.token_weights is None:  # not asked for the loss of a micro-batch
-            return super().get_high_entropy_mask(entropies, mask, threshold)
-        return batch.token_weights
+        return high_entropy_weights(
+            entropies,
+            mask,
+            args.top_entropy_quantile,
+            scope=args.entropy_scope,
+            renormalize=args.entropy_renormalize,
+            gather=self._gather_rows,
+            rank=self.accelerator.process_index,
+        )
 
     def _token_weights(
         self, inputs: dict[str, Any], entropies: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Weights of the tokens in the policy loss, `(B, C)`; `None` for 1."""
+    ) -> torch.Tensor | float:
+        """Weights of the tokens in the policy loss, `(B, C)`, or 1."""
         args = self.args
         if "high_entropy_weights" in inputs:
             return inputs["high_entropy_weights"]
         if args.top_entropy_quantile == 1:
-            return None
+            return 1.0
         if args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
-            return super().get_high_entropy_mask(entropies, mask, 1 - args.top_entropy_quantile)
+            return self.get_high_entropy_mask(entropies, mask, 1 - args.top_entropy_quantile)
         return self._high_entropy_weights(entropies, mask)

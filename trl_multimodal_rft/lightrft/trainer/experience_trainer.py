@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Subset
 from transformers import TrainerState
 from transformers.trainer_callback import ProgressCallback
 
-from ...algorithms.losses import LOSSES, explained_variance
+from ...algorithms.critic import explained_variance
+from ...algorithms.losses import LOSSES
 from ...data.features import undecoded
 from ...data.fetch import EndlessRows
 from ...encoding.prompts import EncodedPrompt
@@ -69,7 +70,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             ptx_dataset=rows if args.ptx_coef > 0 else None,
             **kwargs,
         )
-        self.top_entropy_quantile = 0.0  # samples come with weights of their tokens, for which TRL asks below 1
         self.remove_callback(ProgressCallback)
         self.actor = actor
         self.replay_buffer = replay_buffer

@@ -1,0 +1,84 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Losses that PPO adds to the policy's: that of its critic and that of supervised completions."""
+
+import torch
+
+from .losses import LossOutput
+from .metrics import rank_mean, token_mean
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    clip: float | None = None,
+) -> LossOutput:
+    r"""
+    Half the squared error of the critic, clipped around its old values as in
+    [PPO](https://huggingface.co/papers/1707.06347):
+    $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
+
+    Args:
+        values (`torch.Tensor`):
+            Current values, shape `(B, T)`.
+        old_values (`torch.Tensor`):
+            Values when the completions were sampled, shape `(B, T)`.
+        returns (`torch.Tensor`):
+            Returns, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+        clip (`float`, *optional*):
+            How far values may move from the old ones to be rewarded for it. `None` doesn't clip.
+
+    Returns:
+        [`LossOutput`]: Loss of each token, shape `(B, T)`, and metrics.
+    """
+    error = plain = (values - returns).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.max(plain, (clipped - returns).square())
+    metrics = {
+        "value_loss": token_mean(error / 2, mask),
+        "value_clip_ratio": token_mean((error > plain).float(), mask),
+    }
+    return LossOutput(error / 2, metrics)
+
+
+def ptx_loss(logps: torch.Tensor, mask: torch.Tensor) -> LossOutput:
+    """
+    The negative log-likelihood of supervised completions.
+
+    Args:
+        logps (`torch.Tensor`):
+            Log-probabilities, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+
+    Returns:
+        [`LossOutput`]: The mean over tokens, and its metric.
+    """
+    loss = -(logps * mask).sum() / mask.sum()
+    return LossOutput(loss, {"ptx_loss": rank_mean(loss)})
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    r"""
+    How much of the returns the critic knows before: $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
+
+    Args:
+        values (`torch.Tensor`):
+            Values, shape `(B, T)`.
+        returns (`torch.Tensor`):
+            Returns, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+
+    Returns:
+        `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.
+    """
+    returns, errors = returns[mask.bool()].double(), (returns - values)[mask.bool()].double()
+    if len(returns) < 2:
+        return returns.new_tensor(torch.nan)
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)

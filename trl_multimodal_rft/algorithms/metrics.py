@@ -1,0 +1,91 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Metrics of a micro-batch: what each rank knows, and how ranks combine it, so that one gather serves all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number over all ranks."""
+
+    numbers: torch.Tensor  # what this rank knows, `(K,)`
+    combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
+    # How micro-batches combine until the next log; `None` for TRL's mean
+    merge: Callable[[list[float]], float] | None = None
+
+
+def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
+    """A mean over the tokens that count, `(B, T)`; or over completions, of values `(B,)` or `(B, 1)`."""
+    if values.shape != mask.shape:
+        mask = torch.ones_like(values)
+    total = torch.where(mask.bool(), values.detach(), 0).sum()
+    return Metric(torch.stack([total.float(), mask.sum().float()]), _ratio)
+
+
+def rank_mean(value: torch.Tensor) -> Metric:
+    """The mean over ranks of a scalar, without those where it is NaN."""
+    return Metric(value.detach().reshape(1), torch.nanmean)
+
+
+def largest(values: torch.Tensor, merge: Callable[[list[float]], float] | None = None) -> Metric:
+    """The largest value that isn't NaN, or NaN if all are."""
+    return Metric(_nanmax(values.detach()).reshape(1), _nanmax, merge)
+
+
+def smallest(values: torch.Tensor) -> Metric:
+    """The smallest value that isn't NaN, or NaN if all are."""
+    return Metric(_nanmax(-values.detach()).reshape(1), lambda numbers: -_nanmax(numbers))
+
+
+def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of each completion's tokens, `(B,)`, NaN where none counts; values `(B, 1)` are means already."""
+    if values.shape != mask.shape:
+        return values.squeeze(1).float()
+    return (values * mask).sum(1) / mask.sum(1)
+
+
+def log_metrics(metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
+    """Gathers metrics, which all ranks must pass alike, at once, and adds them to those that wait for the next log."""
+    if not metrics:
+        return
+    numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
+    everyone = gather(numbers[None]).cpu().double()
+    parts = everyone.split([len(metric.numbers) for metric in metrics.values()], dim=1)
+    for (name, metric), part in zip(metrics.items(), parts, strict=True):
+        value = metric.combine(part).item()
+        if metric.merge is None:
+            logged[name].append(value)
+        else:
+            logged[name] = [metric.merge([value, *logged[name]])]
+
+
+class Window:
+    """Sums over the micro-batches of an optimizer step."""
+
+    def __init__(self):
+        self._sums: torch.Tensor | None = None
+
+    def add(self, *numbers: torch.Tensor | float) -> None:
+        """Adds those of a micro-batch."""
+        tensors = [each for each in numbers if isinstance(each, torch.Tensor)]
+        values = torch.stack([torch.as_tensor(each, device=tensors[0].device).detach().float() for each in numbers])
+        self._sums = values if self._sums is None else self._sums + values
+
+    def close(self, reduce: Callable) -> list[float]:
+        """Returns the sums over all ranks, none if nothing was added, and starts again."""
+        sums, self._sums = self._sums, None
+        return [] if sums is None else reduce(sums, reduction="sum").tolist()
+
+
+def _ratio(numbers: torch.Tensor) -> torch.Tensor:
+    total, count = numbers.sum(0)
+    return total / count.clamp(min=1)
+
+
+def _nanmax(values: torch.Tensor) -> torch.Tensor:
+    # TRL's functions would wait for the device here
+    nan = values.isnan()
+    return torch.where(nan.all(), torch.nan, torch.where(nan, -torch.inf, values).max())
