@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from trl.extras.profiling import profiling_context
 
+from ..checks.engine_check import EngineCheck
 from ..encoding.prompts import EncodedPrompt
 from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_adapters import EngineAdapter
@@ -17,7 +18,6 @@ from ..models.quantization import is_4bit
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import computing_dtype, unwrapped
 from .checkpoint import checkpoints, step_of
-from .self_check import EngineCheck
 from .setup import media_limits, sampling_changes
 
 
@@ -124,17 +124,19 @@ class EngineMixin(TrainerMixin):
 
     def _check_engine(self, output: dict[str, Any], prompts: list[EncodedPrompt], mask: torch.Tensor) -> None:
         """Compares what an engine sampled with, on its first batch and after an update."""
-        trainer: Any = self
         check = self._self_check
         if check is None or not self.model.training or "sampling_per_token_logps" not in output:
             return
         if not self._samples_from_policy():
             return
         if self._engine_check is None or self._engine_check.check is not check:
-            self._engine_check = EngineCheck(trainer, check)
-        is_new = self._engine_check.run(output, prompts, mask)
+            engine: Any = self.vllm_generation
+            self._engine_check = EngineCheck(self._policy, check, engine.dtype, self._logit_bias)
+        completions = prompts, output["completion_ids"], output["completion_mask"]
+        sampled, step = output["sampling_per_token_logps"], self.state.global_step
+        is_new = self._engine_check.run(self.model, step, completions, mask, sampled)
         if self.tools:
-            is_new = self._engine_check.run_behind_tools(output, prompts, mask) or is_new
+            is_new = self._engine_check.run_after_tools(self.model, completions, mask, sampled) or is_new
         if is_new:
             logger.info(str(check))
             self.accelerator.print(check)

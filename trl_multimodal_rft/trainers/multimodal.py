@@ -21,10 +21,13 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.advantages import ESTIMATORS
+from ..checks.media_contribution import is_due, media_contribution
+from ..checks.self_check import RunSettings, SelfCheck, run_self_check
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt, check_reward_columns
+from ..encoding.ablation import Ablation
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
@@ -51,12 +54,10 @@ from ..rewards.model import RewardModel, read_as_text
 from ..rewards.named import as_reward_funcs
 from .arguments import KnownKeywords, check_arguments
 from .batch import Batch
-from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
 from .rows import RowsMixin
-from .self_check import SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
     check_family,
@@ -75,6 +76,7 @@ from .setup import (
     no_warning_about_init_kwargs,
     refuse_several_runs,
     refuse_unchecked_steps,
+    sampling_changes,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
@@ -368,7 +370,15 @@ class MultimodalMixin(
         every = self.args.media_contribution_steps
         n_steps = max(1, self._steps_per_rollout // self.args.gradient_accumulation_steps)
         if every and self.model.training and is_due(every, self.state.global_step, n_steps):
-            for name, value in media_contribution(self, batch, output).items():
+            completions = output["encoded_prompts"], output["completion_ids"], output["completion_mask"]
+            numbers: Any = batch.numbers
+
+            def encode(row: int, ablation: Ablation) -> EncodedPrompt:
+                tools = self._environment_tools(row)
+                return self._encode(batch.messages[row], numbers[row], ablation=ablation, **tools)
+
+            metrics = media_contribution(self._policy, self.model, completions, self._loss_mask(output), encode)
+            for name, value in metrics.items():
                 self._metrics["train"][name].append(value)
 
     def _read_rows(self, inputs: Sequence[Any]) -> tuple[list, list, list, list]:
@@ -689,8 +699,20 @@ class MultimodalMixin(
         return self._any_process(bool(kinds_of(prompts) & {*unmeasured}))
 
     def _run_self_check(self, messages: list, prompts: list[EncodedPrompt]) -> None:
-        measured = {} if self._self_check is None else self._self_check.media
-        self._self_check = run_self_check(self, messages, prompts, measured)
+        samples = not (self.use_vllm or self.use_transformers_continuous_batching)
+        settings = RunSettings(
+            load_processor=self._processor_as_loaded,
+            template_kwargs=self._template_kwargs(),
+            generation_config=self.generation_config,
+            eos_token_ids=self.eos_token_ids,
+            sample=self._sample_completions if samples else None,
+            generating=self._generating,
+            changes=sampling_changes(self.args),
+            audio_overlong=self.args.audio_overlong,
+            engine_positions=self.use_vllm,
+        )
+        media = {} if self._self_check is None else self._self_check.media
+        self._self_check = run_self_check(self._policy, self.model, prompts, messages, settings, media)
         self._policy.fallbacks = self._self_check.fallbacks
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)

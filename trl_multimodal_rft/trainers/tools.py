@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import parse_response
 
+from ..checks.conversation_check import check_conversation
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
 from ..data.features import restore_media
 from ..data.rules import MediaRules
@@ -23,7 +24,6 @@ from ..families import family_of
 from ..forward.masks import linear_masks
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import unwrapped
-from .self_check import check_conversation
 
 
 logger = get_logger(__name__)
@@ -310,10 +310,12 @@ class ToolsMixin(TrainerMixin):
 
     def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
         """Once, on the first media that a tool returned."""
-        trainer: Any = self
         if self._self_check is None or self._self_check.conversation is not None or not self.model.training:
             return
-        if check_conversation(trainer, prompts, completion_ids):
+        found = check_conversation(self._policy, self.model, prompts, completion_ids, self.use_vllm)
+        if found is not None:
+            self._self_check.conversation, self._policy.fallbacks = found
+            self._self_check.fallbacks = self._policy.fallbacks
             logger.info(str(self._self_check))
             self.accelerator.print(self._self_check)
 
