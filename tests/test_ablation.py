@@ -20,6 +20,7 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
 )
+from trl_multimodal_rft.checks.media_contribution import is_due
 from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
 from trl_multimodal_rft.encoding.ablation import Ablation, fitted
 from trl_multimodal_rft.encoding.prompts import encode_prompt
@@ -27,7 +28,6 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_t
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.trainers.contribution import is_due
 
 
 QUESTION = "Is there a cat or a dog?"

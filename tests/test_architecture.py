@@ -25,8 +25,8 @@ def test_page_has_every_room():
     assert sorted(ROOMS) == sorted(found - NO_ROOM)
 
 
-def imported(path, root=ROOT):
-    """What of this package a module imports, anywhere in it but for type checkers: full names, with their lines."""
+def imported(path, root=ROOT, typing_too=False):
+    """What of this package a module imports, anywhere in it: full names, with their lines."""
     package = ".".join(path.relative_to(root).parent.parts)
     tree = ast.parse(path.read_text())
     typing = [
@@ -34,7 +34,7 @@ def imported(path, root=ROOT):
     ]
     left_out = {inner for node in typing for each in node.body for inner in ast.walk(each)}
     for node in ast.walk(tree):
-        if node in left_out:
+        if node in left_out and not typing_too:
             continue
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
@@ -73,6 +73,57 @@ def test_import_down_would_be_found(tmp_path):
     )
     names = [name for name, _ in imported(module, tmp_path)]
     assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "trainers.batch.Batch")]
+
+
+def import_graph(root=ROOT):
+    """Which modules each module imports, for type checkers and within functions, too."""
+    paths = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (root / PACKAGE.name).rglob("*.py")
+    }
+    graph = {}
+    for module, path in paths.items():
+        names = [name.split(".") for name, _ in imported(path, root, typing_too=True)]
+        prefixes = ([".".join(name[:n]) for n in range(len(name), 0, -1)] for name in names)
+        graph[module] = {next(each for each in some if each in paths) for some in prefixes} - {module}
+    return graph
+
+
+def import_circles(graph):
+    """Modules that import each other, over others or at once: the strongly connected components."""
+    reached = {}
+    for module in graph:
+        found, left = set(), [*graph[module]]
+        while left:
+            if (each := left.pop()) not in found:
+                found.add(each)
+                left += graph[each]
+        reached[module] = found
+    circles = {frozenset(o for o in found if m in reached[o]) for m, found in reached.items() if m in found}
+    return sorted(sorted(circle) for circle in circles)
+
+
+def test_no_import_circles():
+    graph = import_graph()
+    assert len(graph) > 100 and "trl_multimodal_rft.policy" in graph["trl_multimodal_rft.checks.self_check"]
+    assert import_circles(graph) == []
+
+
+def test_import_circle_would_be_found(tmp_path):
+    """Also one of type checkers and functions, over three modules."""
+    folder = tmp_path / "trl_multimodal_rft"
+    modules = {
+        "__init__": "from .a import f",
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b.c import C",
+        "b/__init__": "",
+        "b/c": "def function():\n    from ..d import D",
+        "d": "import trl_multimodal_rft.a",
+        "e": "from . import d",
+    }
+    for name, text in modules.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.py").write_text(text)
+    assert import_circles(import_graph(tmp_path)) == [[f"trl_multimodal_rft.{name}" for name in ("a", "b.c", "d")]]
 
 
 TRAINERS = [

@@ -23,7 +23,6 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.reporting import media_logs, model_card
-from trl_multimodal_rft.trainers import self_check
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 from trl_multimodal_rft.trainers.own_tools import OwnToolsMixin
 
@@ -272,7 +271,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     own_classes = [each for each in ours.__mro__ if each.__module__.startswith("trl_multimodal_rft")]
     source = "".join(map(inspect.getsource, own_classes))
     read = set(re.findall(r"\bself\.(\w+)", source))
-    for function in (self_check._Check, media_logs.log_completions, model_card.write_card):
+    for function in (media_logs.log_completions, model_card.write_card):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
     own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
     own |= set().union(*map(vars, own_classes))

@@ -55,7 +55,7 @@ def check_files(output_dir, output, *more):
     assert metrics["updates"] == 2
     assert (output_dir / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     card = (output_dir / "README.md").read_text()
-    assert "self-check: features = processor's" in card and "trl-multimodal-rft" in card
+    assert "self-check: largest differences" in card and "trl-multimodal-rft" in card
     assert "![Training curves](training_curves.png)" in card and "\nmodel-index:" in card
     assert re.search(r"Accuracy on held-out \w+ before training: \d+\.\d%", output)
     (line,) = [line for line in output.splitlines() if line.startswith(f"{output_dir} has the model")]
@@ -94,7 +94,7 @@ def test_tools(script, tmp_path):
     assert "Accuracy without the tool, at best: 10.0%" in output
     assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
     calls = re.findall(r"'tools/call_frequency': '?([\d.]+)", output)
-    assert float(calls[0]) > 0.5 and "behind media of tools = model's own" in output
+    assert float(calls[0]) > 0.5 and "tool media vs. model's forward" in output
 
 
 @pytest.mark.slow

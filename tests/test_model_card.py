@@ -70,7 +70,7 @@ def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, mo
     assert card.data.datasets == "someone/questions"
     assert "`prompt`" in card.text and (kind is None or f"`{kind}`" in card.text)
     assert f"https://huggingface.co/papers/{trainer._paper['id']}" in card.text
-    assert "log-probs = model's own" in card.text
+    assert "padded rows vs. model's forward" in card.text
     assert "- Rewards: `length_and_sum`" in card.text and "- Updates: 1" in card.text
     for package in ("TRL", "Transformers", "PyTorch", "trl-multimodal-rft"):
         assert re.search(rf"- {package}: \d+\.\d+", card.text)

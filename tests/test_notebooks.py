@@ -108,7 +108,7 @@ def test_grpo_audio(tmp_path):
     }
     output = printed(notebook)
     assert "accuracy_reward [1.0, 0.0, 0.0]" in output and "leading_answer_reward [1.0, 1.0, 0.0]" in output
-    assert "self-check: features = processor's" in output
+    assert "self-check: largest differences" in output
     assert f"held-out accuracy: {result['accuracy']:.1%} before, {result['after']['accuracy']:.1%} after" in output
     # The curves and the bars; three recordings and the one that is asked about
     assert shown(notebook, "image/png") == 2

@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Each rule of the self-check is broken once, and seen; what it finds is mended and measured, or training stops."""
+"""
+Each rule of the self-check is broken once, and seen; what it finds falls back and is measured again, or training
+stops. Most of it needs a policy and prompts alone; what a trainer does with the results is at the end.
+"""
 
 import functools
 import logging
@@ -12,239 +15,164 @@ import torch
 import transformers as hf
 from datasets import Dataset, concatenate_datasets
 from helpers.chats import write_film
+from helpers.checks import subject
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import (
     audio_rows,
     forget_apart,
     image_rows,
-    length_and_sum,
     load,
+    make_trainer,
     saved,
     sound,
     text_rows,
     with_media,
 )
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-    policy,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer, policy
+from trl_multimodal_rft.checks.self_check import SelfCheck
+from trl_multimodal_rft.checks.targets import Traits, choose
 from trl_multimodal_rft.encoding import prompts as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
-from trl_multimodal_rft.policy import Fallbacks
-from trl_multimodal_rft.trainers import rows as trainer_rows
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
-def trainer(family, rows, output_dir, break_model=None, objects=None, **options):
-    if objects is None:
-        model, processor = load(family)
-        objects = {"model": model, "processing_class": processor}
-        if break_model is not None:
-            break_model(model)
-    args = {
-        "output_dir": str(output_dir),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        **options,
-    }
-    return MultimodalGRPOTrainer(
-        reward_funcs=length_and_sum, args=MultimodalGRPOConfig(**args), train_dataset=rows, **objects
-    )
+def asking(prompts, **columns):
+    """Rows of questions, with media."""
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
+    for column, media in columns.items():
+        rows = with_media(rows, column, media)
+    return rows
+
+
+def picture(width=84, height=56):
+    return image_rows(1)[0]["image"].resize((width, height))
 
 
 @pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
-def test_a_sound_model_passes(family, rows, tmp_path, capsys):
-    run = trainer(family, rows(), tmp_path)
-    run.train()
-    check = run._self_check
+def test_a_sound_model_passes(family, rows):
+    sound_model = subject(family, rows(2))
+    check = sound_model.check()
     assert check.features == 0
     assert max(check.padded, check.packed, check.rows, check.sampled) < 1e-5 < check.tolerance < 1e-2
     assert min(check.media.values()) > 1e-2
-    assert run._policy.fallbacks == Fallbacks(packing=True, isolate=None)
-    line = (
-        r"self-check: features = processor's 0e\+00, log-probs = model's own \S+, packed = model's own \S+, "
-        r"(audio|image) moves log-probs by \S+, rows independent \S+, sampled = model's own \S+, "
-        r"sampling applies suppressed placeholders .moves log-probs by \S+., training mode = evaluation mode 0e\+00"
-    )
-    assert re.search(line, capsys.readouterr().out)
-    run.create_model_card()
-    assert re.search(line, (tmp_path / "README.md").read_text())
+    assert check.fallbacks == Fallbacks(packing=True, isolate=None)
+    assert check.changes == ("suppressed placeholders",) and check.changed > 0 and check.training == 0
+    assert sound_model.policy.fallbacks is not check.fallbacks  # which who asked is to apply
 
 
-def test_the_check_draws_no_random_numbers(tmp_path):
-    runs = []
-    for on in (True, False):
-        runs.append(trainer("qwen2_audio", audio_rows(), tmp_path, self_check=on))
-        runs[-1].train()
-    assert runs[0]._self_check is not None and runs[1]._self_check is None
-    pairs = zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+# Log-probabilities against the model's logits
 
 
-# Log-probabilities against the model's own logits
-
-
-def test_own_logits_where_the_fused_head_is_wrong(tmp_path, caplog):
-    run = trainer("llava", image_rows(), tmp_path, temperature=0.7)
-    assert not run._policy.fallbacks.logits_from_model
+def test_model_logits_where_the_fused_head_is_wrong(caplog):
+    wrong = subject("llava", image_rows(2), temperature=0.7)
+    assert not wrong.policy.fallbacks.logits_from_model
     # Nothing that could be measured before
-    run.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
-    run.train()
-    check = run._self_check
-    assert "TRL's fused head gives log-probabilities that are" in caplog.text
-    assert check.fallbacks.logits_from_model and run._policy.fallbacks == check.fallbacks
-    assert max(check.padded, check.packed, check.sampled) < 1e-4 and "(its own logits)" in str(check)
+    wrong.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
+    check = wrong.check()
+    assert "llava: TRL's fused head gives log-probabilities that differ by" in caplog.text
+    assert "falling back to the model's own logits" in caplog.text
+    assert check.fallbacks.logits_from_model
+    assert max(check.padded, check.packed, check.sampled) < 1e-4 and "with the model's logits" in str(check)
 
 
-def test_positions_that_are_wrong_stop_training(tmp_path, monkeypatch):
+def test_positions_that_are_wrong_raise(monkeypatch):
     def shifted(*args):
         batch = left_pad(*args)
         return {**batch, "position_ids": batch["position_ids"] * 3}
 
     left_pad = forward.left_pad
     monkeypatch.setattr(forward, "left_pad", shifted)  # of the scores; sampling has its own
-    run = trainer("qwen2_5_vl", image_rows(), tmp_path)
     with pytest.raises(
-        RuntimeError, match="qwen2_5_vl can't be trained exactly: its log-probabilities in a batch differ"
+        RuntimeError, match="qwen2_5_vl can't be trained exactly: log-probabilities in a batch differ by"
     ):
-        run.train()
+        subject("qwen2_5_vl", image_rows(2)).check()
 
 
 # Features
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_features_that_are_not_the_processors_stop_training(by_name, tmp_path, monkeypatch):
-    objects = {"model": str(saved("qwen2_audio"))} if by_name else None
-    run = trainer("qwen2_audio", audio_rows(), tmp_path, objects=objects)
-    if by_name:
-        # As if loading had passed the side of the tokenizer on to the extractor
-        run.processing_class.feature_extractor.padding_side = "left"
-    else:
-
-        def quieter(*args, **kwargs):
-            prompt = encode_prompt(*args, **kwargs)
-            return replace(prompt, media={name: value * 0.9 for name, value in prompt.media.items()})
-
-        encode_prompt = trainer_rows.encode_prompt
-        monkeypatch.setattr(trainer_rows, "encode_prompt", quieter)
+def test_features_that_are_not_the_processors_raise():
+    quieter = subject("qwen2_audio", audio_rows(2))
+    for prompt in quieter.prompts:
+        prompt.media = {name: value * 0.9 for name, value in prompt.media.items()}
     with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
-        run.train()
+        quieter.check()
 
 
 def test_video_files_are_compared_with_what_the_processor_reads(tmp_path, monkeypatch):
-    path = write_film(tmp_path / "film.mp4")
-    rows = [{"prompt": [{"role": "user", "content": f"Is there a dog? {i}"}], "video": path} for i in range(4)]
-    run = trainer("qwen3_vl", Dataset.from_list(rows), tmp_path)
-    run.train()
-    assert run._self_check.features == 0
+    rows = asking(["Is there a dog?"]).add_column("video", [write_film(tmp_path / "film.mp4")])
+    assert subject("qwen3_vl", rows).check().features == 0
 
     def larger(processor, size, frames, count):
         return frames.repeat(2, 1).repeat(2, 2)
 
     monkeypatch.setattr(encoding, "_resized_frames", larger)
-    run = trainer("qwen3_vl", Dataset.from_list(rows), tmp_path)
     with pytest.raises(RuntimeError, match="its media tensors differ by inf from those of its processor"):
-        run.train()
+        subject("qwen3_vl", rows).check()
 
 
 # Media
 
 
-def test_media_that_do_nothing_raise(tmp_path):
-    def deafen(model):
-        torch.nn.init.zeros_(model.model.multi_modal_projector.linear.weight)
-
-    run = trainer("qwen2_audio", audio_rows(), tmp_path, deafen)
+def test_media_that_do_nothing_raise():
+    deaf = subject("qwen2_audio", audio_rows(2))
+    torch.nn.init.zeros_(deaf.model.model.multi_modal_projector.linear.weight)
     with pytest.raises(RuntimeError, match="qwen2_audio answers the same with another audio .log-probs move by 0"):
-        run.train()
+        deaf.check()
 
 
-def test_an_ignored_audio_cannot_hide_behind_an_image(tmp_path):
-    rows = with_media(image_rows(), "audio", [sound(0.3 + 0.1 * (i % 3), seed=i) for i in range(8)])
-
-    def deafen(model):
-        encoder = model.get_encoder(modality="audio")
-        torch.nn.init.zeros_(encoder.proj.weight)
-        torch.nn.init.zeros_(encoder.proj.bias)
-
-    whole = trainer("qwen2_5_omni", rows, tmp_path)
-    whole.train()
-    assert whole._self_check.media.keys() == {"image", "audio"} and min(whole._self_check.media.values()) > 1e-2
-    run = trainer("qwen2_5_omni", rows, tmp_path, deafen)
+def test_an_ignored_audio_cannot_hide_behind_an_image():
+    rows = with_media(image_rows(2), "audio", [sound(0.3 + 0.1 * i, seed=i) for i in range(2)])
+    whole = subject("qwen2_5_omni", rows)
+    media = whole.check().media
+    assert media.keys() == {"image", "audio"} and min(media.values()) > 1e-2
+    projection = whole.model.get_encoder(modality="audio").proj
+    torch.nn.init.zeros_(projection.weight)
+    torch.nn.init.zeros_(projection.bias)
     with pytest.raises(RuntimeError, match="answers the same with another audio"):
-        run.train()
+        whole.check()
+    assert whole.check(audio=0.5).media.keys() == {"image", "audio"}  # which was measured before
 
 
-def test_a_model_that_hears_only_that_there_is_a_sound_raises(tmp_path):
+def test_a_model_that_hears_only_that_there_is_a_sound_raises():
     """Without the features it answers differently, but every sound is the same to it."""
-
-    def same_for_all(model):
-        torch.nn.init.zeros_(model.model.multi_modal_projector.linear.weight)
-        torch.nn.init.constant_(model.model.multi_modal_projector.linear.bias, 0.5)
-
-    run = trainer("qwen2_audio", audio_rows(), tmp_path, same_for_all)
+    deaf = subject("qwen2_audio", audio_rows(2))
+    torch.nn.init.zeros_(deaf.model.model.multi_modal_projector.linear.weight)
+    torch.nn.init.constant_(deaf.model.model.multi_modal_projector.linear.bias, 0.5)
     with pytest.raises(RuntimeError, match="answers the same with another audio"):
-        run.train()
+        deaf.check()
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_sound_in_all_rows_is_no_reason_to_stop(rows, tmp_path):
-    prompts = [{"prompt": [{"role": "user", "content": f"What do you hear? {i}"}]} for i in range(rows)]
-    dataset = with_media(Dataset.from_list(prompts), "audio", [sound(0.4, seed=1)] * rows)
-    run = trainer("qwen2_audio", dataset, tmp_path, per_device_train_batch_size=4 * rows)
-    run.train()
-    assert run._self_check.media["audio"] > 1e-2
+def test_one_sound_in_all_rows_is_no_reason_to_stop(rows):
+    dataset = asking([f"What do you hear? {i}" for i in range(rows)], audio=[sound(0.4, seed=1)] * rows)
+    assert subject("qwen2_audio", dataset).check().media["audio"] > 1e-2
 
 
-def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path):
-    rows = concatenate_datasets([text_rows(2), image_rows(2)])
-    run = trainer("qwen2_5_vl", rows, tmp_path, max_steps=2, shuffle_dataset=False)
-    checks = []
-    check = run._run_self_check
-    run._run_self_check = lambda *given: checks.append(check(*given)) or checks[-1]
-    run.train()
-    assert len(checks) == 2 and run._self_check.media.keys() == {"image"}
+# Prompts in one forward
 
 
-# Prompts beside each other
-
-
-def test_rows_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
+def test_rows_that_disturb_each_other_are_isolated(monkeypatch, caplog):
     forget_apart(monkeypatch)
-    run = trainer("gemma3n", audio_rows(), tmp_path)
-    assert run._policy.fallbacks.isolate is None
-    run.train()
-    assert run._policy.fallbacks.isolate == "media"
-    assert "(one forward per media)" in str(run._self_check)
-    assert run._self_check.rows < 1e-5
+    check = subject("gemma3n", audio_rows(4)).check()
+    assert check.fallbacks.isolate == "media" and check.rows < 1e-5
+    assert "one forward per media" in str(check)
+    assert "batching prompts changes their log-probabilities; falling back to one forward per media." in caplog.text
 
 
-def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(tmp_path, monkeypatch):
+def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(monkeypatch):
     """Text beside a clip changes nothing in an encoder without a mask for padding; a clip of another length does."""
     forget_apart(monkeypatch)
     prompts = ["What do you hear in the audio? Is there a cat?", "Is there a bird?", "What do you hear?"]
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
-    rows = with_media(rows, "audio", [sound(0.9, seed=1), None, sound(0.7, seed=2)])
-    run = trainer("gemma3n", rows, tmp_path, per_device_train_batch_size=12, shuffle_dataset=False)
-    run.train()
-    assert run._policy.fallbacks.isolate == "media"
-    assert run._self_check.rows < 1e-5
+    rows = asking(prompts, audio=[sound(0.9, seed=1), None, sound(0.7, seed=2)])
+    check = subject("gemma3n", rows).check()
+    assert check.fallbacks.isolate == "media" and check.rows < 1e-5
 
 
-def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypatch):
+def test_rows_of_equal_shape_that_disturb_each_other_are_isolated(monkeypatch):
     def leak(prompts, *args, **kwargs):
         row = pack(prompts, *args, **kwargs)
         row.position_ids = row.position_ids + torch.arange(row.position_ids.size(-1)) // (len(prompts[0]) + 12)
@@ -252,14 +180,13 @@ def test_rows_of_equal_shape_that_disturb_each_other_go_apart(tmp_path, monkeypa
 
     pack = forward.pack
     monkeypatch.setattr(forward, "pack", leak)  # positions of later prompts depend on the earlier ones
-    run = trainer("llava", image_rows(), tmp_path)
-    run.train()
-    assert run._policy.fallbacks.isolate == "prompt" or not run._policy.fallbacks.packing
-    assert run._self_check.rows < 1e-5
+    check = subject("llava", image_rows(2)).check()
+    assert check.fallbacks.isolate == "prompt" or not check.fallbacks.packing
+    assert check.rows < 1e-5
 
 
-def test_rows_that_padding_changes_go_apart(tmp_path, monkeypatch):
-    """Seen beside the shortest prompt, where others are as long as the longest."""
+def test_rows_that_padding_changes_are_isolated(monkeypatch):
+    """Seen with the shortest prompt, where others are as long as the longest."""
 
     def from_the_edge(prompts, pad_token_id):
         batch = left_pad(prompts, pad_token_id)
@@ -269,15 +196,11 @@ def test_rows_that_padding_changes_go_apart(tmp_path, monkeypatch):
     left_pad = forward.left_pad
     monkeypatch.setattr(forward, "left_pad", from_the_edge)
     prompts = ["What is in the image? Describe it.", "What is in the image?", "What is in the image? Describe it."]
-    rows = [
-        {"prompt": [{"role": "user", "content": prompt}], "image": image_rows(1)[0]["image"]} for prompt in prompts
-    ]
-    run = trainer("llava", Dataset.from_list(rows), tmp_path, per_device_train_batch_size=12)
-    run.train()
-    assert run._policy.fallbacks == Fallbacks(isolate="prompt") and run._self_check.rows < 1e-5
+    check = subject("llava", asking(prompts, image=[picture()] * 3)).check()
+    assert check.fallbacks == Fallbacks(isolate="prompt") and check.rows < 1e-5
 
 
-def test_rows_that_no_remedy_separates_stop_training(tmp_path, monkeypatch):
+def test_rows_that_no_fallback_separates_raise(monkeypatch):
     def one_after_the_other(model, prompts, *args, **kwargs):
         scores = completion_scores(model, prompts, *args, **kwargs)
         n_prompts = len({id(prompt) for prompt in args[0]})
@@ -285,34 +208,28 @@ def test_rows_that_no_remedy_separates_stop_training(tmp_path, monkeypatch):
 
     completion_scores = policy.completion_scores
     monkeypatch.setattr(policy, "completion_scores", one_after_the_other)
-    run = trainer("llava", image_rows(), tmp_path)
-    with pytest.raises(RuntimeError, match="llava can't be trained exactly: prompts disturb each other"):
-        run.train()
+    with pytest.raises(RuntimeError, match="llava can't be trained exactly: batching prompts changes log-probabil"):
+        subject("llava", image_rows(2)).check()
 
 
 # Packing
 
 
-def test_packing_that_is_wrong_falls_back_to_padded(tmp_path, monkeypatch):
-    causal = lambda model, prompt, n_new: {"full_attention": None, "sliding_attention": None}  # noqa: E731
+def causal(model, prompt, n_new):
+    return {"full_attention": None, "sliding_attention": None}
+
+
+def test_packing_that_is_wrong_falls_back_to_padded(monkeypatch, caplog):
     monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
-    run = trainer("gemma3", image_rows(), tmp_path)
-    assert run._policy.fallbacks.packing
-    packed, score = [], run._policy.score
-    run._policy.score = lambda *args, **options: packed.append(options["packed"]) or score(*args, **options)
-    run.train()
-    assert run._self_check.packed > run._self_check.tolerance
-    assert "packed differs from model's own" in str(run._self_check)
-    assert not run._policy.fallbacks.packing and packed[-1] is False
+    check = subject("gemma3", image_rows(2)).check()
+    assert check.packed > check.tolerance and not check.fallbacks.packing
+    assert "falls back to padded rows" in str(check)
+    assert re.search("gemma3: log-probabilities of packed rows differ by .* falling back to padded rows", caplog.text)
 
 
-def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
+def test_packing_is_measured_on_the_longest_prompt(monkeypatch):
     """A window that only the longest prompt exceeds."""
-    prompts = ["Is there a bird?", "Is there a cat? " * 12]
-    rows = [
-        {"prompt": [{"role": "user", "content": prompt}], "image": image_rows(1)[0]["image"]} for prompt in prompts
-    ]
-    run = trainer("llava", Dataset.from_list(rows), tmp_path, shuffle_dataset=False)
+    narrow = subject("llava", asking(["Is there a bird?", "Is there a cat? " * 12], image=[picture()] * 2))
     window = 48
 
     def sliding(model, prompt, n_new):
@@ -321,41 +238,38 @@ def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
         return {None: (steps[:, None] >= steps) & (steps[:, None] - steps < window)}
 
     monkeypatch.setattr(forward, "linear_masks", sliding)
-    run.train()
-    lengths = sorted({len(prompt) for batch in run._buffered_inputs for prompt in batch["encoded_prompts"]})
+    check = narrow.check()
+    lengths = sorted({*map(len, narrow.prompts)})
     assert lengths[0] + 8 < window < lengths[1]
-    assert run._self_check.packed > 1e-2 and not run._policy.fallbacks.packing
+    assert check.packed > 1e-2 and not check.fallbacks.packing
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, TypeError, KeyError])
-def test_packing_that_fails_falls_back_to_padded(error, tmp_path, monkeypatch, caplog):
+def test_packing_that_fails_falls_back_to_padded(error, monkeypatch, caplog):
     def no_masks(model, prompt, n_new):
         raise error("masks of an unknown kind")
 
     monkeypatch.setattr(forward, "linear_masks", no_masks)
-    run = trainer("llava", image_rows(), tmp_path)
     with caplog.at_level(logging.WARNING):
-        run.train()
-    assert run._self_check.packed == math.inf and not run._policy.fallbacks.packing
-    assert re.search(rf"self-check: llava fails at scoring packed rows \({error.__name__}: .*masks", caplog.text)
+        check = subject("llava", image_rows(2)).check()
+    assert check.packed == math.inf and not check.fallbacks.packing
+    assert re.search(rf"self-check: llava: scoring packed rows failed \({error.__name__}: .*masks", caplog.text)
 
 
 # Sampling
 
 
-def test_sampling_from_a_wrong_cache_is_given_up_and_measured_again(tmp_path, monkeypatch):
+def test_sampling_from_a_wrong_cache_falls_back_to_separate_prefills(monkeypatch):
     # The last token of a bidirectional prefix is seen by all others, so it can't be left out of the prefill
     monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
-    run = trainer("paligemma", image_rows(), tmp_path)
-    assert run._policy.fallbacks.shared_prefill
-    run.train()
-    assert not run._policy.fallbacks.shared_prefill and "(separate prefills)" in str(run._self_check)
-    assert run._self_check.sampled <= run._self_check.tolerance
+    check = subject("paligemma", image_rows(2)).check()
+    assert not check.fallbacks.shared_prefill and "separate prefills" in str(check)
+    assert check.sampled <= check.tolerance
 
 
-def test_sampling_from_another_distribution_stops_training(tmp_path):
-    run = trainer("llava", image_rows(), tmp_path)
-    forward_once, calls = run.model.forward, []
+def test_sampling_from_another_distribution_raises():
+    drifts = subject("llava", image_rows(2))
+    forward_once, calls = drifts.model.forward, []
 
     @functools.wraps(forward_once)
     def drifting(*args, **kwargs):
@@ -365,47 +279,238 @@ def test_sampling_from_another_distribution_stops_training(tmp_path):
             output.logits = output.logits + 0.05 * len(calls) * torch.arange(output.logits.size(-1)) / 100
         return output
 
-    run.model.forward = drifting
+    drifts.model.forward = drifting
     with pytest.raises(RuntimeError, match="llava can't be trained exactly: it samples with log-probabilities"):
-        run.train()
+        drifts.check()
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_generate_that_filters_stops_training(top_p, tmp_path):
+def test_a_generate_that_filters_raises(top_p):
     """Unless the user changes the distribution anyway, which is named."""
-    run = trainer("llava", image_rows(), tmp_path, top_p=top_p)
-    run.model.generate = functools.partial(
-        run.model.generate, logits_processor=hf.LogitsProcessorList([hf.MinPLogitsWarper(0.5)])
+    changes = [] if top_p == 1.0 else ["top_p"]
+    filters = subject("llava", image_rows(2), top_p=top_p, changes=changes)
+    filters.model.generate = functools.partial(
+        filters.model.generate, logits_processor=hf.LogitsProcessorList([hf.MinPLogitsWarper(0.5)])
     )
     if top_p == 1.0:
         with pytest.raises(RuntimeError, match="draws from a distribution other than the one that is scored"):
-            run.train()
+            filters.check()
         return
-    run.train()
-    assert run._self_check.changes == ("suppressed placeholders", "top_p") and run._self_check.changed > 0.1
+    check = filters.check()
+    assert check.changes == ("suppressed placeholders", "top_p") and check.changed > 0.1
+    assert "  suppressed placeholders, top_p\n" in str(check)
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()]
 )
-def test_running_out_of_memory_is_no_inexactness(error, tmp_path, monkeypatch):
+def test_running_out_of_memory_is_no_inexactness(error, monkeypatch):
     def too_large(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(forward, "pack", too_large)
-    run = trainer("llava", image_rows(), tmp_path)
     with pytest.raises(type(error)):
+        subject("llava", image_rows(2)).check()
+
+
+@pytest.mark.parametrize("rows", [text_rows, audio_rows])
+def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows):
+    picky = subject("qwen2_audio", rows(2))
+    generate = picky.model.generate
+
+    def of_a_batch(**kwargs):
+        assert len(kwargs["input_ids"]) == 8 and not kwargs["generation_config"].return_dict_in_generate
+        return generate(**kwargs)
+
+    picky.model.generate = of_a_batch
+    if rows is audio_rows:
+        with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
+            picky.check()
+        return
+    check = picky.check()
+    assert math.isnan(check.sampled) and check.padded < 1e-5
+    assert re.search("sampled vs. model's forward +not measured", str(check))
+
+
+def test_a_checkpoint_without_a_cache_shares_its_prefill():
+    """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, which isn't used."""
+    uncached = subject("idefics3", image_rows(2))
+    uncached.model.generation_config.use_cache = False
+    check = uncached.check()
+    assert check.sampled <= check.tolerance and check.fallbacks.shared_prefill
+
+
+def test_nothing_is_sampled_where_an_engine_does():
+    check = subject("qwen2_audio", audio_rows(2), sample=None).check()
+    assert check.sampled is check.changed is None and check.padded < 1e-5
+    assert "sampled vs. model's forward" not in str(check)
+    assert re.search("sampled vs. full distribution +not measured +suppressed placeholders", str(check))
+
+
+# What is chosen, and what is left as it was
+
+
+def test_partners_are_prompts_with_other_grids():
+    """Patches of all images have one shape; their grids tell them apart."""
+    grids = []
+
+    class Remembering(PolicyForward):
+        def score(self, model, prompts, *args, **options):
+            grids.append({tuple(p.media["image_grid_thw"].flatten().tolist()) for p in prompts if p.media})
+            return super().score(model, prompts, *args, **options)
+
+    subject("qwen2_5_vl", image_rows(4), policy_class=Remembering).check()
+    assert max(len(each) for each in grids) == 4
+
+
+def test_choice_has_the_longest_of_each_kind_another_medium_and_partners_of_every_kind():
+    text, long, image, wide, clip = traits = [
+        Traits(0, 0, 30, "", {}),
+        Traits(0, 1, 40, "", {}),
+        Traits(1, 0, 20, "a", {"image": 1.0}),
+        Traits(1, 1, 10, "b", {"image": 2.0}),
+        Traits(1, 2, 15, "c", {"audio": 1.0}),
+    ]
+    assert choose(traits) == ([image, clip, long], {"image": wide}, [wide, clip, text])
+    assert choose([text]) == ([text], {}, [])
+    same = Traits(0, 2, 5, "a", {"image": 1.0})
+    assert choose([image, same]) == ([image], {}, [same])
+
+
+def test_a_failure_names_the_model_and_the_reason():
+    blind = subject("llava", asking(["Is there a bird?"] * 2, image=[picture(), None]))
+    forward_once = blind.model.model.forward
+
+    @functools.wraps(forward_once)
+    def no_text_alone(*args, pixel_values=None, **kwargs):
+        if pixel_values is None and kwargs.get("past_key_values") is None:
+            raise IndexError("tuple index out of range")
+        return forward_once(*args, pixel_values=pixel_values, **kwargs)
+
+    blind.model.model.forward = no_text_alone
+    with pytest.raises(RuntimeError, match="llava can't be trained exactly: .* fails .IndexError: tuple index"):
+        blind.check()
+
+
+def test_a_check_leaves_modes_checkpointing_and_random_numbers():
+    model = (checked := subject("qwen2_audio", audio_rows(2))).model
+    model.train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def state():
+        flags = {name: vars(part).get("gradient_checkpointing") for name, part in model.named_modules()}
+        return flags, {name: part.training for name, part in model.named_modules()}, torch.get_rng_state().tolist()
+
+    before, seen = state(), []
+    model.register_forward_pre_hook(lambda module, args: seen.append((module.training, torch.is_grad_enabled())))
+    layer = model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(layer.gradient_checkpointing))
+    checked.check()
+    assert any(before[0].values()) and state() == before
+    assert {*seen} == {(False, False), (True, False), False}  # the last measurement is of training mode
+
+
+def test_block_has_every_figure():
+    check = SelfCheck(
+        features=0.0,
+        padded=1e-6,
+        packed=0.5,
+        media={"audio": 0.29, "image": math.nan},
+        rows=5e-7,
+        sampled=math.nan,
+        changes=("suppressed placeholders", "top_p"),
+        changed=8e-3,
+        training=0.1,
+        tolerance=7e-4,
+        fallbacks=Fallbacks(packing=False, isolate="media", logits_from_model=True, shared_prefill=False),
+        engine_positions=True,
+        engine=(1e-6, 3e-6),
+        engine_updated=(2e-6, 4e-6),
+        engine_conversation=(3e-6, 5e-6),
+        conversation=2e-6,
+    )
+    assert (
+        str(check)
+        == """\
+self-check: largest differences of log-probs (tolerance 7e-04)
+  features vs. processor             0e+00
+  padded rows vs. model's forward    1e-06         with the model's logits, at the engine's positions
+  packed rows vs. model's forward    5e-01         falls back to padded rows
+  batched vs. one by one             5e-07         one forward per media
+  sampled vs. model's forward        not measured  separate prefills
+  sampled vs. full distribution      8e-03         suppressed placeholders, top_p
+  training vs. evaluation mode       1e-01         dropout or batch norm
+  tool media vs. model's forward     2e-06
+  engine vs. recomputed              1e-06         on average, at most 3e-06
+  engine vs. recomputed, updated     2e-06         on average, at most 4e-06
+  engine vs. recomputed, tool media  3e-06         on average, at most 5e-06
+  effect of another audio            0.29
+  effect of another image            not measured"""
+    )
+    assert re.search("effect of media +no media yet$", str(replace(check, media={})))
+
+
+# What trainers do with it
+
+
+def train(family, rows, output_dir, trainer_class=MultimodalGRPOTrainer, **options):
+    trainer = make_trainer(trainer_class, family, rows, output_dir, **{"max_steps": 1, **options})
+    trainer.train()
+    return trainer
+
+
+def test_trainer_prints_it_and_the_model_card_has_it(tmp_path, capsys):
+    trainer = train("qwen2_audio", audio_rows(), tmp_path)
+    block = re.compile(
+        r"self-check: largest differences of log-probs \(tolerance 7e-04\)\n"
+        r"  features vs. processor +0e\+00\n.*  sampled vs. full distribution +\S+  suppressed placeholders\n"
+        r"  training vs. evaluation mode +0e\+00\n  effect of another audio +\S+\n",
+        re.DOTALL,
+    )
+    (printed,) = block.findall(capsys.readouterr().out)
+    trainer.create_model_card()
+    assert f"\n```\n{printed}```\n" in (tmp_path / "README.md").read_text()
+
+
+def test_the_check_draws_no_random_numbers(tmp_path):
+    runs = [train("qwen2_audio", audio_rows(), tmp_path, self_check=on) for on in (True, False)]
+    pairs = zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_trainer_compares_with_the_processor_as_it_is_loaded(tmp_path):
+    objects = {"model": str(saved("qwen2_audio"))}
+    run = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects=objects, max_steps=1)
+    # As if loading had passed the side of the tokenizer on to the extractor
+    run.processing_class.feature_extractor.padding_side = "left"
+    with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
         run.train()
 
 
-def test_a_policy_in_float64_trains(tmp_path):
-    run = trainer("qwen2_audio", audio_rows(), tmp_path, break_model=lambda model: model.double())
-    run.train()
-    assert run.model.dtype == torch.float64 and run._self_check.padded <= run._self_check.tolerance
+def test_trainer_applies_fallbacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
+    history = train("gemma3", image_rows(), tmp_path).state.log_history
+    assert "falls back to padded rows" in capsys.readouterr().out
+    assert history[0]["packing/shared_frac"] == 0
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
+def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path, capsys):
+    rows = concatenate_datasets([text_rows(2), image_rows(2)])
+    train("qwen2_5_vl", rows, tmp_path, max_steps=2, shuffle_dataset=False)
+    effects = re.findall(r"  effect of (.*?)  ", capsys.readouterr().out)
+    assert effects == ["media", "another image"]
+
+
+def test_a_policy_in_float64_trains(tmp_path, capsys):
+    model, processor = load("qwen2_audio")
+    objects = {"model": model.double(), "processing_class": processor}
+    run = train("qwen2_audio", audio_rows(), tmp_path, objects=objects)
+    assert run.model.dtype == torch.float64
+    assert "(tolerance 7e-04)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer])
+def test_a_generate_that_returns_ids_alone_is_not_measured(trainer_class, tmp_path, capsys):
     model, processor = load("qwen2_audio")
     generate = model.generate
 
@@ -414,70 +519,28 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(algorithm, tmp_path):
         return output if isinstance(output, torch.Tensor) else output.sequences
 
     model.generate = ids_alone
-    config, trainer_class = {
-        "grpo": (MultimodalGRPOConfig, MultimodalGRPOTrainer),
-        "rloo": (MultimodalRLOOConfig, MultimodalRLOOTrainer),
-    }[algorithm]
-    args = config(
-        str(tmp_path),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=1,
-        bf16=False,
-    )
-    run = trainer_class(model, length_and_sum, args, audio_rows(), processing_class=processor)
-    run.train()
-    check = run._self_check
-    assert check.sampled is None and check.padded < 1e-5 and check.media["audio"] > 1e-2
-    assert "sampled" not in str(check)
-
-
-@pytest.mark.parametrize("rows", [text_rows, audio_rows])
-def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows, tmp_path):
-    run = trainer("qwen2_audio", rows(), tmp_path, max_steps=1)
-    generate = run.model.generate
-
-    def of_a_batch(**kwargs):
-        assert len(kwargs["input_ids"]) == 8 and not kwargs["generation_config"].return_dict_in_generate
-        return generate(**kwargs)
-
-    run.model.generate = of_a_batch
-    if rows is audio_rows:
-        with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
-            run.train()
-        return
-    run.train()
-    check = run._self_check
-    assert math.isnan(check.sampled) and "sampling not measured" in str(check) and check.padded < 1e-5
-
-
-def test_a_checkpoint_without_a_cache_shares_its_prefill(tmp_path):
-    """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, which isn't used."""
-
-    def without_cache(model):
-        model.generation_config.use_cache = False
-
-    run = trainer("idefics3", image_rows(), tmp_path, without_cache)
-    run.train()
-    assert run._self_check.sampled <= run._self_check.tolerance
-    assert run._policy.fallbacks.shared_prefill
+    objects = {"model": model, "processing_class": processor}
+    train("qwen2_audio", audio_rows(), tmp_path, trainer_class, objects=objects)
+    printed = capsys.readouterr().out
+    assert "sampled vs. model's forward" not in printed
+    (padded,) = re.findall(r"padded rows vs. model's forward +(\S+)", printed)
+    (effect,) = re.findall(r"effect of another audio +(\S+)", printed)
+    assert float(padded) < 1e-5 and float(effect) > 1e-2
 
 
 # Training mode
 
 
 @pytest.mark.parametrize("option", [None, False])
-def test_encoders_are_the_same_in_training_mode(option, tmp_path):
+def test_encoders_are_the_same_in_training_mode(option, tmp_path, capsys):
     """Granite Speech has dropout and batch norms in its encoder; its scores are those of its evaluation mode."""
     steps = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.0, "disable_dropout": option}
     model, processor = ALL_FAMILIES["granite_speech"].build()
-    objects = {"model": model, "processing_class": processor}
-    run = trainer("granite_speech", audio_rows(), tmp_path, objects=objects, **steps)
-    encoder = run.model.model.encoder
+    encoder = model.model.encoder
     before = {name: value.clone() for name, value in encoder.named_buffers() if "running" in name}
     assert before and any(type(part).__name__ == "Dropout" for part in encoder.modules())
-    run.train()
+    objects = {"model": model, "processing_class": processor}
+    run = train("granite_speech", audio_rows(), tmp_path, objects=objects, **steps)
     batch = run._buffered_inputs[0]
     scores = {}
     for training in (False, True):
@@ -495,58 +558,21 @@ def test_encoders_are_the_same_in_training_mode(option, tmp_path):
     worst = max((each - scores[False, False]).abs().max() for each in scores.values())
     logged = [entry for entry in run.state.log_history if "clip_ratio/region_mean" in entry]
     moved = any(not torch.equal(value, before[name]) for name, value in encoder.named_buffers() if name in before)
-    check = run._self_check
+    ((measured, note),) = re.findall(r"training vs. evaluation mode +(\S+) *(.*)", capsys.readouterr().out)
     if option is False:
-        assert worst > 0.1 and moved and check.training > 0.1
-        assert "training mode differs from evaluation mode" in str(check)
+        assert worst > 0.1 and moved and float(measured) >= 0.1 and note == "dropout or batch norm"
     else:
-        assert worst < 1e-5 and not moved and check.training < 1e-5
+        assert worst < 1e-5 and not moved and float(measured) < 1e-5 and not note
         assert logged and all(entry["clip_ratio/region_mean"] == 0 for entry in logged)
 
 
-def test_the_language_model_keeps_its_dropout(tmp_path):
+def test_the_language_model_keeps_its_dropout(tmp_path, capsys):
     """As in TRL, where `disable_dropout` isn't set."""
-
-    def with_dropout(model):
-        for layer in model.model.language_model.layers:
-            layer.self_attn.attention_dropout = 0.5
-
-    run = trainer("llava", image_rows(), tmp_path, with_dropout)
-    run.train()
-    assert run._self_check.training > 1e-2
-    assert all(layer.self_attn.attention_dropout == 0.5 for layer in run.model.model.language_model.layers)
-
-
-# What is chosen, and what a failure says
-
-
-def test_partners_are_prompts_with_other_grids_and_of_every_kind(tmp_path):
-    """Patches of all images have one shape; their grids tell them apart."""
-    rows = image_rows(4)  # of 84 x 56, 56 x 56, 112 x 84 and 56 x 112 pixels
-    run = trainer("qwen2_5_vl", rows, tmp_path, per_device_train_batch_size=16)
-    grids = []
-    score = run._policy.score
-
-    def remember(model, samples, *args, **options):
-        grids.append({tuple(p.media["image_grid_thw"].flatten().tolist()) for p in samples if p.media})
-        return score(model, samples, *args, **options)
-
-    run._policy.score = remember
-    run.train()
-    assert max(len(each) for each in grids) == 4
-
-
-def test_a_failure_names_the_model_and_the_reason(tmp_path):
-    rows = with_media(concatenate_datasets([text_rows(1), text_rows(1)]), "image", [image_rows(1)[0]["image"], None])
-    run = trainer("llava", rows, tmp_path, shuffle_dataset=False)
-    forward_once = run.model.model.forward
-
-    @functools.wraps(forward_once)
-    def no_text_alone(*args, pixel_values=None, **kwargs):
-        if pixel_values is None and kwargs.get("past_key_values") is None:
-            raise IndexError("tuple index out of range")
-        return forward_once(*args, pixel_values=pixel_values, **kwargs)
-
-    run.model.model.forward = no_text_alone
-    with pytest.raises(RuntimeError, match="llava can't be trained exactly: it fails at .* .IndexError: tuple index"):
-        run.train()
+    model, processor = load("llava")
+    layers = model.model.language_model.layers
+    for layer in layers:
+        layer.self_attn.attention_dropout = 0.5
+    train("llava", image_rows(), tmp_path, objects={"model": model, "processing_class": processor})
+    (measured,) = re.findall(r"training vs. evaluation mode +(\S+)", capsys.readouterr().out)
+    assert float(measured) > 1e-2
+    assert all(layer.self_attn.attention_dropout == 0.5 for layer in layers)

@@ -853,7 +853,7 @@ def test_model_card_holds_the_self_check(tmp_path):
     make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **options).train()
     card = (tmp_path / "README.md").read_text()
     assert "trl-multimodal-rft" in card
-    assert "`self-check: features = processor's" in card
+    assert "```\nself-check: largest differences of log-probs" in card
 
 
 # Learning

@@ -38,7 +38,7 @@ def assert_exact(trainer):
     check = trainer._self_check
     assert check.conversation <= 1e-4
     assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated, check.engine_conversation))
-    assert "engine behind media of tools" in str(check)
+    assert "engine vs. recomputed, tool media" in str(check)
 
 
 def test_images(tmp_path):

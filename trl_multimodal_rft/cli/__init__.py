@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
-            importlib.import_module(f".{name}", __name__).run(args)
+            module = "suggest" if getattr(args, "suggest", False) else name  # an option of `estimate`
+            importlib.import_module(f".{module}", __name__).run(args)
     except KeyboardInterrupt:
         parser.exit(130)
     except Exception as error:

@@ -369,11 +369,6 @@ def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the estimate."""
-    if args.suggest:
-        from .suggest import suggest
-
-        print(suggest(args), end="")
-        return
     result = estimate(args)
     if args.json:
         print(json.dumps(result))

@@ -18,6 +18,11 @@ _LORA = {"use_peft": True, "dtype": "bfloat16"}
 _VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode")
 
 
+def run(args: argparse.Namespace) -> None:
+    """Prints the config."""
+    print(suggest(args), end="")
+
+
 def suggest(args: argparse.Namespace) -> str:
     """
     The config of a run that fits: all weights before adapters, these before 4 bits, large micro-batches before small.

@@ -3,13 +3,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-
-if TYPE_CHECKING:
-    from .token_budget import DeferredParts
 
 
 def _aligned() -> Any:
@@ -52,7 +48,7 @@ class Scores:
     aux_loss: Any = None
     router: Any = None
     supervised: Any = None
-    deferred: "DeferredParts | None" = None
+    deferred: Any = None
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape) for name, value in self._chosen(aligned=True).items()}

@@ -2,8 +2,9 @@
 """Training and evaluation mode, and what is random in training mode."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,6 +23,25 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+@contextmanager
+def measuring(model: nn.Module, device: torch.device, evaluation: bool = True) -> Iterator[None]:
+    """Forwards within the context leave no trace: no gradients, modes or random states, nothing recomputed."""
+    # As instances have it: wrappers pass on what they hold
+    checkpointed = [vars(part) for part in model.modules() if vars(part).get("gradient_checkpointing")]
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        evaluation_mode(model) if evaluation else nullcontext(),
+    ):
+        for part in checkpointed:
+            part["gradient_checkpointing"] = False
+        try:
+            yield
+        finally:
+            for part in checkpointed:
+                part["gradient_checkpointing"] = True
 
 
 def fix_encoders(model: PreTrainedModel) -> None:

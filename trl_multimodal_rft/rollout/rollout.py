@@ -118,7 +118,7 @@ class Rollout:
     def select(self, indices: Sequence[int]) -> "Rollout":
         """Some of the completions, in this order."""
         indices, n = list(indices), len(self)
-        changed = {}
+        changed: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:

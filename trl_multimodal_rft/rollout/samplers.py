@@ -26,8 +26,9 @@ Samples = tuple[list[list[int]], list[list[float | None]] | None]
 class Sampler(Protocol):
     """Samples a completion of each prompt. Tests pass their own."""
 
-    # Tokens of a prompt and its completion at most; None if only the model limits them
-    max_length: int | None
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a prompt and its completion at most; `None` if only the model limits them."""
 
     @property
     def is_collective(self) -> bool:

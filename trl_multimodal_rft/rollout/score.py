@@ -1,11 +1,32 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores of rollouts against those of the engine that sampled them."""
+"""Scores of rollouts, and importance ratios to the engine that sampled them."""
 
 import math
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from trl.trainer.utils import nanmax, nanmin
+
+from ..forward.scores import Scores
+from ..policy import PolicyForward
+from .rollout import Rollout
+
+
+def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
+    """Scores of a rollout, or of a part of it, `size` completions in a forward."""
+    places = [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
+    parts = [
+        policy.score(
+            model,
+            rollout.prompts[place.start : place.stop],
+            rollout.completion_ids[place.start : place.stop],
+            rollout.completion_mask[place.start : place.stop],
+            packed=rollout.packed,
+        )
+        for place in places
+    ]
+    return parts[0] if len(parts) == 1 else Scores.join(parts, places)
 
 
 def engine_ratios(

@@ -20,6 +20,7 @@ from ..encoding.conversations import conversation, encode_prefix, encode_turn, n
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
+from .rollout import Rollout
 
 
 logger = get_logger(__name__)
@@ -234,6 +235,39 @@ def parse_assistant_turn(
     """A turn of the model's as a message."""
     callables: Any = list(tools.values())
     return parse_response(tokenizer, ids, prefix=before, tools=callables)
+
+
+def take_turns(
+    rollout: Rollout,
+    ids: list[list[int]],
+    logps: list[list[float | None]] | None,
+    first: list[dict[str, Any]],
+    loop: ToolLoop,
+) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]], Counter[str]]:
+    """
+    Continues completions, whose `first` turns are given as messages, until none ends with a call. The rollout gets the
+    messages, and prompts that hold the media of results.
+
+    Returns ids, log-probabilities, masks that are 0 on results, and how many calls, failures and ends there were.
+    """
+    every = [None] * len(ids) if logps is None else logps
+    trajectories = [
+        Trajectory(prompt, own, [message], list(history), own_logps, [1] * len(own))
+        for prompt, own, message, history, own_logps in zip(
+            rollout.prompts, ids, first, rollout.messages, every, strict=True
+        )
+    ]
+    loop.run(trajectories)
+    for each in trajectories:
+        each.prompt.decoded = ()  # the engine has processed the last turn
+    rollout.prompts = with_results(loop.model, trajectories)
+    rollout.completions = [each.messages for each in trajectories]
+    return (
+        [each.ids for each in trajectories],
+        None if logps is None else [each.logps or [] for each in trajectories],
+        [each.mask for each in trajectories],
+        sum((each.counts for each in trajectories), Counter(turns_taken=any(each.turns for each in trajectories))),
+    )
 
 
 def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:

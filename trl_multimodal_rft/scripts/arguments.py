@@ -9,6 +9,7 @@ from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from .option_table import options
 from .options import launched_parser, read_keys, shipped
 
 
@@ -119,8 +120,6 @@ def parse(
     arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
     """Reads the arguments of a script, with those of its `--config`."""
-    from .option_table import options  # which imports this module
-
     argv = sys.argv[1:] if argv is None else argv
     parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
     if isinstance(debug := parsed.get("debug"), list):

@@ -12,10 +12,9 @@ from typing import Any, get_args, get_type_hints
 
 from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
-from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..rewards.named import REWARD_NAMES
-from .arguments import PromptArguments
 
 
 FILE = Path(__file__).with_name("options.json")
@@ -70,7 +69,7 @@ def _group(owner: type, name: str) -> str:
     if issubclass(owner, TrainingArguments):
         defined = next(each for each in owner.__mro__ if name in vars(each).get("__annotations__", ()))
         return {"trl_multimodal_rft": "multimodal"}.get(package := defined.__module__.split(".")[0], package)
-    if issubclass(owner, PromptArguments):
+    if issubclass(owner, ScriptArguments):
         return "mixture" if name in {each.name for each in fields(DatasetMixtureConfig)} else "script"
     return "model" if owner is ModelConfig else "evaluation"
 

@@ -4,7 +4,6 @@
 import atexit
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from torch import nn
-from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from trl import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -29,10 +28,15 @@ from trl.trainer.utils import (
 from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import log_metrics
+from ..checks.conversation_check import check_conversation
+from ..checks.engine_check import EngineCheck
+from ..checks.media_contribution import is_due, media_contribution
+from ..checks.self_check import RunSettings, SelfCheck, run_self_check
 from ..data.columns import iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt, check_reward_columns
+from ..encoding.ablation import Ablation
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt, micro_batch_order
@@ -56,16 +60,14 @@ from ..rollout.environments import Environments, rows_for_environments, template
 from ..rollout.reward import check_readers, reward_metrics, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
-from ..rollout.score import engine_correction
+from ..rollout.score import score_in_batches
 from ..rollout.stream import EncodedRow
-from ..rollout.turns import ENDS, ToolLoop, Trajectory, parse_assistant_turn, with_results
+from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
 from .arguments import KnownKeywords, check_arguments
-from .contribution import is_due, media_contribution
 from .engine import logit_bias, make_engine, naming_checkpoint
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
 from .rows import RowsMixin
-from .self_check import EngineCheck, SelfCheck, check_conversation, run_self_check
 from .setup import (
     around_trl_constructor,
     enable_packing,
@@ -353,10 +355,10 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
 
     def _sample(self, rollout: Rollout) -> None:
         """Completions, with the turns in which tools are called."""
+        branches: Any = Branches() if self.tools else None
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
         else:
-            branches = Branches() if self.tools else None
             step = self.state.global_step
             ids, logps = self.sampler(self.model_wrapped, rollout.prompts, step=step, branches=branches)
             tool_mask = None
@@ -383,7 +385,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             accelerator=self.accelerator,
         )
         if self.model.training:
-            self.state.num_input_tokens_seen += metrics.pop("n_tokens")
+            self.state.num_input_tokens_seen += int(metrics["n_tokens"])
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
         for name, value in metrics.items():
             if name != "n_tokens":
@@ -403,98 +405,50 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
 
     def _take_turns(self, rollout: Rollout, ids, logps, branches: Branches):
         """Calls tools and samples further turns, until no completion ends with a call."""
-        environments = rollout.environments or [None] * len(rollout)
-        trajectories = [
-            Trajectory(prompt, own, [message], list(history), own_logps, [1] * len(own))
-            for prompt, own, message, history, own_logps in zip(
-                rollout.prompts,
-                ids,
-                self._as_messages(rollout, ids),
-                rollout.messages,
-                logps or [None] * len(ids),
-                strict=True,
-            )
-        ]
 
-        def complete(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]):
+        def sample(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]):
             branches.asked = asked
             step = self.state.global_step
             return self.sampler(self.model_wrapped, prompts, step=step, room=room, branches=branches)
 
-        self._tool_loop([self.toolbox.tools_in(each) for each in environments], complete=complete).run(trajectories)
-        if not self.use_vllm and any(each.turns for each in trajectories):
+        tools = [self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
+        loop = self._tool_loop(tools, complete=sample)
+        ids, logps, mask, counts = take_turns(rollout, ids, logps, self._as_messages(rollout, ids), loop)
+        if not self.use_vllm and counts["turns_taken"]:
             self._log_continuation_mode(branches.obstacle)
-        rollout.prompts = with_results(self._unwrapped(self.model), trajectories)
-        for each in trajectories:
-            each.prompt.decoded = ()  # the engine has processed its last turn
-        rollout.completions = [each.messages for each in trajectories]
-        ids = [each.ids for each in trajectories]
         self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
         self._check_conversation(rollout.prompts, ids)
-        counts: Counter[str] = sum((each.counts for each in trajectories), Counter())
         numbers = [counts[name] for name in (*ENDS, "calls", "failures")]
         *ended, calls, failures, total = self._sum_over_ranks([*numbers, len(ids)])
         for name, n in zip(ENDS, ended, strict=True):
             self._mode_metrics[f"tools/ended_by_{name}"].append(n / total)
         self._mode_metrics["tools/call_frequency"].append(calls / total)
         self._mode_metrics["tools/failure_frequency"].append(failures / calls if calls else 0.0)
-        logps = None if logps is None else [each.logps for each in trajectories]
-        return ids, logps, [each.mask for each in trajectories]
+        return ids, logps, mask
 
     def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
         """What calls tools, each completion its own, as in training unless the options say otherwise."""
+        options: dict[str, Any] = {
+            "max_length": self.max_completion_length,
+            "max_turns": self.max_tool_calling_iterations,
+            "max_media": self.args.max_tool_media,
+            "ends": self.eos_token_ids,
+            "loop": getattr(self, "async_loop", None),
+            **options,
+        }
         return ToolLoop(
-            **{
-                "model": self._unwrapped(self.model),
-                "processor": self.processing_class,
-                "tools": tools,
-                "max_length": self.max_completion_length,
-                "max_turns": self.max_tool_calling_iterations,
-                "max_media": self.args.max_tool_media,
-                "ends": self.eos_token_ids,
-                "template_kwargs": {"chat_template": self.chat_template, **self.chat_template_kwargs},
-                "audio_overlong": self.args.audio_overlong,
-                "media_rules": self.args.media_rules,
-                "special_tokens_in_text": self.args.special_tokens_in_text or "raise",
-                "isolate": self._policy.fallbacks.isolate,
-                "engine_length": self.sampler.max_length,
-                "anyone": self._any_process if self.sampler.is_collective else bool,
-                "loop": getattr(self, "async_loop", None),
-                **options,
-            }
+            model=self._unwrapped(self.model),
+            processor=self.processing_class,
+            tools=tools,
+            template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
+            audio_overlong=self.args.audio_overlong,
+            media_rules=self.args.media_rules,
+            special_tokens_in_text=self.args.special_tokens_in_text or "raise",
+            isolate=self._policy.fallbacks.isolate,
+            engine_length=self.sampler.max_length,
+            anyone=self._any_process if self.sampler.is_collective else bool,
+            **options,
         )
-
-    def _sample_with(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool):
-        """What transformers samples, for the self-check."""
-        return self._policy.sample(
-            self.model_wrapped,
-            prompts,
-            config,
-            self._tokenizer.pad_token_id,
-            shared_prefill=shared_prefill,
-            generating=self._generating,
-        )
-
-    def _complete(
-        self, prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
-    ) -> list[list[int]]:
-        """Completions under another config than that of training, each up to its end."""
-        step = self.state.global_step
-        return self.sampler(self.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
-
-    def _engine_ratios(self, rollout: Rollout) -> torch.Tensor:
-        """Importance ratios of the policy to the engine, `(N, C)` or `(N, 1)`, and TRL's metrics of them."""
-        ratios, metrics = engine_correction(
-            rollout.old_per_token_logps,
-            rollout.sampling_per_token_logps,
-            rollout.loss_mask,
-            self.args.vllm_importance_sampling_mode,
-            self.args.vllm_importance_sampling_clip_min,
-            self.args.vllm_importance_sampling_clip_max,
-        )
-        for name, (value, combine) in metrics.items():
-            self._mode_metrics[name].append(combine(self.accelerator.gather(value)).item())
-        return ratios
 
     def _log_continuation_mode(self, obstacle: str | None) -> None:
         how = "continues from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
@@ -523,19 +477,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         """Scores of a rollout, or of a part of it, without gradients."""
         args = self.args
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-        places = [range(len(rollout))[start : start + size] for start in range(0, len(rollout), size)]
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-            parts = [
-                self._policy.score(
-                    model,
-                    rollout.prompts[place.start : place.stop],
-                    rollout.completion_ids[place.start : place.stop],
-                    rollout.completion_mask[place.start : place.stop],
-                    packed=rollout.packed,
-                )
-                for place in places
-            ]
-        return parts[0] if len(parts) == 1 else Scores.join(parts, places)
+            return score_in_batches(self._policy, model, rollout, size)
 
     def _score_reference(self, rollout: Rollout) -> torch.Tensor:
         if self.ref_model is not None:
@@ -641,7 +584,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         steps = self.args.steps_per_generation
         place = self._step % (steps * self.num_iterations)
         if place == 0 or self._buffered_inputs is None:
-            rollout = self._generate_and_score_completions(inputs)
+            rollout: Any = self._generate_and_score_completions(inputs)
             if steps > 1 or not self.args.keep_groups_together:
                 lengths = rollout.completion_mask.sum(1).tolist()
                 together = self.args.keep_groups_together
@@ -741,10 +684,13 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if not self._samples_from_policy():
             return
         if self._engine_check is None or self._engine_check.check is not check:
-            self._engine_check = EngineCheck(self, check)
-        is_new = self._engine_check.run(rollout, rollout.prompts, rollout.loss_mask)
+            engine: Any = self.vllm_generation
+            self._engine_check = EngineCheck(self._policy, check, engine.dtype, self._logit_bias)
+        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
+        step, mask, sampled = self.state.global_step, rollout.loss_mask, rollout.sampling_per_token_logps
+        is_new = self._engine_check.run(self.model, step, completions, mask, sampled)
         if self.tools:
-            is_new = self._engine_check.run_behind_tools(rollout, rollout.prompts, rollout.loss_mask) or is_new
+            is_new = self._engine_check.run_after_tools(self.model, completions, mask, sampled) or is_new
         if is_new:
             logger.info(str(check))
             self.accelerator.print(check)
@@ -757,7 +703,10 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         """Once, on the first media that a tool returned."""
         if self._self_check is None or self._self_check.conversation is not None or not self.model.training:
             return
-        if check_conversation(self, prompts, completion_ids):
+        found = check_conversation(self._policy, self.model, prompts, completion_ids, self.use_vllm)
+        if found is not None:
+            self._self_check.conversation, self._policy.fallbacks = found
+            self._self_check.fallbacks = self._policy.fallbacks
             logger.info(str(self._self_check))
             self.accelerator.print(self._self_check)
 
@@ -765,7 +714,14 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         every = self.args.media_contribution_steps
         n_steps = max(1, self._steps_per_rollout // self.args.gradient_accumulation_steps)
         if every and self.model.training and is_due(every, self.state.global_step, n_steps):
-            for name, value in media_contribution(self, rollout).items():
+
+            def encode(row: int, ablation: Ablation) -> EncodedPrompt:
+                tools = self._tools_of(rollout.environments, row)
+                return self._encode(rollout.messages[row], rollout.numbers[row], ablation=ablation, **tools)
+
+            completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
+            found = media_contribution(self._policy, self.model, completions, rollout.loss_mask, encode)
+            for name, value in found.items():
                 self._metrics["train"][name].append(value)
 
     def _needs_self_check(self, prompts: list[EncodedPrompt]) -> bool:
@@ -778,8 +734,20 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         return self._any_process(bool(kinds_of(prompts) & {*unmeasured}))
 
     def _run_self_check(self, messages: list, prompts: list[EncodedPrompt]) -> None:
-        measured = {} if self._self_check is None else self._self_check.media
-        self._self_check = run_self_check(self, messages, prompts, measured)
+        samples = isinstance(self.sampler, TransformersSampler) and self.sampler.continuous_batching is None
+        settings = RunSettings(
+            load_processor=self._processor_as_loaded,
+            template_kwargs=self._template_kwargs(),
+            generation_config=self.generation_config,
+            eos_token_ids=self.eos_token_ids,
+            sample=self._sample_with if samples else None,
+            generating=self._generating,
+            changes=sampling_changes(self.args),
+            audio_overlong=self.args.audio_overlong,
+            engine_positions=self.use_vllm,
+        )
+        media = {} if self._self_check is None else self._self_check.media
+        self._self_check = run_self_check(self._policy, self.model, prompts, messages, settings, media)
         self._policy.fallbacks = self._self_check.fallbacks
         logger.info(str(self._self_check))
         self.accelerator.print(self._self_check)

@@ -518,7 +518,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._n_extra_prompts = state["n_extra_prompts"]
 
 
-def old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
+def old_logps(inputs: Any, logps: torch.Tensor) -> torch.Tensor:
     """
     Log-probabilities under the policy that sampled, which is the current one in the first update.
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..checks.self_check import SelfCheck
 from ..data.fingerprint import differences, fingerprint
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import is_unsharded, unwrapped
@@ -21,7 +22,6 @@ from ..rollout.groups import SAVED_CLASSES
 from .checkpoint import checkpoints, load_rollout_state, load_unsharded, save_rollout_state, save_unsharded, step_of
 from .manifest import missing_resume_state, saved_fingerprints, verify_checkpoint, write_manifest
 from .run_lock import holding
-from .self_check import SelfCheck
 from .signals import EndOnSignal, end_with_launcher, spare_workers
 
 

@@ -400,7 +400,7 @@ def load_parts(
     check_processor_name(model, processing_class)
     check_name(model, args, ref_model, peft_config)
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
-    source = None
+    source: Any = None
     if processing_class is None:
         source = {
             "pretrained_model_name_or_path": get_config_model_id(model.config),
@@ -476,6 +476,7 @@ def prepare_reference(trainer: Any, ref_model: Any) -> Any:
     if args.disable_dropout:
         disable_dropout_in_model(ref_model)
     add_fused_head(ref_model, temperature=trainer.temperature)
+    prepared: Any
     if trainer.is_deepspeed_enabled:
         prepared = prepare_deepspeed(ref_model, trainer.accelerator)
     elif trainer.is_fsdp_enabled:

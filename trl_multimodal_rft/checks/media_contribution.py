@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """How much the policy's own completions depend on what it hears and sees."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate.logging import get_logger
+from torch import nn
 
 from ..data.columns import MediaError
 from ..encoding.ablation import Ablation
@@ -13,12 +13,8 @@ from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
-from ..rollout.rollout import Rollout
-from .self_check import measuring
-
-
-if TYPE_CHECKING:
-    from .base import MultimodalTrainer
+from ..models.modes import measuring
+from ..policy import Completions, PolicyForward
 
 
 logger = get_logger(__name__)
@@ -28,15 +24,17 @@ _PROMPTS = 2
 
 
 def is_due(every: int, step: int, n_steps: int) -> bool:
-    """
-    Whether a generation batch is one to measure.
-
-    Returns whether the last of as many steps is among these.
-    """
+    """Whether a generation batch of `n_steps` updates from `step` on holds a step to measure."""
     return (step + n_steps) // every > step // every
 
 
-def media_contribution(trainer: "MultimodalTrainer", rollout: Rollout) -> dict[str, float]:
+def media_contribution(
+    policy: PolicyForward,
+    model: nn.Module,
+    completions: Completions,
+    mask: torch.Tensor,
+    encode: Callable[[int, Ablation], EncodedPrompt],
+) -> dict[str, float]:
     r"""
     Measures how far log-probabilities of completions are from those without a medium of their prompt.
 
@@ -46,21 +44,23 @@ def media_contribution(trainer: "MultimodalTrainer", rollout: Rollout) -> dict[s
 
     in nats, where $m$ are the media of one kind in the prompt, and $\tilde{m}$ silence or grey of the same duration
     and size: 0 for a policy that doesn't listen or look. Both are scored by the same forwards of the same shape. All
-    processes must call this alike.
+    processes must call this alike. `mask` `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a
+    completion again, with an ablation.
     """
-    prompts, mask = rollout.prompts, rollout.loss_mask
+    prompts, ids, completion_mask = completions
     # Completions, what they are scored without, and their prompts without it
-    cases = [(row, kind, _without(trainer, rollout, row, kind)) for row, kind in _chosen(prompts, mask)]
+    cases = [(row, kind, _ablated(encode, row, kind)) for row, kind in _chosen(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
-    if not trainer._any_process(bool(cases)):
+    accelerator = policy.accelerator
+    assert accelerator is not None
+    if not accelerator.gather(torch.tensor([bool(cases)], device=accelerator.device)).any():
         return {}
     # Processes that have nothing to measure take part in the forwards, which others may wait for
     rows, kinds, without = (list(each) for each in zip(*(cases or [(0, None, prompts[0])]), strict=True))
-    completions = rollout.completion_ids[rows], rollout.completion_mask[rows]
     mask = mask[rows]
-    with measuring(trainer):
+    with measuring(model, accelerator.device):
         logps = [
-            trainer._policy.score(trainer.model, each, *completions, packed=False).logps
+            policy.score(model, each, ids[rows], completion_mask[rows], packed=False).logps
             for each in ([prompts[row] for row in rows], without)
         ]
     moved = ((logps[0] - logps[1]).abs() * mask).sum(1)
@@ -68,7 +68,7 @@ def media_contribution(trainer: "MultimodalTrainer", rollout: Rollout) -> dict[s
     for i, kind in enumerate(kinds):
         if kind is not None:
             sums[MODALITIES.index(kind)] += torch.stack([moved[i], mask[i].sum().to(moved.dtype)])
-    sums = trainer.accelerator.reduce(sums, reduction="sum").cpu()
+    sums = accelerator.reduce(sums, reduction="sum").cpu()
     means = {kind: (total / count).item() for kind, (total, count) in zip(MODALITIES, sums, strict=True) if count}
     metrics = {}
     if means:
@@ -90,11 +90,10 @@ def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[
     return chosen
 
 
-def _without(trainer: "MultimodalTrainer", rollout: Rollout, row: int, kind: str) -> EncodedPrompt | None:
+def _ablated(encode: Callable[[int, Ablation], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
     """The prompt of a completion without its media of a kind; `None` where they can't be read any more."""
     try:
-        tools = trainer._tools_of(rollout.environments, row)
-        return trainer._encode(rollout.messages[row], rollout.numbers[row], ablation=Ablation(kind), **tools)
+        return encode(row, Ablation(kind))
     except MediaError as error:
         logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
         return None

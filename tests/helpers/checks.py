@@ -1,0 +1,86 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A policy and prompts for the checks, as a trainer passes them, without a trainer."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import GenerationConfig, PreTrainedModel
+
+from helpers.trainer_utils import load
+from trl_multimodal_rft.checks.self_check import RunSettings, SelfCheck, run_self_check
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
+from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward
+
+
+G = 4  # completions of a prompt
+
+
+@dataclass
+class Subject:
+    """What is checked; `prompts` and `messages` are those of each completion."""
+
+    model: PreTrainedModel
+    policy: PolicyForward
+    prompts: list[EncodedPrompt]
+    messages: list[Any]
+    settings: RunSettings
+
+    def check(self, **media: float) -> SelfCheck:
+        return run_self_check(self.policy, self.model, self.prompts, self.messages, self.settings, media)
+
+
+def subject(
+    family: str,
+    rows: Any,
+    *,
+    policy_class: type[PolicyForward] = PolicyForward,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    **more: Any,
+) -> Subject:
+    """A tiny policy and the prompts of rows; `more` are settings of the run."""
+    model, processor = load(family)
+    fallbacks = Fallbacks(
+        packing=sharing_obstacle(model) is None,
+        isolate=family_of(model).isolate,
+        logits_from_model=not add_fused_head(model, temperature=temperature, outputs=("log_probs", "entropy")),
+    )
+    if fallbacks.packing:
+        install_prefix_attention(model)
+    policy = policy_class(Accelerator(cpu=True), processor, fallbacks=fallbacks, temperature=temperature)
+    messages = [row["prompt"] for row in rows_to_messages(list(rows))]
+    prompts = [encode_prompt(each, processor, model, row=row) for row, each in enumerate(messages)]
+    tokenizer = getattr(processor, "tokenizer", processor)
+    config = GenerationConfig(
+        max_new_tokens=8,
+        do_sample=True,
+        temperature=temperature,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        suppress_tokens=sorted(all_placeholder_ids(model, processor)) or None,
+        top_p=top_p,
+        top_k=0,
+    )
+
+    def sample(prompts: list[EncodedPrompt], config: GenerationConfig, shared_prefill: bool):
+        return policy.sample(model, prompts, config, tokenizer.pad_token_id, shared_prefill=shared_prefill)
+
+    settings: dict[str, Any] = {
+        "load_processor": lambda: processor,
+        "template_kwargs": {},
+        "generation_config": config,
+        "eos_token_ids": [tokenizer.eos_token_id],
+        "sample": sample,
+        "generating": lambda: nullcontext(model),
+    }
+    repeated = [i for i in range(len(prompts)) for _ in range(G)]
+    return Subject(
+        model, policy, [prompts[i] for i in repeated], [messages[i] for i in repeated], RunSettings(**settings | more)
+    )

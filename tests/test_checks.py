@@ -1,0 +1,135 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The checks of a rollout take a policy and completions: what an engine samples, and what media contribute."""
+
+import math
+
+import pytest
+import torch
+from helpers.checks import G, subject
+from helpers.trainer_utils import audio_rows, image_rows, sound, text_rows, with_media
+
+from trl_multimodal_rft.checks.engine_check import EngineCheck
+from trl_multimodal_rft.checks.media_contribution import media_contribution
+from trl_multimodal_rft.checks.self_check import SelfCheck
+from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.encoding.ablation import Ablation
+from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.policy import Fallbacks
+
+
+BIAS = {3: -100.0}
+
+
+def completions_of(checked, length=6):
+    """Prompts, random completions, of which one has ended, and their mask."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(50, 200, (len(checked.prompts), length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 3:] = 0
+    return checked.prompts, ids, mask
+
+
+def engine_check(checked, dtype=torch.float32):
+    found = SelfCheck(0.0, 0.0, None, {}, 0.0, None, (), None, 0.0, 7e-4, Fallbacks())
+    return EngineCheck(checked.policy, found, dtype, BIAS)
+
+
+def sampled_by(checked, completions):
+    """Log-probabilities as an engine gives them that has the policy's weights of now."""
+    with torch.no_grad():
+        return checked.policy.score(checked.model, *completions, packed=False, logit_bias=BIAS).logps
+
+
+def move(checked):
+    with torch.no_grad():
+        for parameter in checked.model.get_decoder().parameters():
+            parameter *= 1.1
+
+
+@pytest.fixture
+def listener():
+    return subject("qwen2_audio", audio_rows(2))
+
+
+def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
+    check, completions = engine_check(listener), completions_of(listener)
+    mask, sampled = completions[2], sampled_by(listener, completions)
+    sampled[0, 0] = math.nan  # an engine may have none of a token
+    assert not check.run(listener.model, 0, completions, torch.zeros_like(mask), sampled)
+    assert check.run(listener.model, 1, completions, mask, sampled)
+    assert max(check.check.engine) < 1e-5 and check.check.engine_updated is None
+    assert not check.run(listener.model, 1, completions, mask, sampled)  # the same step
+    assert not check.run(listener.model, 2, completions, mask, sampled)  # nothing has moved
+    move(listener)
+    assert check.run(listener.model, 3, completions, mask, sampled_by(listener, completions))
+    assert max(check.check.engine_updated) < 1e-5
+    assert check.first is None  # no media are kept
+    assert not check.run_after_tools(listener.model, completions, mask, sampled)  # of which there were none
+
+
+def test_an_engine_with_other_weights_raises(listener):
+    completions = completions_of(listener)
+    sampled = sampled_by(listener, completions)
+    move(listener)
+    error = r"the engine's log-probabilities are \S+ on average.* on the first batch.*other settings or weights"
+    with pytest.raises(RuntimeError, match=error):
+        engine_check(listener).run(listener.model, 0, completions, completions[2], sampled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
+    check, completions = engine_check(listener, dtype), completions_of(listener)
+    sampled = sampled_by(listener, completions)
+    assert check.run(listener.model, 0, completions, completions[2], sampled)
+    move(listener)
+    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all weights"):
+        check.run(listener.model, 1, completions, completions[2], sampled)
+
+
+# Media
+
+
+def ablating(checked):
+    """Encodes a prompt again, with an ablation."""
+    processor = checked.policy.processor
+    return lambda row, ablation: encode_prompt(checked.messages[row], processor, checked.model, ablation=ablation)
+
+
+def test_contribution_is_the_mean_difference_without_a_medium(listener):
+    completions, encode = completions_of(listener), ablating(listener)
+    metrics = media_contribution(listener.policy, listener.model, completions, completions[2], encode)
+    prompts, ids, mask = completions
+    moved = []
+    for row in (0, G):  # a completion of each prompt
+        place = slice(row, row + 1)
+        with torch.no_grad():
+            heard, unheard = (
+                listener.policy.score(listener.model, [each], ids[place], mask[place], packed=False).logps
+                for each in (prompts[row], encode(row, Ablation("audio")))
+            )
+        moved.append((heard - unheard).abs()[mask[place].bool()])
+    assert metrics == {"media/contribution": pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)}
+    assert metrics["media/contribution"] > 1e-3
+
+
+def test_contribution_of_each_kind_and_none_of_those_that_are_gone():
+    rows = with_media(image_rows(2), "audio", [sound(0.3 + 0.1 * i, seed=i) for i in range(2)])
+    both = subject("qwen2_5_omni", rows)
+    completions, encode = completions_of(both), ablating(both)
+    metrics = media_contribution(both.policy, both.model, completions, completions[2], encode)
+    kinds = [metrics.pop(f"media/contribution/{kind}") for kind in ("image", "audio")]
+    assert metrics == {"media/contribution": pytest.approx(sum(kinds) / 2)} and min(kinds) > 1e-3
+
+    def gone(row, ablation):
+        if ablation.kind == "audio":
+            raise MediaError("the file is gone")
+        return encode(row, ablation)
+
+    images = media_contribution(both.policy, both.model, completions, completions[2], gone)
+    assert images == {"media/contribution": pytest.approx(kinds[0])}
+
+
+def test_text_has_no_contribution():
+    text = subject("qwen2_audio", text_rows(1))
+    completions = completions_of(text)
+    assert media_contribution(text.policy, text.model, completions, completions[2], ablating(text)) == {}

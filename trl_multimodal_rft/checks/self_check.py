@@ -1,0 +1,509 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Measures, on the user's own model and data, what this package promises, against the model's own forward."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.utils import ModelOutput
+
+from ..algorithms.completions import up_to_first_end
+from ..data.columns import iter_refs
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, decode_media, outputs_of_files, processor_outputs
+from ..forward.attention import original_attention
+from ..forward.layout import group_by_prompt
+from ..generation.transformers import as_generation_config
+from ..models.modes import measuring
+from ..policy import Fallbacks, PolicyForward
+from .measure import Measure, raise_out_of_memory
+from .targets import choose, traits_of, with_other_media
+
+
+logger = get_logger(__name__)
+
+_NEW_TOKENS = 4
+
+# A medium that moves log-probabilities by less than this share of the tolerance isn't heard or seen
+_MOVES = 1e-2
+
+
+@dataclass
+class SelfCheck:
+    """
+    What the self-check measured, as largest absolute differences of log-probabilities over all processes, in nats.
+
+    The truth is the model's own forward on what its processor returns, one prompt and one completion at a time,
+    without anything of this package: its own positions, masks and logits. Where that isn't what its `generate`
+    computes, because attention is different within a prompt, the truth are the logits of `generate`.
+    """
+
+    # Media tensors against those of the processor as it is loaded, relative to the largest value; `None` without media
+    features: float | None
+    padded: float  # padded rows against the truth
+    packed: float | None  # packed rows against the truth; `None` where packing is off
+    # By modality, how much the log-probabilities move with another medium in its place; NaN if there is no other
+    media: dict[str, float]
+    rows: float  # prompts in one forward, as far as they share one, against each alone
+    # Log-probabilities of sampling against the truth; `None` if sampling gives none, NaN if it fails on the prompts of
+    # the self-check, as a `generate` of the user's may
+    sampled: float | None
+    # What changes the distribution that is sampled from on purpose: suppressed placeholders, options such as `top_p`
+    changes: tuple[str, ...]
+    changed: float | None  # how far these move the log-probabilities of sampled tokens; `None` if sampling gives none
+    # Log-probabilities in training mode against those in evaluation mode, which dropout and batch norm move
+    training: float
+    tolerance: float  # what counts as equal, from the dtype of the computation
+    fallbacks: Fallbacks  # what the numbers hold for, after all fallbacks
+    # Whether the truth has the positions of an engine that samples, which aren't always the model's own
+    engine_positions: bool = False
+    # Log-probabilities of an engine that samples the rollouts against recomputed ones on the first batch, as their
+    # mean and largest difference
+    engine: tuple[float, float] | None = None
+    engine_updated: tuple[float, float] | None = None  # the same after weights have moved
+    # The same in a completion after media that a tool returned; `None` before the first
+    engine_conversation: tuple[float, float] | None = None
+    # Rows in which a tool returned media, after these, against the model's own forward; `None` before the first
+    conversation: float | None = None
+
+    def __str__(self) -> str:
+        facts = self._facts()
+        widths = [max(len(fact[i]) for fact in facts) for i in (0, 1)]
+        lines = [f"  {name:{widths[0]}}  {figure:{widths[1]}}  {note}".rstrip() for name, figure, note in facts]
+        return "\n".join([f"self-check: largest differences of log-probs (tolerance {self.tolerance:.0e})", *lines])
+
+    def _facts(self) -> list[tuple[str, str, str]]:
+        """What was measured, the figure, and what it holds for."""
+        fallbacks = self.fallbacks
+        notes = ["with the model's logits"] * fallbacks.logits_from_model
+        notes += ["at the engine's positions"] * self.engine_positions
+        is_packed = self.packed is None or self.packed <= self.tolerance
+        changed = math.nan if self.changed is None and self.changes else self.changed
+        trains_alike = self.training <= self.tolerance
+        compared = [
+            ("features vs. processor", self.features, ""),
+            ("padded rows vs. model's forward", self.padded, ", ".join(notes)),
+            ("packed rows vs. model's forward", self.packed, "" if is_packed else "falls back to padded rows"),
+            ("batched vs. one by one", self.rows, f"one forward per {fallbacks.isolate}" if fallbacks.isolate else ""),
+            ("sampled vs. model's forward", self.sampled, "" if fallbacks.shared_prefill else "separate prefills"),
+            ("sampled vs. full distribution", changed, ", ".join(self.changes)),
+            ("training vs. evaluation mode", self.training, "" if trains_alike else "dropout or batch norm"),
+            ("tool media vs. model's forward", self.conversation, ""),
+        ]
+        engines = [
+            ("engine vs. recomputed", self.engine),
+            ("engine vs. recomputed, updated", self.engine_updated),
+            ("engine vs. recomputed, tool media", self.engine_conversation),
+        ]
+        media = [(f"effect of another {kind}", _figure(moved, ".2g"), "") for kind, moved in self.media.items()]
+        return [
+            *((name, _figure(value), note) for name, value, note in compared if value is not None),
+            *((name, _figure(each[0]), f"on average, at most {each[1]:.0e}") for name, each in engines if each),
+            *(media or [("effect of media", "no media yet", "")]),
+        ]
+
+
+def _figure(value: float, digits: str = ".0e") -> str:
+    return "not measured" if math.isnan(value) else format(value, digits)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run encodes prompts and samples completions, as far as the self-check measures it."""
+
+    load_processor: Callable[[], Any]  # the processor as transformers loads it
+    template_kwargs: dict[str, Any]
+    generation_config: GenerationConfig
+    eos_token_ids: Sequence[int]
+    # Completions of prompts, sampled by a config from shared prefills or not; `None` where transformers doesn't sample
+    sample: Callable[[list[EncodedPrompt], GenerationConfig, bool], Any] | None
+    generating: Callable[[], AbstractContextManager[nn.Module]]  # the model, ready to generate
+    changes: Sequence[str] = ()  # options that change the distribution that is sampled from
+    audio_overlong: Literal["raise", "truncate"] = "raise"
+    engine_positions: bool = False  # whether prompts are at the positions of an engine
+
+
+def run_self_check(
+    policy: PolicyForward,
+    model: nn.Module,
+    prompts: list[EncodedPrompt],
+    messages: Sequence[Any],
+    settings: RunSettings,
+    media: dict[str, float],
+) -> SelfCheck:
+    """
+    Measures a policy on prompts and the messages that they were encoded from. Nothing of it is changed.
+
+    All processes check the same prompts, which come from all of them, so that the forwards of a sharded model agree.
+    `model` is as the accelerator prepared it, `media` are the effects that were measured before.
+    """
+    check = _Check(policy, model, settings, media)
+    with measuring(model, check.device):
+        measurements = check.run(messages, prompts)
+    with measuring(model, check.device, evaluation=False):
+        return replace(measurements, training=check.training_mode())
+
+
+@dataclass
+class _Case:
+    """A prompt of any process, as all processes check it."""
+
+    prompt: EncodedPrompt
+    plain: Any  # what the processor returns; only of prompts that are compared with it, else `None`
+    error: str | None = None
+
+
+class _Check(Measure):
+    """One run of the self-check."""
+
+    def __init__(self, policy: PolicyForward, model: nn.Module, settings: RunSettings, media: dict[str, float]):
+        super().__init__(policy, model, settings.engine_positions)
+        self.settings = settings
+        self.media = dict(media)
+        self.placeholders = all_placeholder_ids(self.model, policy.processor)
+        self.changed: float | None = None
+        self.scored: tuple[EncodedPrompt, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.cannot_sample = False
+
+    def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
+        self.n_rows = len(prompts)
+        targets, donors, partners = self._cases(messages, prompts)
+        ids = mask = None
+        worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
+        for target in targets:
+            if target.prompt.media:
+                worst["features"].append(self._features(target))
+            ids, mask, sampled, truth = self._sample_and_recompute(target)
+            if sampled is not None:
+                worst["sampled"].append(sampled)
+            padded, scores = self._padded(target.prompt, ids, mask, truth)
+            worst["padded"].append(padded)
+            self.scored = target.prompt, ids, mask, scores
+            if self.fallbacks.packing:
+                worst["packed"].append(self._packed(target.prompt, ids, mask, truth))
+            for kind in sorted(target.prompt.modalities - self.media.keys()):
+                self._swap(kind, target.prompt, donors.get(kind), ids, mask, scores)
+        rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
+        features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
+        assert padded is not None  # there is a target
+        return SelfCheck(
+            features=features,
+            padded=padded,
+            packed=packed,
+            media=self.media,
+            rows=rows,
+            sampled=math.nan if self.cannot_sample else sampled,
+            changes=(*(["suppressed placeholders"] if self.placeholders else []), *self.settings.changes),
+            changed=self.changed,
+            training=math.nan,  # measured in training mode
+            tolerance=self.tolerance,
+            fallbacks=self.fallbacks,
+            engine_positions=any(self.at_engine_positions(target.prompt) for target in targets),
+        )
+
+    def training_mode(self) -> float:
+        """How far log-probabilities of the last completions are from those in evaluation mode."""
+        assert self.scored is not None
+        prompt, ids, mask, scores = self.scored
+        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # of batch norms, which move
+        other = self.attempt("scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False))
+        for buffer, value in statistics:
+            buffer.copy_(value)
+        return self.difference(other, scores, mask)
+
+    # What is checked
+
+    def _cases(self, messages, prompts) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
+        """Prompts to measure, prompts to take other media from by modality, and partners, the same everywhere."""
+        local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
+        process = self.accelerator.process_index
+        targets, donors, partners = choose(
+            gather_object([traits_of(process, i, prompt) for i, (prompt, _) in enumerate(local)])
+        )
+        cases = {}
+        for each in dict.fromkeys([*targets, *donors.values(), *partners]):
+            case = None
+            if each.process == process:
+                case = self._case(*local[each.index]) if each in targets else _Case(local[each.index][0], None)
+            cases[each] = broadcast_object_list([case], from_process=each.process)[0]
+        return (
+            [cases[each] for each in targets],
+            {kind: cases[each].prompt for kind, each in donors.items()},
+            [cases[each].prompt for each in partners],
+        )
+
+    @functools.cached_property
+    def processor(self):
+        return self.settings.load_processor()
+
+    def _case(self, prompt: EncodedPrompt, messages) -> _Case:
+        """A prompt, and what the processor as it is loaded returns for its messages."""
+        if not prompt.media:
+            # Text is tokenized by the template of its turn, which tools of its environment may be a part of
+            fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
+            return _Case(prompt, {name: value[None] for name, value in fields.items()})
+        overlong, template = self.settings.audio_overlong, self.settings.template_kwargs
+        try:
+            media = decode_media(list(iter_refs(messages)), self.processor, overlong)
+            outputs = processor_outputs(messages, self.processor, *media, template)
+        except Exception as error:
+            raise_out_of_memory(error)
+            return _Case(prompt, None, f"{type(error).__name__}: {error}")
+        try:
+            read = outputs_of_files(messages, self.processor, overlong, template)
+        except Exception as error:  # it may read fewer formats
+            logger.warning(
+                f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos itself, so "
+                f"that its own frames weren't compared ({error})"
+            )
+            read = None
+        # Its frames may be less exact, but not of other sizes or times
+        return _Case(prompt, outputs if read is None or _same_layout(read, outputs) else read)
+
+    def _features(self, target: _Case) -> float:
+        if target.plain is None:
+            raise self.inexact(f"its processor, as `AutoProcessor.from_pretrained` loads it, fails ({target.error})")
+        prompt, plain = target.prompt, target.plain
+        fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
+        ours = {**prompt.media, **{name: value[None] for name, value in fields.items()}}
+        worst = 0.0 if ours.keys() == plain.keys() else math.inf
+        for name in ours.keys() & plain.keys():
+            if ours[name].shape != plain[name].shape:
+                worst = math.inf
+            elif plain[name].numel():
+                value = plain[name].double()
+                worst = max(worst, ((ours[name].double() - value).abs().max() / value.abs().max().clamp(min=1)).item())
+        worst = self.worst(worst)
+        if not worst <= self.tolerance:
+            raise self.inexact(
+                f"its media tensors differ by {worst:.0e} from those of its processor as "
+                "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
+            )
+        return worst
+
+    # Sampling
+
+    def _sample_and_recompute(self, target: _Case):
+        """
+        Two short completions of a prompt `(2, N)`, their mask, how far the log-probabilities that they were sampled
+        with are from the truth, and the truth.
+        """
+        ids, mask, sampled = self._sample(target.prompt)
+        truth = self._truth(target, ids, mask, sampled)
+        if sampled is None:
+            return ids, mask, None, truth
+        difference = self.difference(truth, sampled, mask)
+        if not difference <= self.tolerance and self.fallbacks.shared_prefill:
+            self.warn(f"sampling from a shared prefill differs by {difference:.0e}", "one prefill per completion")
+            self.fallbacks.shared_prefill = False
+            return self._sample_and_recompute(target)
+        if not difference <= self.tolerance:
+            raise self.inexact(
+                f"it samples with log-probabilities that differ by {difference:.0e} from those of its own forward"
+            )
+        return ids, mask, difference, truth
+
+    def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Two completions of a prompt, their mask, and the log-probabilities they were sampled with, if known."""
+        sample = self.settings.sample
+        if sample is None:
+            return self._scripted(prompt)  # what samples the rollouts isn't what would be measured here
+        config = copy.deepcopy(self.settings.generation_config)
+        # Beams have logits of their own
+        config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
+        config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
+        output = self.attempt("sampling", lambda: sample([prompt, prompt], config, self.fallbacks.shared_prefill))
+        if output is None and self.fallbacks.shared_prefill:
+            self.fallbacks.shared_prefill = False
+            return self._sample(prompt)
+        if output is None and not prompt.media:
+            # A `generate` of the user's may know batches of the run's size alone
+            output = self.attempt(
+                f"sampling {self.n_rows} rows",
+                lambda: sample([prompt] * self.n_rows, config, self.fallbacks.shared_prefill),
+            )
+            if output is None:
+                self.cannot_sample = True
+                return self._scripted(prompt)
+        if output is None:
+            raise self.inexact(f"it can't sample completions ({self.failure})")
+        if not isinstance(output, ModelOutput) or output.get("logits") is None:
+            # A `generate` of the user's, which returns ids alone
+            ids = output["sequences"][:2] if isinstance(output, ModelOutput) else output[:2]
+            ids = ids[:, -_NEW_TOKENS:]
+            return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
+        logits = torch.stack(output["logits"], dim=1)[:2].float() / self.policy.temperature
+        ids = output["sequences"][:2, -logits.size(1) :]
+        mask = self._mask(ids)
+        if output.get("scores") is not None:
+            scores = torch.stack(output["scores"], dim=1)[:2].float()
+            self._compare_distributions(logits, scores, ids, mask, config)
+        return ids, mask, _logps(logits, ids)
+
+    def _compare_distributions(self, logits, scores, ids, mask, config: GenerationConfig) -> None:
+        """Whether completions are drawn from what the run's config makes of the logits, and nothing else."""
+        suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
+        drawn = _logps(scores, ids)
+        self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
+        expected = _logps(logits.index_fill(-1, suppressed, -math.inf), ids)
+        unexplained = self.difference(expected, drawn, mask)
+        if not self.settings.changes and not unexplained <= self.tolerance:
+            raise self.inexact(
+                f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
+                f"{unexplained:.0e} where only suppressed tokens are left out"
+            )
+
+    def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Two completions made of the prompt's last text tokens, where nothing samples here."""
+        text = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_NEW_TOKENS:]
+        ids = torch.tensor([text, text[::-1]], device=self.device)
+        return ids, torch.ones_like(ids), None
+
+    def _mask(self, ids: torch.Tensor) -> torch.Tensor:
+        return up_to_first_end(ids, self.settings.eos_token_ids).long()
+
+    # The truth
+
+    def _truth(self, target: _Case, ids, mask, sampled) -> torch.Tensor:
+        inputs = self.model_inputs(target.plain)
+        logps = self.model_logps(inputs, target.prompt, ids)
+        if self.at_engine_positions(target.prompt):
+            if logps is None:
+                raise self.inexact(f"its own forward fails at the engine's positions ({self.failure})")
+            return logps
+        if logps is not None and sampled is not None and self.difference(logps, sampled, mask) <= self.tolerance:
+            return logps
+        # What sampling follows decides
+        generated = self.attempt("`generate`", lambda: self._generate(inputs, ids), quiet=sampled is None)
+        if generated is not None:
+            return generated
+        if logps is None:
+            raise self.inexact(f"neither its forward nor its `generate` can be measured ({self.failure})")
+        return logps
+
+    def _generate(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
+        """Log-probabilities of completions, `(B, N)`, by `generate`, one by one; `None` if it has none."""
+        config = copy.deepcopy(self.settings.generation_config)
+        config.update(max_new_tokens=ids.size(1), min_new_tokens=None, do_sample=False, num_beams=1)
+        config.update(return_dict_in_generate=True, output_logits=True)
+        results = []
+        as_config = as_generation_config(self.model, config)
+        with self.settings.generating() as model, original_attention(self.model), as_config:
+            for row in ids[:, None]:
+                forced = LogitsProcessorList([_Force(row)])
+                output: Any = model.generate(**inputs, generation_config=config, logits_processor=forced)
+                if not isinstance(output, ModelOutput) or output.get("logits") is None:
+                    return None
+                results.append(self.logps_of(torch.stack(output["logits"], dim=1)[:1], row))
+        return torch.cat(results)
+
+    # What is compared with it
+
+    def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
+        """How far padded rows are from the truth, and their log-probabilities."""
+        prompt = replace(prompt, mask_cache={})
+        scores = self.attempt("scoring padded rows", lambda: self.score([prompt], ids, mask, packed=False))
+        difference = self.difference(scores, truth, mask)
+        if scores is not None and difference <= self.tolerance:
+            return difference, scores
+        if self.fallbacks.logits_from_model and scores is None:
+            raise self.inexact(f"scoring padded rows fails ({self.failure})")
+        if self.fallbacks.logits_from_model:
+            raise self.inexact(
+                f"log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one prompt"
+            )
+        found = "fails" if scores is None else f"gives log-probabilities that differ by {difference:.0e}"
+        self.warn(f"TRL's fused head {found}", "the model's own logits, which need more memory")
+        self.fallbacks.logits_from_model = True
+        return self._padded(prompt, ids, mask, truth)
+
+    def _packed(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
+        prompt = replace(prompt, mask_cache={})
+        scores = self.attempt("scoring packed rows", lambda: self.score([prompt], ids, mask, packed=True))
+        difference = self.difference(scores, truth, mask)
+        if not difference <= self.tolerance:
+            self.warn(f"log-probabilities of packed rows differ by {difference:.0e}", "padded rows")
+            self.fallbacks.packing = False
+        return difference
+
+    def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask, scores) -> None:
+        """Measures the effect of another medium of a kind."""
+        swapped = with_other_media(prompt, kind, donor)
+        if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
+            self.media[kind] = math.nan  # the batch holds no other
+            return
+        other = self.attempt(f"scoring another {kind}", lambda: self.score([swapped], ids, mask, packed=False))
+        if other is None:
+            raise self.inexact(f"scoring another {kind} fails ({self.failure})")
+        moved = self.media[kind] = self.difference(other, scores, mask)
+        if moved <= _MOVES * self.tolerance:
+            raise RuntimeError(
+                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "
+                f"so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
+                "that the model is the one the processor belongs to, and that its weights are loaded."
+            )
+
+    def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
+        """How far prompts in one forward are from each alone, with the first fallbacks under which they are equal."""
+        prompts = [replace(each, mask_cache={}) for each in (first, *partners, first)]
+        alone = {}
+        for each in (first, *partners):
+            scores = self.attempt("scoring one prompt", lambda p=each: self.score([p], ids, mask, packed=False))
+            if scores is None:
+                raise self.inexact(f"scoring one prompt fails ({self.failure})")
+            alone[id(each)] = scores
+        separate = torch.cat([alone[id(each)] for each in (first, *partners, first)])
+        difference = math.inf
+        for packed in [True, False][not self.fallbacks.packing :]:
+            splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+            for isolate in splits[splits.index(self.fallbacks.isolate) :]:
+                # Batches that gain nothing from packing are padded, and so are prompts to sample from
+                difference = max(
+                    self._rows_together(prompts, ids, mask, rows_packed, isolate, separate)
+                    for rows_packed in {packed, False}
+                )
+                if difference <= self.tolerance:
+                    if isolate != self.fallbacks.isolate:
+                        self.warn("batching prompts changes their log-probabilities", f"one forward per {isolate}")
+                    if packed != self.fallbacks.packing:
+                        self.warn("packing prompts into one row changes their log-probabilities", "padded rows")
+                    self.fallbacks.isolate, self.fallbacks.packing = isolate, packed
+                    return difference
+        raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
+
+    def _rows_together(self, prompts, ids, mask, packed: bool, isolate, separate) -> float:
+        n = len(ids) if packed else 1  # each padded row holds its prompt
+        rows = [each[:n] for each in (ids, mask)]
+        scores = self.attempt(
+            "scoring several prompts at once", lambda: self.score(prompts, *rows, packed=packed, isolate=isolate)
+        )
+        expected = separate.view(len(prompts), len(ids), -1)[:, :n].flatten(0, 1)
+        return self.difference(scores, expected, rows[1].repeat(len(prompts), 1))
+
+
+class _Force(LogitsProcessor):
+    """Lets `generate` write given ids."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = iter(ids.unbind(1))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -math.inf).scatter(1, next(self.ids)[:, None], 0.0)
+
+
+def _logps(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+
+def _same_layout(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether a processor returned the same token ids, and tensors of the same shapes."""
+    shapes = [{name: value.shape for name, value in each.items()} for each in (a, b)]
+    return shapes[0] == shapes[1] and torch.equal(a["input_ids"], b["input_ids"])
