@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import parse_response
 
-from ..checks.conversation_check import check_conversation
+from ..checks.self_check import check_conversation
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
 from ..data.features import restore_media
 from ..data.rules import MediaRules
