@@ -448,6 +448,7 @@ self-check: largest differences of log-probs (tolerance 7e-04)
   effect of another image            not measured"""
     )
     assert re.search("effect of media +no media yet$", str(replace(check, media={})))
+    assert "full distribution" not in str(replace(check, changes=(), changed=0.0))
 
 
 # What trainers do with it

@@ -60,10 +60,9 @@ class EngineCheck:
         self.step = step
         if self.first is not None and not self._moved(model) > _SHOWS * self._limit():
             return False
-        prompts, ids, completion_mask = completions
         mask = mask * ~sampled.isnan()  # an engine may have none of a token
-        rows = _telling(prompts, mask)
-        probes = [replace(prompts[i], mask_cache={}) for i in rows], ids[rows], completion_mask[rows]
+        rows = _telling(completions[0], mask)
+        probes = _chosen(completions, rows)
         logps, mask = self._score(model, probes), mask[rows]
         measured = self._difference(logps, sampled[rows], mask)
         if measured is None:
@@ -89,16 +88,14 @@ class EngineCheck:
         """Measures what was sampled after media that a tool returned, the first time that there is something."""
         if self.check.engine_conversation is not None:
             return False
-        prompts, ids, completion_mask = completions
         mask = mask * ~sampled.isnan()
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(completions[0]):
             mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else None] = 0
-        row = int(mask.sum(1).argmax())  # any, where there is none
+        row = [int(mask.sum(1).argmax())]  # any, where there is none
         if not self.accelerator.reduce(mask[row].sum(), reduction="sum").item():
             return False
-        place = slice(row, row + 1)
-        logps = self._score(model, ([replace(prompts[row], mask_cache={})], ids[place], completion_mask[place]))
-        measured = self._difference(logps, sampled[place], mask[place])
+        logps = self._score(model, _chosen(completions, row))
+        measured = self._difference(logps, sampled[row], mask[row])
         assert measured is not None
         limit, self.check.engine_conversation = self._limit(), measured
         reason = "it makes something else of media that tools return, or has them at other positions"
@@ -132,16 +129,10 @@ class EngineCheck:
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
         """The policy's log-probabilities `(N, C)`, one completion at a time: with a bias, logits are all kept."""
-        prompts, ids, mask = completions
-        score = self.policy.score
-        with measuring(model, ids.device):
-            rows = [(prompt, slice(i, i + 1)) for i, prompt in enumerate(prompts)]
-            return torch.cat(
-                [
-                    score(model, [prompt], ids[i], mask[i], packed=False, logit_bias=self.logit_bias).logps
-                    for prompt, i in rows
-                ]
-            )
+        options = {"packed": False, "logit_bias": self.logit_bias}
+        rows = (_chosen(completions, [i]) for i in range(len(completions[0])))
+        with measuring(model, completions[1].device):
+            return torch.cat([self.policy.score(model, *row, **options).logps for row in rows])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
         """Mean and largest over all processes; `None` if there are no tokens."""
@@ -150,6 +141,11 @@ class EngineCheck:
         total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
         largest = self.accelerator.gather(difference.max()[None]).max().item()
         return (total / count, largest) if count else None
+
+
+def _chosen(completions: Completions, rows: list[int]) -> Completions:
+    prompts, ids, mask = completions
+    return [replace(prompts[i], mask_cache={}) for i in rows], ids[rows], mask[rows]
 
 
 def _telling(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:

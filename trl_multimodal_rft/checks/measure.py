@@ -67,7 +67,8 @@ class Measure:
         isolate: Literal["media", "prompt"] | None = None,
     ) -> torch.Tensor:
         """Log-probabilities `(P * B, N)` of the same completions `(B, N)` to each of `P` prompts."""
-        repeated = [prompt for prompt in prompts for _ in range(len(ids))]
+        fresh = [replace(prompt, mask_cache={}) for prompt in prompts]
+        repeated = [prompt for prompt in fresh for _ in range(len(ids))]
         rows = [each.repeat(len(prompts), 1) for each in (ids, mask)]
         fallbacks = replace(self.fallbacks, isolate=isolate)
         return self.policy.score(self.prepared, repeated, *rows, packed=packed, fallbacks=fallbacks).logps
@@ -133,7 +134,7 @@ class Measure:
         return self.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
 
     def attempt(self, what: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:
-        """What a model can't do is logged in one line; `None` on all processes if one of them fails."""
+        """What a model can't do is a warning; `None` on all processes if one of them fails."""
         result = None
         try:
             result = measure()
@@ -143,6 +144,13 @@ class Measure:
             if not quiet:
                 logger.warning(f"self-check: {self.model_type}: {what} failed ({self.failure}).")
         return None if self.worst(float(result is None)) else result
+
+    def require(self, what: str, measure: Callable[[], _Result]) -> _Result:
+        """What a model must be able to do."""
+        result = self.attempt(what, measure)
+        if result is None:
+            raise self.inexact(f"{what} fails ({self.failure})")
+        return result
 
     def warn(self, found: str, fallback: str) -> None:
         """Logs why a fallback is used from here on."""

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,15 @@ from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
 from ..data.columns import iter_refs
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, decode_media, outputs_of_files, processor_outputs
+from ..encoding.conversations import Conversation
+from ..encoding.prompts import (
+    EncodedPrompt,
+    all_placeholder_ids,
+    decode_media,
+    join_media,
+    outputs_of_files,
+    processor_outputs,
+)
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..generation.transformers import as_generation_config
@@ -46,33 +55,26 @@ class SelfCheck:
     computes, because attention is different within a prompt, the truth are the logits of `generate`.
     """
 
-    # Media tensors against those of the processor as it is loaded, relative to the largest value; `None` without media
-    features: float | None
+    features: float | None  # media tensors against those of the processor as loaded, relative to the largest value
     padded: float  # padded rows against the truth
     packed: float | None  # packed rows against the truth; `None` where packing is off
-    # By modality, how much the log-probabilities move with another medium in its place; NaN if there is no other
-    media: dict[str, float]
+    media: dict[str, float]  # by modality, the effect of another medium; NaN if the batch holds no other
     rows: float  # prompts in one forward, as far as they share one, against each alone
     # Log-probabilities of sampling against the truth; `None` if sampling gives none, NaN if it fails on the prompts of
     # the self-check, as a `generate` of the user's may
     sampled: float | None
-    # What changes the distribution that is sampled from on purpose: suppressed placeholders, options such as `top_p`
-    changes: tuple[str, ...]
+    changes: tuple[str, ...]  # what changes the sampled distribution on purpose: suppressed tokens, options (`top_p`)
     changed: float | None  # how far these move the log-probabilities of sampled tokens; `None` if sampling gives none
-    # Log-probabilities in training mode against those in evaluation mode, which dropout and batch norm move
-    training: float
+    training: float  # training mode against evaluation mode, which dropout and batch norm move
     tolerance: float  # what counts as equal, from the dtype of the computation
-    fallbacks: Fallbacks  # what the numbers hold for, after all fallbacks
-    # Whether the truth has the positions of an engine that samples, which aren't always the model's own
-    engine_positions: bool = False
-    # Log-probabilities of an engine that samples the rollouts against recomputed ones on the first batch, as their
-    # mean and largest difference
+    fallbacks: Fallbacks  # what the numbers hold for
+    engine_positions: bool = False  # whether the truth has the positions of an engine that samples
+    # Mean and largest difference of an engine's log-probabilities from recomputed ones: on the first batch, after
+    # weights have moved, and after the first media that a tool returned
     engine: tuple[float, float] | None = None
-    engine_updated: tuple[float, float] | None = None  # the same after weights have moved
-    # The same in a completion after media that a tool returned; `None` before the first
+    engine_updated: tuple[float, float] | None = None
     engine_conversation: tuple[float, float] | None = None
-    # Rows in which a tool returned media, after these, against the model's own forward; `None` before the first
-    conversation: float | None = None
+    conversation: float | None = None  # after the first media that a tool returned, against the model's own forward
 
     def __str__(self) -> str:
         facts = self._facts()
@@ -86,7 +88,7 @@ class SelfCheck:
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
         is_packed = self.packed is None or self.packed <= self.tolerance
-        changed = math.nan if self.changed is None and self.changes else self.changed
+        changed = (math.nan if self.changed is None else self.changed) if self.changes else None
         trains_alike = self.training <= self.tolerance
         compared = [
             ("features vs. processor", self.features, ""),
@@ -150,6 +152,33 @@ def run_self_check(
         measurements = check.run(messages, prompts)
     with measuring(model, check.device, evaluation=False):
         return replace(measurements, training=check.training_mode())
+
+
+def check_conversation(
+    policy: PolicyForward,
+    model: nn.Module,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: Sequence[list[int]],
+    engine_positions: bool = False,
+) -> tuple[float, Fallbacks] | None:
+    """
+    Measures a completion in which a tool returned media, and finds the fallbacks that it needs; `None` if no process
+    has one.
+    """
+    held = [
+        (prompt, ids)
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+        if isinstance(prompt, Conversation) and len(ids) > len(prompt.later)
+    ][:1]
+    holders = [process for process, holds in enumerate(gather_object([bool(held)])) if holds]
+    if not holders:
+        return None
+    measure = Measure(policy, model, engine_positions)
+    is_holder = measure.accelerator.process_index == holders[0]
+    prompt, ids = broadcast_object_list(held if is_holder else [None], from_process=holders[0])[0]
+    with measuring(model, measure.device):
+        difference = _after_tool_media(measure, prompt, ids)
+    return difference, measure.fallbacks
 
 
 @dataclass
@@ -266,7 +295,10 @@ class _Check(Measure):
             )
             read = None
         # Its frames may be less exact, but not of other sizes or times
-        return _Case(prompt, outputs if read is None or _same_layout(read, outputs) else read)
+        alike = read is None or (
+            _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"])
+        )
+        return _Case(prompt, outputs if alike else read)
 
     def _features(self, target: _Case) -> float:
         if target.plain is None:
@@ -274,13 +306,11 @@ class _Check(Measure):
         prompt, plain = target.prompt, target.plain
         fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
         ours = {**prompt.media, **{name: value[None] for name, value in fields.items()}}
-        worst = 0.0 if ours.keys() == plain.keys() else math.inf
-        for name in ours.keys() & plain.keys():
-            if ours[name].shape != plain[name].shape:
-                worst = math.inf
-            elif plain[name].numel():
-                value = plain[name].double()
-                worst = max(worst, ((ours[name].double() - value).abs().max() / value.abs().max().clamp(min=1)).item())
+        worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
+        for name, value in plain.items() if worst == 0 else ():
+            if value.numel():
+                gap = (ours[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1)
+                worst = max(worst, gap.item())
         worst = self.worst(worst)
         if not worst <= self.tolerance:
             raise self.inexact(
@@ -409,24 +439,19 @@ class _Check(Measure):
 
     def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
         """How far padded rows are from the truth, and their log-probabilities."""
-        prompt = replace(prompt, mask_cache={})
         scores = self.attempt("scoring padded rows", lambda: self.score([prompt], ids, mask, packed=False))
         difference = self.difference(scores, truth, mask)
         if scores is not None and difference <= self.tolerance:
             return difference, scores
-        if self.fallbacks.logits_from_model and scores is None:
-            raise self.inexact(f"scoring padded rows fails ({self.failure})")
         if self.fallbacks.logits_from_model:
-            raise self.inexact(
-                f"log-probabilities in a batch differ by {difference:.0e} from those of its own forward on one prompt"
-            )
+            found = f"log-probabilities in a batch differ by {difference:.0e} from the model's forward on one prompt"
+            raise self.inexact(found if scores is not None else f"scoring padded rows fails ({self.failure})")
         found = "fails" if scores is None else f"gives log-probabilities that differ by {difference:.0e}"
         self.warn(f"TRL's fused head {found}", "the model's own logits, which need more memory")
         self.fallbacks.logits_from_model = True
         return self._padded(prompt, ids, mask, truth)
 
     def _packed(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
-        prompt = replace(prompt, mask_cache={})
         scores = self.attempt("scoring packed rows", lambda: self.score([prompt], ids, mask, packed=True))
         difference = self.difference(scores, truth, mask)
         if not difference <= self.tolerance:
@@ -440,9 +465,7 @@ class _Check(Measure):
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
             self.media[kind] = math.nan  # the batch holds no other
             return
-        other = self.attempt(f"scoring another {kind}", lambda: self.score([swapped], ids, mask, packed=False))
-        if other is None:
-            raise self.inexact(f"scoring another {kind} fails ({self.failure})")
+        other = self.require(f"scoring another {kind}", lambda: self.score([swapped], ids, mask, packed=False))
         moved = self.media[kind] = self.difference(other, scores, mask)
         if moved <= _MOVES * self.tolerance:
             raise RuntimeError(
@@ -453,30 +476,29 @@ class _Check(Measure):
 
     def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
         """How far prompts in one forward are from each alone, with the first fallbacks under which they are equal."""
-        prompts = [replace(each, mask_cache={}) for each in (first, *partners, first)]
-        alone = {}
-        for each in (first, *partners):
-            scores = self.attempt("scoring one prompt", lambda p=each: self.score([p], ids, mask, packed=False))
-            if scores is None:
-                raise self.inexact(f"scoring one prompt fails ({self.failure})")
-            alone[id(each)] = scores
-        separate = torch.cat([alone[id(each)] for each in (first, *partners, first)])
+        prompts = [first, *partners, first]
+        alone = [
+            self.require("scoring one prompt", lambda p=each: self.score([p], ids, mask, packed=False))
+            for each in prompts[:-1]
+        ]
+        separate = torch.cat([*alone, alone[0]])
         difference = math.inf
-        for packed in [True, False][not self.fallbacks.packing :]:
-            splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
-            for isolate in splits[splits.index(self.fallbacks.isolate) :]:
-                # Batches that gain nothing from packing are padded, and so are prompts to sample from
-                difference = max(
-                    self._rows_together(prompts, ids, mask, rows_packed, isolate, separate)
-                    for rows_packed in {packed, False}
-                )
-                if difference <= self.tolerance:
-                    if isolate != self.fallbacks.isolate:
-                        self.warn("batching prompts changes their log-probabilities", f"one forward per {isolate}")
-                    if packed != self.fallbacks.packing:
-                        self.warn("packing prompts into one row changes their log-probabilities", "padded rows")
-                    self.fallbacks.isolate, self.fallbacks.packing = isolate, packed
-                    return difference
+        splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+        splits = splits[splits.index(self.fallbacks.isolate) :]
+        packings = [True, False] if self.fallbacks.packing else [False]
+        for packed, isolate in itertools.product(packings, splits):
+            # Batches that gain nothing from packing are padded, and so are prompts to sample from
+            difference = max(
+                self._rows_together(prompts, ids, mask, rows_packed, isolate, separate)
+                for rows_packed in {packed, False}
+            )
+            if difference <= self.tolerance:
+                if isolate != self.fallbacks.isolate:
+                    self.warn("batching prompts changes their log-probabilities", f"one forward per {isolate}")
+                if packed != self.fallbacks.packing:
+                    self.warn("packing prompts into one row changes their log-probabilities", "padded rows")
+                self.fallbacks.isolate, self.fallbacks.packing = isolate, packed
+                return difference
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
 
     def _rows_together(self, prompts, ids, mask, packed: bool, isolate, separate) -> float:
@@ -487,6 +509,38 @@ class _Check(Measure):
         )
         expected = separate.view(len(prompts), len(ids), -1)[:, :n].flatten(0, 1)
         return self.difference(scores, expected, rows[1].repeat(len(prompts), 1))
+
+
+def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: list[int]) -> float:
+    """How far what follows the last result of a tool is from the model's own forward of all of it."""
+    later, n = prompt.later, len(prompt.later)
+    whole = EncodedPrompt(
+        torch.cat([prompt.input_ids, later.input_ids]),
+        {name: torch.cat([value, later.token_fields[name]]) for name, value in prompt.token_fields.items()},
+        join_media(prompt.parts),
+        torch.cat([prompt.position_ids, later.position_ids], dim=-1),
+    )
+    tokens = {"input_ids": whole.input_ids, **whole.token_fields}
+    inputs = measure.model_inputs({**{name: value[None] for name, value in tokens.items()}, **whole.media})
+    ids = torch.tensor([completion_ids], device=measure.device)
+    mask = torch.ones_like(ids)
+    truth = measure.model_logps(inputs, whole, ids[:, n:])
+    if truth is None:
+        raise measure.inexact(f"its own forward fails on a conversation with tool media ({measure.failure})")
+    packed = measure.fallbacks.packing
+    scores = measure.attempt(
+        "scoring a conversation",
+        lambda: measure.score([prompt], ids, mask, packed=packed)[:, n:],
+    )
+    difference = measure.difference(scores, truth, mask[:, n:])
+    if difference <= measure.tolerance:
+        return difference
+    found = f"log-probabilities after tool media differ by {difference:.0e} from those of its own forward"
+    if not packed:
+        raise measure.inexact(found)
+    measure.warn(found, "padded rows")
+    measure.fallbacks.packing = False
+    return _after_tool_media(measure, prompt, completion_ids)
 
 
 class _Force(LogitsProcessor):
@@ -503,7 +557,5 @@ def _logps(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
 
-def _same_layout(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Whether a processor returned the same token ids, and tensors of the same shapes."""
-    shapes = [{name: value.shape for name, value in each.items()} for each in (a, b)]
-    return shapes[0] == shapes[1] and torch.equal(a["input_ids"], b["input_ids"])
+def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in outputs.items()}

@@ -262,7 +262,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         trainer_name=trainer._name,
         paper=_linked(trainer._paper["title"], trainer._paper["id"]),
         citation=trainer._paper["citation"],
-        self_check=trainer._self_check,
+        self_check=trainer.checks.self_check if hasattr(trainer, "checks") else None,
     )
     card.save(path)
 

@@ -11,6 +11,10 @@ from ..encoding.prompts import EncodedPrompt
 from .rollout import Rollout
 
 
+# What `rollout_func` returns that isn't a column for reward functions
+_ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+
+
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Lists of numbers as a tensor `(N, C)`, padded on the right, to a multiple as TRL's `pad_to_multiple_of`."""
     longest = max(map(len, rows))
@@ -44,6 +48,21 @@ def check_rollout(output: dict[str, Any], prompts: Sequence[EncodedPrompt], plac
                 f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
                 "nothing knows; use `tools` or `environment_factory` to show media to the model."
             )
+
+
+def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: Collection[int]) -> tuple:
+    """
+    What `rollout_func` returned: ids, log-probabilities and the mask of sampled tokens. The rollout gets its further
+    columns, and its prompts unless it has some. Raises `ValueError` if a key is missing, see also [`check_rollout`].
+    """
+    if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
+        raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
+    rollout.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
+    if rollout.prompts:
+        check_rollout(output, rollout.prompts, placeholders)
+    else:
+        rollout.prompts = [text_prompt(ids) for ids in output["prompt_ids"]]
+    return output["completion_ids"], output["logprobs"], output.get("env_mask")
 
 
 def complete(

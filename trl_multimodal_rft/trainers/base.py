@@ -1,9 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What all trainers that sample completions share: construction on TRL's, the stages of a rollout, micro-batches."""
 
-import atexit
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,30 +15,23 @@ from trl import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.grpo_trainer import RolloutFunc
 from trl.trainer.utils import (
-    is_async_callable,
-    shutdown_event_loop_in_daemon,
-    start_event_loop_in_daemon,
     use_adapter,
 )
 
 from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import log_metrics
-from ..checks.conversation_check import check_conversation
-from ..checks.engine_check import EngineCheck
+from ..checks.checks import Checks
 from ..checks.media_contribution import is_due, media_contribution
-from ..checks.self_check import RunSettings, SelfCheck, run_self_check
+from ..checks.self_check import RunSettings
 from ..data.columns import iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.ablation import Ablation
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
-from ..families import MODALITIES
 from ..forward.layout import group_by_prompt, micro_batch_order
-from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
@@ -55,16 +46,16 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import read_as_text
 from ..rewards.named import as_reward_funcs
-from ..rollout.collect import check_rollout, complete, text_prompt
-from ..rollout.environments import Environments, rows_for_environments, template_for_tools
+from ..rollout.collect import complete, take_custom_rollout
+from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.reward import check_readers, reward_metrics, reward_rollout
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
+from ..rollout.samplers import TransformersSampler, VLLMSampler
 from ..rollout.score import score_in_batches
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
 from .arguments import KnownKeywords, check_arguments
-from .engine import logit_bias, make_engine, naming_checkpoint
+from .engine import make_sampler, naming_checkpoint
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
 from .rows import RowsMixin
@@ -75,21 +66,18 @@ from .setup import (
     has_unread_rows,
     ignore_deprecated_names,
     load_parts,
-    media_limits,
     modalities,
     prepare_reference,
     refuse_several_runs,
     refuse_unchecked_steps,
     sampling_changes,
+    set_tools,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
     with_media_reader,
 )
 
-
-# What `rollout_func` returns that isn't a column for reward functions
-_ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 logger = get_logger(__name__)
 
@@ -102,7 +90,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
 
     _micro_batch: Rollout | None = None  # while its loss is computed
     _scores: Scores | None = None  # of it
-    _engine_check: EngineCheck | None = None
     _continuation_mode: str | None = None  # what was logged last
 
     def __init__(
@@ -142,7 +129,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
 
         self._train_sampler = None
-        self._self_check: SelfCheck | None = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
@@ -173,8 +159,10 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
+        self.checks = Checks(self._policy, self.accelerator, self._any_process)
         self._own_tokens = placeholder_tokens(self._unwrapped(self.model), self.processing_class)
-        self._set_tools(of_environments if reward_funcs else {}, rollout_func)
+        self.rollout_func, self.tools = rollout_func, self.toolbox.tools
+        set_tools(self, of_environments if reward_funcs else {})
         if loaded.ref_model is not None:
             self.beta, self.ref_model = args.beta, prepare_reference(self, loaded.ref_model)
         self.reward_func_names = distinct_names(self.reward_func_names)
@@ -197,65 +185,12 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             # Never sampled, they are never discouraged either, so the saved model must go on without them
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
         self.use_vllm = args.use_vllm
-        self.sampler: Any = self._make_sampler(placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
+        self.sampler: Any = make_sampler(self, placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self._unwrapped(self.model), self.ref_model, args)
         self._set_signals()
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
-
-    def _set_tools(self, reward_funcs: dict[str, Callable], rollout_func: RolloutFunc | None) -> None:
-        """The attributes that TRL's GRPO trainer has for tools, environments and custom rollouts."""
-        self.rollout_func = rollout_func
-        self.tools = self.toolbox.tools
-        self.environment_factories = self.toolbox.factories or None
-        limit = self.args.max_tool_calling_iterations
-        self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
-        self.chat_template = template_for_tools(self.processing_class) if self.tools else None
-        for name, reward_func in reward_funcs.items():
-            self.reward_funcs.append(reward_func)
-            self.reward_func_names.append(name)
-            self.reward_processing_classes.append(None)
-            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
-        if not self._has_async_funcs and any(map(is_async_callable, [*self.tools, *self.reward_funcs])):
-            self._has_async_funcs = True
-            thread, self.async_loop, ready = start_event_loop_in_daemon(name=f"{type(self).__name__}-AsyncLoop")
-            ready.wait()
-            atexit.register(shutdown_event_loop_in_daemon, thread, self.async_loop)
-
-    def _make_sampler(self, placeholders: set[int], revision: str | None) -> Sampler:
-        args, profile = self.args, functools.partial(profiling_context, self)
-        if args.use_vllm:
-            limits, n_tool_media = {}, args.max_tool_media if self.tools else 0
-            if self.rollout_func is None and not self.toolbox and n_tool_media is not None:
-                found = media_limits(args, self.train_dataset, self.eval_dataset)
-                limits = {kind: most + n_tool_media for kind, most in found.items()}
-            self._logit_bias = logit_bias(args, placeholders)
-            self.vllm_generation = make_engine(
-                args,
-                self.model,
-                self.accelerator,
-                self.processing_class,
-                bias=self._logit_bias,
-                revision=revision,
-                media_limits=limits,
-            )
-            if self.tools:
-                logger.info(
-                    "Conversations with tools continue from vLLM's prefix cache; without it, they are prefilled again."
-                )
-            return VLLMSampler(self.vllm_generation, profile, self._engine_context)
-        return TransformersSampler(
-            self._policy,
-            self.accelerator,
-            self.generation_config,
-            self.eos_token_ids,
-            self._tokenizer.pad_token_id,
-            self._generating,
-            profile,
-            getattr(self, "continuous_batching_config", None),
-            torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        )
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
@@ -321,8 +256,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             environments=environments,
             step=self.state.global_step,
         )
-        if self.args.self_check and self.model.training and prompts and self._needs_self_check(prompts):
-            self._run_self_check(messages, prompts)
+        if self.args.self_check and self.model.training and prompts:
+            self.checks.on_prompts(self.model, messages, prompts, self._check_settings)
         return rollout
 
     def _read_rows(self, inputs: Sequence[Any]) -> list[EncodedRow]:
@@ -417,7 +352,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if not self.use_vllm and counts["turns_taken"]:
             self._log_continuation_mode(branches.obstacle)
         self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
-        self._check_conversation(rollout.prompts, ids)
+        if self.model.training:
+            self.checks.on_tool_media(self.model, rollout.prompts, ids, self.use_vllm)
         numbers = [counts[name] for name in (*ENDS, "calls", "failures")]
         *ended, calls, failures, total = self._sum_over_ranks([*numbers, len(ids)])
         for name, n in zip(ENDS, ended, strict=True):
@@ -461,16 +397,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if isinstance(self.sampler, VLLMSampler):
             self.sampler.load_weights(self.state.global_step)
         output = self.rollout_func(restore_media(rollout.messages), self)
-        if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
-            raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
-        rollout.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
-        if rollout.prompts:
-            check_rollout(
-                output, rollout.prompts, all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
-            )
-        else:
-            rollout.prompts = [text_prompt(ids) for ids in output["prompt_ids"]]
-        return output["completion_ids"], output["logprobs"], output.get("env_mask")
+        placeholders = all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
+        return take_custom_rollout(rollout, output, placeholders)
 
     @torch.no_grad()
     def _score_rollout(self, model, rollout: Rollout) -> Scores:
@@ -609,10 +537,9 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
 
     def _log_sharing(self, micro_batches: list[Rollout]) -> None:
         """Share of prompt tokens that a forward per completion would repeat and the packed forward doesn't."""
-        once = repeated = 0
-        for each in micro_batches:
-            repeated += sum(map(len, each.prompts))
-            once += sum(map(len, group_by_prompt(each.prompts) if each.packed else each.prompts))
+        prompts = [group_by_prompt(each.prompts) if each.packed else each.prompts for each in micro_batches]
+        once = sum(len(prompt) for part in prompts for prompt in part)
+        repeated = sum(len(prompt) for each in micro_batches for prompt in each.prompts)
         once, repeated = self._sum_over_ranks([once, repeated])
         self._metrics["train"]["packing/shared_frac"].append(1 - once / repeated)
 
@@ -677,38 +604,21 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
     # Checks
 
     def _check_engine(self, rollout: Rollout) -> None:
-        """Compares the log-probabilities of an engine, on its first rollout and after an update."""
-        check = self._self_check
-        if check is None or not self.model.training or rollout.sampling_per_token_logps is None:
+        # Other options of sampling make another distribution than the policy's
+        if not (self.use_vllm and self.model.training) or sampling_changes(self.args):
             return
-        if not self._samples_from_policy():
-            return
-        if self._engine_check is None or self._engine_check.check is not check:
+        if rollout.sampling_per_token_logps is not None:
             engine: Any = self.vllm_generation
-            self._engine_check = EngineCheck(self._policy, check, engine.dtype, self._logit_bias)
-        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-        step, mask, sampled = self.state.global_step, rollout.loss_mask, rollout.sampling_per_token_logps
-        is_new = self._engine_check.run(self.model, step, completions, mask, sampled)
-        if self.tools:
-            is_new = self._engine_check.run_after_tools(self.model, completions, mask, sampled) or is_new
-        if is_new:
-            logger.info(str(check))
-            self.accelerator.print(check)
-
-    def _samples_from_policy(self) -> bool:
-        """Whether an engine's log-probabilities are those of the policy, with nothing but our bias of its logits."""
-        return self.use_vllm and not sampling_changes(self.args)
-
-    def _check_conversation(self, prompts: list[EncodedPrompt], completion_ids: list[list[int]]) -> None:
-        """Once, on the first media that a tool returned."""
-        if self._self_check is None or self._self_check.conversation is not None or not self.model.training:
-            return
-        found = check_conversation(self._policy, self.model, prompts, completion_ids, self.use_vllm)
-        if found is not None:
-            self._self_check.conversation, self._policy.fallbacks = found
-            self._self_check.fallbacks = self._policy.fallbacks
-            logger.info(str(self._self_check))
-            self.accelerator.print(self._self_check)
+            self.checks.on_engine(
+                self.model,
+                self.state.global_step,
+                (rollout.prompts, rollout.completion_ids, rollout.completion_mask),
+                rollout.loss_mask,
+                rollout.sampling_per_token_logps,
+                dtype=engine.dtype,
+                logit_bias=self._logit_bias,
+                has_tools=bool(self.tools),
+            )
 
     def _log_contribution(self, rollout: Rollout) -> None:
         every = self.args.media_contribution_steps
@@ -724,18 +634,9 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             for name, value in found.items():
                 self._metrics["train"][name].append(value)
 
-    def _needs_self_check(self, prompts: list[EncodedPrompt]) -> bool:
-        """On the first batch, and again on the first that has media of a kind not seen before."""
-        if self._self_check is None:
-            return True
-        unmeasured = [kind for kind in MODALITIES if kind not in self._self_check.media]
-        if not set(unmeasured) & set(self._unwrapped(self.model).input_modalities):
-            return False
-        return self._any_process(bool(kinds_of(prompts) & {*unmeasured}))
-
-    def _run_self_check(self, messages: list, prompts: list[EncodedPrompt]) -> None:
+    def _check_settings(self) -> RunSettings:
         samples = isinstance(self.sampler, TransformersSampler) and self.sampler.continuous_batching is None
-        settings = RunSettings(
+        return RunSettings(
             load_processor=self._processor_as_loaded,
             template_kwargs=self._template_kwargs(),
             generation_config=self.generation_config,
@@ -746,11 +647,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             audio_overlong=self.args.audio_overlong,
             engine_positions=self.use_vllm,
         )
-        media = {} if self._self_check is None else self._self_check.media
-        self._self_check = run_self_check(self._policy, self.model, prompts, messages, settings, media)
-        self._policy.fallbacks = self._self_check.fallbacks
-        logger.info(str(self._self_check))
-        self.accelerator.print(self._self_check)
 
     def _processor_as_loaded(self):
         """The processor as transformers loads it, to compare with; a processor that was passed stays as it is."""

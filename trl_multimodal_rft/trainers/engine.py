@@ -1,19 +1,28 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""vLLM's engine with the arguments of a trainer."""
+"""What samples for a trainer, with its arguments."""
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from trl.extras.profiling import profiling_context
 
 from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
+from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .checkpoint import checkpoints, step_of
+from .setup import media_limits
+
+
+logger = get_logger(__name__)
 
 
 def logit_bias(args: Any, placeholders: set[int]) -> dict[int, float]:
@@ -78,6 +87,41 @@ def make_engine(
         adapter=adapter,
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
     )
+
+
+def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
+    """vLLM or transformers, as the trainer's config says."""
+    args, profile = trainer.args, functools.partial(profiling_context, trainer)
+    if not args.use_vllm:
+        return TransformersSampler(
+            trainer._policy,
+            trainer.accelerator,
+            trainer.generation_config,
+            trainer.eos_token_ids,
+            trainer._tokenizer.pad_token_id,
+            trainer._generating,
+            profile,
+            getattr(trainer, "continuous_batching_config", None),
+            torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        )
+    limits: dict[str, int] = {}
+    n_tool_media = args.max_tool_media if trainer.tools else 0
+    if trainer.rollout_func is None and not trainer.toolbox and n_tool_media is not None:
+        found = media_limits(args, trainer.train_dataset, trainer.eval_dataset)
+        limits = {kind: most + n_tool_media for kind, most in found.items()}
+    trainer._logit_bias = logit_bias(args, placeholders)
+    trainer.vllm_generation = make_engine(
+        args,
+        trainer.model,
+        trainer.accelerator,
+        trainer.processing_class,
+        bias=trainer._logit_bias,
+        revision=revision,
+        media_limits=limits,
+    )
+    if trainer.tools:
+        logger.info("vLLM continues conversations with tools from its prefix cache, if it has one.")
+    return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context)
 
 
 @contextmanager

@@ -145,7 +145,7 @@ class ResumingMixin(TrainerMixin):
             "step": self._step,
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
-            "self_check": None if self._self_check is None else asdict(self._self_check),
+            "self_check": None if self.checks.self_check is None else asdict(self.checks.self_check),
             "fallbacks": asdict(self._policy.fallbacks),
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
@@ -190,7 +190,7 @@ class ResumingMixin(TrainerMixin):
             self._policy.fallbacks = Fallbacks(**state["fallbacks"])
             if state["self_check"] is not None:
                 measured: dict[str, Any] = {**state["self_check"], "fallbacks": self._policy.fallbacks}
-                self._self_check = SelfCheck(**measured)
+                self.checks.self_check = SelfCheck(**measured)
         for batch in self._buffered_inputs or ():
             batch.packed = batch.packed and self._policy.fallbacks.packing
         self._n_skipped = state["n_skipped"]

@@ -1,17 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a trainer checks and loads before TRL's constructor."""
 
+import atexit
 import logging
 import os
 import reprlib
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
@@ -20,7 +22,13 @@ from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin, Trai
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
+from trl.trainer.utils import (
+    disable_dropout_in_model,
+    get_config_model_id,
+    is_async_callable,
+    shutdown_event_loop_in_daemon,
+    start_event_loop_in_daemon,
+)
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
@@ -38,6 +46,7 @@ from ..models.towers import freeze_as_built
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
+from ..rollout.environments import template_for_tools
 from .arguments import check_output_dir, refuse_classes
 
 
@@ -486,6 +495,24 @@ def prepare_reference(trainer: Any, ref_model: Any) -> Any:
     if args.sync_ref_model:
         trainer.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=trainer.accelerator))
     return prepared
+
+
+def set_tools(trainer: Any, reward_funcs: dict[str, Callable]) -> None:
+    """Sets the attributes that TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
+    trainer.environment_factories = trainer.toolbox.factories or None
+    limit = trainer.args.max_tool_calling_iterations
+    trainer.max_tool_calling_iterations = sys.maxsize if limit is None else limit
+    trainer.chat_template = template_for_tools(trainer.processing_class) if trainer.tools else None
+    for name, reward_func in reward_funcs.items():
+        trainer.reward_funcs.append(reward_func)
+        trainer.reward_func_names.append(name)
+        trainer.reward_processing_classes.append(None)
+        trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
+    if not trainer._has_async_funcs and any(map(is_async_callable, [*trainer.tools, *trainer.reward_funcs])):
+        trainer._has_async_funcs = True
+        thread, trainer.async_loop, ready = start_event_loop_in_daemon(name=f"{type(trainer).__name__}-AsyncLoop")
+        ready.wait()
+        atexit.register(shutdown_event_loop_in_daemon, thread, trainer.async_loop)
 
 
 def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:

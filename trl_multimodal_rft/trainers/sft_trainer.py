@@ -217,7 +217,6 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
         self._kinds_seen: set[str] = set()  # media of the rows so far, for the model card
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
-        self._self_check = None
         # Datasets whose rows are looked at when the first ones come
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         stand_in = Dataset.from_dict({"prompt": ["-"]})  # TRL looks into the first row, and would decode its media

@@ -1,0 +1,95 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""When each check of a run is due, and what follows from it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+
+from ..encoding.prompts import EncodedPrompt
+from ..families import MODALITIES
+from ..forward.processes import kinds_of
+from ..policy import Completions, PolicyForward
+from .engine_check import EngineCheck
+from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
+
+
+logger = get_logger(__name__)
+
+
+class Checks:
+    """
+    Measures a policy on the first prompts of a run, on new kinds of media, and on what an engine or tools add.
+    Fallbacks that a check finds necessary go into the policy; results are printed on the main process.
+    """
+
+    def __init__(self, policy: PolicyForward, accelerator: Accelerator, anyone: Callable[[bool], bool]):
+        self.policy = policy
+        self.accelerator = accelerator
+        self.anyone = anyone  # whether a condition holds on any rank
+        self.self_check: SelfCheck | None = None
+        self._engine_check: EngineCheck | None = None
+
+    def on_prompts(
+        self,
+        model: nn.Module,
+        messages: Sequence[Any],
+        prompts: list[EncodedPrompt],
+        settings: Callable[[], RunSettings],
+    ) -> None:
+        """Runs the self-check on the first prompts, and again on the first with a kind of media not measured yet."""
+        check = self.self_check
+        if check is not None:
+            unmeasured = {kind for kind in MODALITIES if kind not in check.media}
+            if not unmeasured & set(self.policy.unwrapped(model).input_modalities):
+                return
+            if not self.anyone(bool(kinds_of(prompts) & unmeasured)):
+                return
+        media = {} if check is None else check.media
+        self.self_check = run_self_check(self.policy, model, prompts, messages, settings(), media)
+        self.policy.fallbacks = self.self_check.fallbacks
+        self._show()
+
+    def on_tool_media(
+        self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool
+    ) -> None:
+        """Measures the first completion in which a tool returned media."""
+        check = self.self_check
+        if check is None or check.conversation is not None:
+            return
+        found = check_conversation(self.policy, model, prompts, ids, engine_positions)
+        if found is not None:
+            check.conversation, self.policy.fallbacks = found
+            check.fallbacks = self.policy.fallbacks
+            self._show()
+
+    def on_engine(
+        self,
+        model: nn.Module,
+        step: int,
+        completions: Completions,
+        mask: torch.Tensor,
+        sampling_logps: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        logit_bias: dict[int, float],
+        has_tools: bool,
+    ) -> None:
+        """Compares an engine's log-probabilities with recomputed ones, on its first rollout and after an update."""
+        check = self.self_check
+        if check is None:
+            return
+        if self._engine_check is None or self._engine_check.check is not check:
+            self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
+        is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)
+        if has_tools:
+            is_new = self._engine_check.run_after_tools(model, completions, mask, sampling_logps) or is_new
+        if is_new:
+            self._show()
+
+    def _show(self) -> None:
+        logger.info(str(self.self_check))
+        self.accelerator.print(self.self_check)
