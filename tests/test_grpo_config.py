@@ -60,6 +60,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             {"loss_type": "ppo"},
             "`loss_type` must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo', 'vespo'",
         ),
+        ({"importance_sampling_level": "group"}, "`importance_sampling_level` must be one of 'token', 'sequence'"),
         *(({"advantage_estimator": f}, "as keyword arguments (") for f in (only_rewards, needs_more)),
         (
             {"advantage_estimator": only_rewards},

@@ -22,9 +22,17 @@ _LARGEST_LOG_RATIO = 20.0
 
 
 class LossOutput(NamedTuple):
-    """A loss and its metrics."""
+    """
+    A loss and its metrics.
 
-    loss: torch.Tensor  # of each token, `(B, T)`, of each completion, `(B, 1)` or `(B,)`, or a scalar
+    Args:
+        loss (`torch.Tensor`):
+            Of each token, shape `(B, T)`, of each completion, shape `(B, 1)` or `(B,)`, or a scalar.
+        metrics (`dict[str, Metric]`):
+            By their names in the log, see [`~algorithms.metrics.Metric`].
+    """
+
+    loss: torch.Tensor
     metrics: dict[str, Metric]
 
 
