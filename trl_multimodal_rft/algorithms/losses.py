@@ -22,9 +22,17 @@ _LARGEST_LOG_RATIO = 20.0
 
 
 class LossOutput(NamedTuple):
-    """A loss and its metrics."""
+    """
+    A loss and its metrics.
 
-    loss: torch.Tensor  # of each token, `(B, T)`, of each completion, `(B, 1)` or `(B,)`, or a scalar
+    Args:
+        loss (`torch.Tensor`):
+            Of each token, shape `(B, T)`, of each completion, shape `(B, 1)` or `(B,)`, or a scalar.
+        metrics (`dict[str, Metric]`):
+            By their names in the log, see [`~algorithms.metrics.Metric`].
+    """
+
+    loss: torch.Tensor
     metrics: dict[str, Metric]
 
 
@@ -343,7 +351,7 @@ def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
 
 def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
     """
-    Drops completions with negative advantages that are unlikely by now, see
+    Drops completions with a negative advantage that the policy has moved away from, see
     [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556).
 
     See [`LossType.__call__`] for the arguments.
@@ -403,13 +411,13 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
 
 
 def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
-    """Factor of the policy gradient for what the sampler did otherwise than the policy."""
+    """Factor that corrects the policy gradient for the sampler: off-policy mask times importance ratio."""
     ratio = 1.0 if inputs.sampling_ratio is None else inputs.sampling_ratio
     return off_policy_mask(inputs, options) * ratio
 
 
 def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    """TRL's shares of what is clipped below and above, `(B, T)` or `(B, 1)`."""
+    """Shares of tokens or completions that are clipped; `low` and `high` are `(B, T)` or `(B, 1)`."""
     shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
     means = {f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()}
     return {

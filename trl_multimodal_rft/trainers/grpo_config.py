@@ -324,7 +324,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
 
     def _check_loss(self) -> None:
-        check_choice(self, "loss_type", tuple(LOSSES))  # TRL checks it only after sampling
+        # TRL checks them only after sampling
+        check_choice(self, "loss_type", tuple(LOSSES))
+        check_choice(self, "importance_sampling_level", ("token", "sequence"))
         loss = LOSSES[self.loss_type]
         token_level = self._estimator.per_token
         sequence_level = self.importance_sampling_level == "sequence"
