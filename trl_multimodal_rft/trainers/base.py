@@ -169,14 +169,16 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         elif args.beta == 0 or args.sync_ref_model:
             option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
             raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
-        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
-        if not isinstance(reward_processors, list):
-            reward_processors = [reward_processors]
-        loaded_rewards = [isinstance(f, str) for f in reward_funcs or []]
         self.toolbox = Environments(tools or (), factory, args.media_rules)
         of_environments = self.toolbox.reward_funcs()
-        if not reward_funcs and not of_environments:
+        if not reward_funcs:
+            reward_funcs, of_environments = [*of_environments.values()], {}
+        if not reward_funcs:
             raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
+        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs)
+        if not isinstance(reward_processors, list):
+            reward_processors = [reward_processors]
+        loaded_rewards = [isinstance(f, str) for f in reward_funcs]
 
         self._train_sampler = None
         self._self_check: SelfCheck | None = None
@@ -198,7 +200,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         ):
             super().__init__(
                 model=model,
-                reward_funcs=reward_funcs or [*of_environments.values()],
+                reward_funcs=reward_funcs,
                 args=args,
                 processing_class=processing_class,
                 # TRL reads texts with them, and asks for padding, which processors don't have
@@ -218,7 +220,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             max_tokens=args.max_tokens_per_microbatch,
         )
         self._own_tokens = placeholder_tokens(model, self.processing_class)
-        self._set_tools(of_environments if reward_funcs else {}, rollout_func)
+        self._set_tools(of_environments, rollout_func)
         if ref_model is not None:
             self._set_reference(ref_model)
         self._set_rewards(reward_processors, loaded_rewards)
