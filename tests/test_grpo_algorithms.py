@@ -4,13 +4,11 @@
 import itertools
 import math
 from statistics import fmean, stdev
-from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, loss_by_hand, ours, rough
 from helpers.trainer_utils import (
-    Injected,
     InjectedOurs,
     InjectedTRL,
     Recorded,
@@ -27,17 +25,14 @@ from helpers.trainer_utils import (
     run,
 )
 from torch.testing import assert_close
-from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
-
-from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
 # Two updates on one generation batch, each from two of its four micro-batches, and the same again
 REUSED = {**TWO, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 4}
 
 
-class InjectedGMPO(Injected, GMPOTrainer):
+class InjectedGMPO(InjectedTRL, GMPOTrainer):
     pass
 
 
@@ -522,7 +517,7 @@ class Scoring(Recorded):
     def _compute_loss(self, model, inputs):
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             for batch in self._buffered_inputs:
-                batch["sampled"] = self._score_rollout(self.model, batch).entropies
+                batch.sampled = self._score_rollout(self.model, batch).entropies
         return super()._compute_loss(model, inputs)
 
 
@@ -593,22 +588,6 @@ def test_entropy_filter_works_in_evaluation():
         check_losses(result, weights, moments)
 
 
-def test_entropy_mask_outside_the_loss_is_that_of_trl():
-    """For any threshold, after training, and of a bare trainer and a mock with nothing but an accelerator."""
-    trained = ours(top_entropy_quantile=0.3, entropy_scope="sequence", entropy_renormalize=True, max_steps=1).trainer
-    bare = object.__new__(MultimodalGRPOTrainer)
-    mocked = Mock(spec=MultimodalGRPOTrainer)
-    bare.accelerator = mocked.accelerator = trained.accelerator
-    entropies = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(6) < torch.tensor([[6], [4], [1], [0]])).long()
-    for threshold in (0.0, 0.5, 0.8, 1.0):
-        expected = GRPOTrainer.get_high_entropy_mask(bare, entropies, mask, threshold)
-        assert expected.sum() == (mask.sum() * (1 - threshold)).ceil().clamp(min=1)
-        for trainer in (trained, bare):
-            assert torch.equal(trainer.get_high_entropy_mask(entropies, mask, threshold), expected)
-        assert torch.equal(MultimodalGRPOTrainer.get_high_entropy_mask(mocked, entropies, mask, threshold), expected)
-
-
 MISALIGNED = {**TWO, "num_iterations": 2}
 ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for source in ("rollout", "current"))
 
@@ -635,15 +614,16 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
 def test_extra_forwards_are_made_and_logged_where_needed(options, passes):
     class Counting(InjectedOurs):
         def __init__(self, *args, **kwargs):
-            self.passes = [0, 0]
             super().__init__(*args, **kwargs)
+            self.passes, self.score, self._policy.score = [0, 0], self._policy.score, self.counted
 
-        def _score_rollout(self, model, inputs, extra=False):
-            self.passes[self.state.global_step] += extra
-            return super()._score_rollout(model, inputs, extra)
+        def counted(self, model, *args, **kwargs):
+            self.passes[self.state.global_step] += not torch.is_grad_enabled() and model is not self.ref_model
+            return self.score(model, *args, **kwargs)
 
     result = ours(Counting, **options)
-    assert result.trainer.passes == passes
+    trls = [2, 0] if options.get("num_iterations") == 2 else [0, 0]  # of two micro-batches that are used twice
+    assert result.trainer.passes == [own + each for own, each in zip(passes, trls, strict=True)]
     assert ["extra_scoring_time" in entry for entry in result.history[:2]] == [count > 0 for count in passes]
 
 

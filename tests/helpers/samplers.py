@@ -23,19 +23,12 @@ class Wrapped:
         self.inner.invalidate_weights()
 
     def __call__(self, model, prompts, **options):
-        """`options` hold the `room` of each completion and `branches` in turns after results of tools."""
+        """After results of tools, `room` is given, and `branches.asked` tells the places of the completions."""
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:
         """A completion that ends."""
         return [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
-
-
-def places(prompts, options) -> list[int]:
-    """Which completions of the batch these prompts belong to; none for the dummy prompt of a rank without any."""
-    if options.get("room") is None:
-        return [*range(len(prompts))]
-    return [place for place, _ in options["branches"].asked]
 
 
 def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokenizer) -> list[list[int]]:
@@ -57,14 +50,3 @@ class PseudoRandom(Wrapped):
     def __call__(self, model, prompts, *, step, **options):
         ids = [prompt.input_ids.tolist() for prompt in prompts]
         return pseudo_random(ids, step, model.training, self.tokenizer), None
-
-
-class Fixed(Wrapped):
-    """The completions that a function gives for a number of prompts."""
-
-    def __init__(self, trainer, completions):
-        super().__init__(trainer)
-        self.completions = completions
-
-    def __call__(self, model, prompts, **options):
-        return self.completions(len(prompts)), None

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What the tests of the trainers share: datasets, runs of a few steps, and comparisons of their results."""
 
+import copy
 import functools
 import gc
 import json
@@ -202,8 +203,11 @@ class Recording:
 
 
 def _cloned(rollout):
-    tensors = {name: value.clone() for name, value in vars(rollout).items() if isinstance(value, torch.Tensor)}
-    return replace(rollout, **tensors)
+    cloned = copy.copy(rollout)
+    for name, value in vars(rollout).items():
+        if isinstance(value, torch.Tensor):
+            setattr(cloned, name, value.clone())
+    return cloned
 
 
 class Recorded(Recording, InjectedOurs):
