@@ -322,7 +322,7 @@ def test_packing_is_measured_on_the_longest_prompt(tmp_path, monkeypatch):
 
     monkeypatch.setattr(forward, "linear_masks", sliding)
     run.train()
-    lengths = sorted({len(prompt) for batch in run._buffered_inputs for prompt in batch["encoded_prompts"]})
+    lengths = sorted({len(prompt) for batch in run._buffered_inputs for prompt in batch.prompts})
     assert lengths[0] + 8 < window < lengths[1]
     assert run._self_check.packed > 1e-2 and not run._policy.fallbacks.packing
 
@@ -487,7 +487,7 @@ def test_encoders_are_the_same_in_training_mode(option, tmp_path):
             with torch.no_grad():
                 scores[training, packed] = run._policy.score(
                     run.model,
-                    batch["encoded_prompts"],
+                    batch.prompts,
                     batch["completion_ids"],
                     batch["completion_mask"],
                     packed=packed,

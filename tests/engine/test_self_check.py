@@ -58,10 +58,10 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     drawn = []
 
     class Remembering(MultimodalRLOOTrainer):
-        def _correct_for_engine(self, output, logps):
-            before = output["advantages"]
-            super()._correct_for_engine(output, logps)
-            drawn.append((before, logps, output))
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            drawn.append((torch.tensor(self._logs["advantages"]), output))  # as they are logged, without weights
+            return output
 
     options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
     trainer = make(Remembering, MultimodalRLOOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
@@ -69,8 +69,8 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     assert_exact(trainer._self_check)
     assert len(drawn) == 3
     weights = []
-    for (before, logps, output), logged in zip(drawn, trainer.state.log_history, strict=False):
-        differences = (logps - output["sampling_per_token_logps"]) * output["completion_mask"]
+    for (before, output), logged in zip(drawn, trainer.state.log_history, strict=False):
+        differences = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * output["completion_mask"]
         ratios = differences.sum(1).exp()
         ratios = ratios.clamp(max=0.98)
         torch.testing.assert_close(output["advantages"], before * ratios)

@@ -31,6 +31,19 @@ class Wrapped:
         return [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
 
 
+class Remembers(Wrapped):
+    """Remembers `calls`: prompts and what was sampled."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.calls = []
+
+    def __call__(self, model, prompts, **options):
+        ids, logps = super().__call__(model, prompts, **options)
+        self.calls.append((prompts, ids, logps))
+        return ids, logps
+
+
 def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokenizer) -> list[list[int]]:
     """Completions that depend on prompts, step and mode alone."""
     generator = np.random.default_rng([step, int(training), sum(map(sum, prompt_ids))])
@@ -45,8 +58,10 @@ def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokeni
 
 
 class PseudoRandom(Wrapped):
-    """Pseudo-random completions."""
+    """Pseudo-random completions; those with a config of their own, of evaluators, are sampled."""
 
-    def __call__(self, model, prompts, *, step, **options):
+    def __call__(self, model, prompts, *, step, config=None, **options):
+        if config is not None:
+            return super().__call__(model, prompts, step=step, config=config, **options)
         ids = [prompt.input_ids.tolist() for prompt in prompts]
-        return pseudo_random(ids, step, model.training, self.tokenizer), None
+        return pseudo_random(ids, step, self.trainer.model.training, self.tokenizer), None

@@ -175,14 +175,13 @@ class Recording:
         self.draws, self.micro_batches = [], []
         super().__init__(*args, **kwargs)
 
-    def _draw(self, inputs):
-        rollout = super()._draw(inputs)
-        batch = _cloned(rollout)
-        self.draws.append(self._moment(rows=rollout.rows, batch=batch, rewards=batch.rewards_per_func))
-        return rollout
+    def _reward(self, rollout):
+        super()._reward(rollout)
+        # What follows writes other fields, and makes copies when it changes these
+        self.draws.append(self._moment(rows=rollout.rows, batch=rollout, rewards=rollout.rewards_per_func.clone()))
 
     def _compute_loss(self, model, inputs):
-        kl_coef = self.kl_coef
+        kl_coef = getattr(self, "kl_coef", None)
         loss = super()._compute_loss(model, inputs)
         logps, entropies = self._scores.logps, self._scores.entropies
         gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
