@@ -5,8 +5,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from ..encoding.prompts import EncodedPrompt
+from .rollout import Rollout
 
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
@@ -42,3 +44,45 @@ def check_rollout(output: dict[str, Any], prompts: Sequence[EncodedPrompt], plac
                 f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
                 "nothing knows; use `tools` or `environment_factory` to show media to the model."
             )
+
+
+def complete(
+    rollout: Rollout,
+    ids: list[list[int]],
+    logps: list[list[float | None]] | None,
+    tool_mask: list[list[int]] | None,
+    *,
+    ends: Collection[int],
+    pad_to_multiple_of: int | None,
+    mask_truncated: bool,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Adds completions to a rollout, with their masks; TRL's metrics of lengths over all ranks, and `n_tokens`."""
+    device, pad_token_id = accelerator.device, rollout.pad_token_id
+    rollout.ids = ids
+    rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
+    mask = right_pad([[1] * len(each) for each in ids], 0, pad_to_multiple_of)
+    ended = torch.isin(torch.tensor([each[-1] for each in ids]), torch.tensor([*ends, pad_token_id]))
+    lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
+    if tool_mask is not None:
+        rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)
+    if logps is not None:
+        given = [[torch.nan if logp is None else logp for logp in each] for each in logps]
+        rollout.sampling_per_token_logps = right_pad(given, 0.0, pad_to_multiple_of).to(device)
+    if mask_truncated:
+        mask = mask * ended[:, None]
+        if rollout.tool_mask is not None:
+            rollout.tool_mask = rollout.tool_mask * ended[:, None].to(device)
+    rollout.completion_mask = mask.to(device)
+    prompts = torch.tensor([len(prompt) for prompt in rollout.prompts])
+    in_loss = rollout.loss_mask.sum(1).cpu()
+    table = torch.stack([prompts, lengths, ended.long(), in_loss], dim=1).to(device)
+    prompts, lengths, ended, in_loss = accelerator.gather(table).cpu().unbind(1)
+    rollout.num_items_in_batch = in_loss.sum().to(device)
+    metrics = {"n_tokens": int(prompts.sum() + lengths.sum())}
+    metrics["completions/clipped_ratio"] = 1 - ended.float().mean().item()
+    terminated = lengths[ended == 1]
+    for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
+        for name in ("mean", "min", "max"):
+            metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()
+    return metrics

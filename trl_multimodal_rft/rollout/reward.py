@@ -1,16 +1,59 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks around the call of reward functions."""
+"""Rewards of a rollout's completions."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from trl.trainer.utils import nanstd
 
 from ..data.columns import iter_refs
+from ..data.features import restore_media
+from ..rewards.calls import call_rewards, reward_arguments
+from .rollout import Rollout
 
 
 logger = get_logger(__name__)
+
+
+def reward_rollout(
+    rollout: Rollout,
+    functions: Mapping[str, Callable],
+    given: dict[str, Any],
+    loop: Any,
+    profile: Callable[[str], Any],
+) -> torch.Tensor:
+    """
+    Calls reward functions as TRL does, with what is `given` to all of them; media are as the dataset has them.
+
+    Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
+    """
+    rows = [
+        {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
+        for i, row in enumerate(rollout.rows)
+    ]
+    if rollout.environments is not None:
+        rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
+    prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
+    arguments = {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **given}
+    found = call_rewards(functions, arguments, loop, profile)
+    rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in found.values()]).T
+    warn_of_unscorable(rewards, arguments)
+    return rewards.contiguous()
+
+
+def reward_metrics(
+    rewards_per_func: torch.Tensor, names: Sequence[str], rewards: torch.Tensor, is_std_zero: torch.Tensor
+) -> dict[str, float]:
+    """TRL's metrics. Shapes: `rewards_per_func` `(N, F)`, the others `(N,)`, of all ranks."""
+    metrics = {}
+    for i, name in enumerate(names):
+        metrics[f"rewards/{name}/mean"] = rewards_per_func[:, i].nanmean().item()
+        metrics[f"rewards/{name}/std"] = nanstd(rewards_per_func[:, i]).item()
+    metrics["reward"] = rewards.nanmean().item()
+    metrics["reward_std"] = nanstd(rewards).item()
+    return {**metrics, "frac_reward_zero_std": is_std_zero.float().mean().item()}
 
 
 def check_readers(names: Collection[str], prompts: Any, completions: Any) -> None:
@@ -20,9 +63,9 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
     Raises [`MediaError`] if prompts hold media, and warns if tools returned some.
     """
     ref = next(iter_refs(prompts), None)
-    for name in names if ref is not None else ():
+    if names and ref is not None:
         raise ref.error(
-            f"the reward model '{name}' would be given the text alone; pass its processor in "
+            f"the reward model '{next(iter(names))}' would be given the text alone; pass its processor in "
             f"`reward_processing_classes` if it takes {ref.kind}, or use a reward function"
         )
     for name in names if next(iter_refs(completions), None) is not None else ():

@@ -16,15 +16,11 @@ from torch import nn
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl import is_conversational
 from trl.extras.profiling import profiling_context
-from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
+from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RolloutFunc
 from trl.trainer.utils import (
-    disable_dropout_in_model,
-    get_config_model_id,
     is_async_callable,
-    nanstd,
     shutdown_event_loop_in_daemon,
     start_event_loop_in_daemon,
     use_adapter,
@@ -37,33 +33,27 @@ from ..data.columns import iter_refs, rows_to_messages, strip_media
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt, check_reward_columns
-from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
-from ..families import MODALITIES, family_of
-from ..forward.attention import install_prefix_attention
-from ..forward.head import add_fused_head, head_rule
+from ..families import MODALITIES
 from ..forward.layout import group_by_prompt, micro_batch_order
-from ..forward.masks import sharing_obstacle
 from ..forward.processes import kinds_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
-from ..models.modes import fix_encoders
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
-from ..policy import Fallbacks, PolicyForward
+from ..policy import PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.hub import PublishingMixin
 from ..reporting.media_logs import MediaLog, MediaLogMixin
 from ..reporting.model_card import conversation_of
-from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
-from ..rewards.model import RewardModel, read_as_text
+from ..rewards.model import read_as_text
 from ..rewards.named import as_reward_funcs
-from ..rollout.collect import check_rollout, right_pad, text_prompt
+from ..rollout.collect import check_rollout, complete, text_prompt
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
-from ..rollout.reward import check_readers, warn_of_unscorable
+from ..rollout.reward import check_readers, reward_metrics, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from ..rollout.score import engine_correction
@@ -77,30 +67,22 @@ from .resumable import ResumingMixin
 from .rows import RowsMixin
 from .self_check import EngineCheck, SelfCheck, check_conversation, run_self_check
 from .setup import (
-    check_engine_format,
-    check_family,
-    check_head_cast,
-    check_name,
-    check_processor_name,
-    check_takes_media,
-    check_takes_tools,
+    around_trl_constructor,
+    enable_packing,
+    first_fallbacks,
     has_unread_rows,
     ignore_deprecated_names,
-    image_token_id,
-    load_policy,
-    load_reference,
-    measured_head,
+    load_parts,
     media_limits,
     modalities,
-    no_warning_about_init_kwargs,
+    prepare_reference,
     refuse_several_runs,
     refuse_unchecked_steps,
     sampling_changes,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
-    without_engine_and_signals,
-    without_reference,
+    with_media_reader,
 )
 
 
@@ -138,37 +120,16 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if kwargs.get("train_dataset") is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         set_seed(args.seed)  # as TRL does before it loads a model
-        if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
-            model = model.model_for(args)
-        loaded_here = isinstance(model, str)
-        if loaded_here:
-            model = load_policy(model, args, quantization_config)
-        check_processor_name(model, processing_class)
-        check_name(model, args, ref_model, kwargs.get("peft_config"))
-        revision = (args.model_init_kwargs or {}).get("revision") if loaded_here else None
-        self._processor_source: dict[str, Any] | None = None  # how to load the processor again
-        if processing_class is None:
-            self._processor_source = {
-                "pretrained_model_name_or_path": get_config_model_id(model.config),
-                "revision": revision,
-                "trust_remote_code": args.trust_remote_code,
-            }
-            processing_class = load_processor(*self._processor_source.values())
-        check_family(model, processing_class, args.max_completion_length)
-        check_head_cast(model, args)
-        check_processor(processing_class)
-        if tools or factory is not None:
-            check_takes_tools(processing_class)
-        if args.use_vllm:
-            check_engine_format(processing_class)
-        if args.disable_dropout is None:
-            fix_encoders(unwrapped(None, model))
-        check_takes_media(model, processing_class, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        if ref_model is None:
-            ref_model = load_reference(model, args, kwargs.get("peft_config"), quantization_config)
-        elif args.beta == 0 or args.sync_ref_model:
-            option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
-            raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
+        loaded = load_parts(
+            model,
+            args,
+            processing_class,
+            quantization_config=quantization_config,
+            ref_model=ref_model,
+            peft_config=kwargs.get("peft_config"),
+            datasets=[kwargs.get(name) for name in ("train_dataset", "eval_dataset")],
+            uses_tools=bool(tools) or factory is not None,
+        )
         self.toolbox = Environments(tools or (), factory, args.media_rules)
         of_environments = self.toolbox.reward_funcs()
         if not reward_funcs:
@@ -190,19 +151,13 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         datasets = ("train_dataset", "eval_dataset")
         self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
         self._media_log: MediaLog | None = None  # what the tables of completions show
-        placeholders = all_placeholder_ids(model, processing_class)
-        with (
-            image_token_id(model.config, placeholders),
-            no_warning_about_init_kwargs(loaded_here),
-            without_reference(args, active=ref_model is not None),
-            measured_head(type(self)),
-            without_engine_and_signals(args),
-        ):
+        placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
+        with around_trl_constructor(type(self), args, loaded, placeholders):
             super().__init__(
-                model=model,
+                model=loaded.model,
                 reward_funcs=reward_funcs,
                 args=args,
-                processing_class=processing_class,
+                processing_class=loaded.processing_class,
                 # TRL reads texts with them, and asks for padding, which processors don't have
                 reward_processing_classes=[
                     p.tokenizer if isinstance(p, ProcessorMixin) else p for p in reward_processors
@@ -210,20 +165,21 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
                 quantization_config=quantization_config,
                 **kwargs,
             )
+        self._processor_source = loaded.processor_source
         self._policy = PolicyForward(
             self.accelerator,
             self.processing_class,
-            fallbacks=Fallbacks(
-                packing=False, isolate=family_of(model).isolate, logits_from_model=self._needs_model_logits()
-            ),
+            fallbacks=first_fallbacks(self._unwrapped(self.model)),
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
-        self._own_tokens = placeholder_tokens(model, self.processing_class)
+        self._own_tokens = placeholder_tokens(self._unwrapped(self.model), self.processing_class)
         self._set_tools(of_environments, rollout_func)
-        if ref_model is not None:
-            self._set_reference(ref_model)
-        self._set_rewards(reward_processors, loaded_rewards)
+        if loaded.ref_model is not None:
+            self.beta, self.ref_model = args.beta, prepare_reference(self, loaded.ref_model)
+        self.reward_func_names = distinct_names(self.reward_func_names)
+        for i, (processor, by_name) in enumerate(zip(reward_processors, loaded_rewards, strict=True)):
+            self.reward_funcs[i] = with_media_reader(self, self.reward_funcs[i], processor, by_name)
         if args.log_completions:
             self.log_completions = False  # TRL's tables hold no audio or video
             self._media_log = MediaLog(
@@ -234,29 +190,19 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
                 self.accelerator.num_processes,
             )
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
-        if not self.use_vllm and placeholders:
+        if not args.use_vllm and placeholders:
             # A sampled placeholder would stand for media that aren't there
             suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
             self.generation_config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
             # Never sampled, they are never discouraged either, so the saved model must go on without them
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
         self.use_vllm = args.use_vllm
-        self.sampler: Sampler = self._make_sampler(placeholders, revision)
+        self.sampler: Any = self._make_sampler(placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
         keep_differentiable(self.model)
-        self._set_packing()
+        self._policy.fallbacks.packing = enable_packing(self._unwrapped(self.model), self.ref_model, args)
         self._set_signals()
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
-
-    def _needs_model_logits(self) -> bool:
-        model = self._unwrapped(self.model)
-        if head_rule(model) is not None:
-            return False
-        logger.warning(
-            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-            "log-probabilities are taken from its own logits, which needs more memory."
-        )
-        return True
 
     def _set_tools(self, reward_funcs: dict[str, Callable], rollout_func: RolloutFunc | None) -> None:
         """The attributes that TRL's GRPO trainer has for tools, environments and custom rollouts."""
@@ -310,70 +256,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             getattr(self, "continuous_batching_config", None),
             torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         )
-
-    def _set_packing(self) -> None:
-        """Lets completions share a forward of their prompt where the model can."""
-        args, model = self.args, self._unwrapped(self.model)
-        obstacle = sharing_obstacle(model)
-        if args.packing == "prefix" and obstacle:
-            logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
-        self._policy.fallbacks.packing = args.packing == "prefix" and not obstacle
-        if not self._policy.fallbacks.packing:
-            return
-        for each in filter(None, (model, self.ref_model)):
-            install_prefix_attention(self._unwrapped(each))
-        per_device, group = args.per_device_train_batch_size, args.num_generations
-        if per_device % group != 0:
-            logger.warning(
-                f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
-                "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
-                f"multiple of {group}."
-            )
-
-    def _set_reference(self, ref_model: Any) -> None:
-        """Does for a given reference what TRL does for one that it loads."""
-        self.beta = self.args.beta
-        if self.args.disable_dropout:
-            disable_dropout_in_model(ref_model)
-        add_fused_head(ref_model, temperature=self.temperature)
-        if self.is_deepspeed_enabled:
-            self.ref_model = prepare_deepspeed(ref_model, self.accelerator)
-        elif self.is_fsdp_enabled:
-            self.ref_model = prepare_fsdp(ref_model, self.accelerator)
-        else:
-            self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
-        if self.args.sync_ref_model:
-            prepared: Any = self.ref_model
-            self.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=self.accelerator))
-
-    def _set_rewards(self, processors: list, loaded: list[bool]) -> None:
-        """Lets reward models see media, and keeps the names of functions apart."""
-        self.reward_func_names = distinct_names(self.reward_func_names)
-        for i, reward_func in enumerate(self.reward_funcs):
-            if isinstance(reward_func, nn.Module):
-                self._let_reward_model_see(i, processors[i], loaded[i])
-
-    def _let_reward_model_see(self, index: int, processor, loaded_here: bool) -> None:
-        """TRL gives reward models text only; one that takes media and has a processor gets the media, too."""
-        args, model = self.args, self.reward_funcs[index]
-        unwrapped = self._unwrapped(model)
-        takes_media = isinstance(unwrapped, PreTrainedModel) and any(
-            k in unwrapped.input_modalities for k in MODALITIES
-        )
-        if processor is None and takes_media:
-            processor = load_processor(
-                get_config_model_id(unwrapped.config),
-                revision=(args.model_init_kwargs or {}).get("revision") if loaded_here else None,
-                trust_remote_code=args.trust_remote_code,
-            )
-        if isinstance(processor, ProcessorMixin):
-            self.reward_funcs[index] = RewardModel(
-                model,
-                processor,
-                batch_size=args.per_device_train_batch_size,
-                template_kwargs=self.chat_template_kwargs,
-                audio_overlong=args.audio_overlong,
-            )
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
@@ -491,25 +373,23 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         else:
             rollout.completions = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
 
-        rollout.ids = ids
-        device, pad_token_id = self.accelerator.device, self._tokenizer.pad_token_id
-        ends = torch.tensor([*self.eos_token_ids, pad_token_id])
-        rollout.completion_ids = right_pad(ids, pad_token_id, self.pad_to_multiple_of).to(device)
-        mask = right_pad([[1] * len(each) for each in ids], 0, self.pad_to_multiple_of)
-        truncated = ~torch.isin(torch.tensor([each[-1] for each in ids]), ends)
-        lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
-        if tool_mask is not None:
-            rollout.tool_mask = right_pad(tool_mask, 1, self.pad_to_multiple_of).to(device)
-        if logps is not None:
-            given = [[torch.nan if logp is None else logp for logp in each] for each in logps]
-            rollout.sampling_per_token_logps = right_pad(given, 0.0, self.pad_to_multiple_of).to(device)
-        if self.mask_truncated_completions:
-            mask = mask * ~truncated[:, None]
-            if rollout.tool_mask is not None:
-                rollout.tool_mask = rollout.tool_mask * ~truncated[:, None].to(device)
-        rollout.completion_mask = mask.to(device)
-        self._log_lengths(rollout, lengths, truncated)
-        rollout.num_items_in_batch = self.accelerator.gather(rollout.loss_mask.sum()).sum()
+        pad: Any = self.pad_to_multiple_of
+        metrics = complete(
+            rollout,
+            ids,
+            logps,
+            tool_mask,
+            ends=self.eos_token_ids,
+            pad_to_multiple_of=pad,
+            mask_truncated=self.mask_truncated_completions,
+            accelerator=self.accelerator,
+        )
+        if self.model.training:
+            self.state.num_input_tokens_seen += metrics.pop("n_tokens")
+        self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        for name, value in metrics.items():
+            if name != "n_tokens":
+                self._mode_metrics[name].append(value)
 
     def _as_messages(self, rollout: Rollout, ids: list[list[int]]) -> list[dict[str, Any]]:
         """First turns as messages, with their calls if the tokenizer can parse them."""
@@ -640,21 +520,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             rollout.prompts = [text_prompt(ids) for ids in output["prompt_ids"]]
         return output["completion_ids"], output["logprobs"], output.get("env_mask")
 
-    def _log_lengths(self, rollout: Rollout, lengths: torch.Tensor, truncated: torch.Tensor) -> None:
-        """TRL's metrics of lengths, over all ranks."""
-        prompts = torch.tensor([len(prompt) for prompt in rollout.prompts])
-        table = torch.stack([prompts, lengths, truncated.long()], dim=1).to(self.accelerator.device)
-        prompts, lengths, truncated = self.accelerator.gather(table).cpu().unbind(1)
-        metrics = self._mode_metrics
-        if self.model.training:
-            self.state.num_input_tokens_seen += int(prompts.sum() + lengths.sum())
-        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        metrics["completions/clipped_ratio"].append(truncated.float().mean().item())
-        ended = lengths[truncated == 0]
-        for infix, values in (("", lengths), ("terminated_", ended if len(ended) else torch.zeros(1))):
-            for name in ("mean", "min", "max"):
-                metrics[f"completions/{name}_{infix}length"].append(getattr(values.float(), name)().item())
-
     @torch.no_grad()
     def _score_rollout(self, model, rollout: Rollout) -> Scores:
         """Scores of a rollout, or of a part of it, without gradients."""
@@ -694,46 +559,31 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         ):
             logger.warning(warning)
         self._rewarded = True
-        named = zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)
-        readers = {name: each for name, each, _ in named if isinstance(each, nn.Module)}
-        check_readers(readers, rollout.messages, rollout.completions)
-        functions = {}
-        for name, each, processor in zip(
-            self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True
-        ):
-            own = read_as_text(each, processor, self.chat_template_kwargs) if name in readers else each
-            functions[name] = checked_reward(own, name, self.args.media_rules, rollout.numbers)
-        rows = [
-            {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
-            for i, row in enumerate(rollout.rows)
-        ]
-        if rollout.environments is not None:
-            rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
-        prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
-        arguments = {
-            **reward_arguments(prompts, completions, rollout.ids, rows, completions),
-            "trainer_state": self.state,
-            "log_extra": self._log_completion_extra,
-            "log_metric": self._log_metric,
-        }
-        rewards = call_rewards(
-            functions, arguments, getattr(self, "async_loop", None), functools.partial(profiling_context, self)
+        named = [*zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)]
+        check_readers(
+            [name for name, each, _ in named if isinstance(each, nn.Module)], rollout.messages, rollout.completions
         )
-        values = [[torch.nan if each is None else each for each in column] for column in rewards.values()]
-        table = torch.tensor(values, device=self.accelerator.device).T.contiguous()
-        warn_of_unscorable(table, arguments)
-        rollout.rewards_per_func = self.accelerator.gather(table)
+        functions = {
+            name: checked_reward(
+                read_as_text(each, processor, self.chat_template_kwargs) if isinstance(each, nn.Module) else each,
+                name,
+                self.args.media_rules,
+                rollout.numbers,
+            )
+            for name, each, processor in named
+        }
+        loop, profile = getattr(self, "async_loop", None), functools.partial(profiling_context, self)
+        given = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+        rewards = reward_rollout(rollout, functions, given, loop, profile).to(self.accelerator.device)
+        rollout.rewards_per_func = self.accelerator.gather(rewards)
 
     def _log_rollout(self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor) -> None:
         """TRL's metrics of rewards and its table of completions; the check of the engine, media and first example."""
-        metrics, per_func = self._mode_metrics, rollout.rewards_per_func
-        for i, name in enumerate(self.reward_func_names):
-            metrics[f"rewards/{name}/mean"].append(per_func[:, i].nanmean().item())
-            metrics[f"rewards/{name}/std"].append(nanstd(per_func[:, i]).item())
+        per_func, names = rollout.rewards_per_func, self.reward_func_names
+        for name, value in reward_metrics(per_func, names, rewards, is_std_zero).items():
+            self._mode_metrics[name].append(value)
+        for i, name in enumerate(names):
             self._logs["rewards"][name].extend(per_func[:, i].tolist())
-        metrics["reward"].append(rewards.nanmean().item())
-        metrics["reward_std"].append(nanstd(rewards).item())
-        metrics["frac_reward_zero_std"].append(is_std_zero.float().mean().item())
         self._logs["prompt"].extend(gather_object(strip_media(rollout.messages)))
         self._logs["completion"].extend(gather_object(strip_media(rollout.completions)))
         self._log_by_rewards(len(rollout))

@@ -262,7 +262,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args, n, per_func = self.args, len(rollout), rollout.rewards_per_func
         rewards = weighted_sum(per_func, self.reward_weights)
         zero_std = is_std_zero(rewards, self._group_size, args.scale_rewards)
-        group_ids = torch.arange(len(rewards), device=rewards.device) // self._group_size
+        group_ids = self.accelerator.gather(rollout.group_ids)
         shaped = self._shape_rewards(rewards)
         if args.multi_objective_aggregation == "normalize_then_sum":
             advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, self._group_size)

@@ -142,7 +142,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = self._sum_over_ranks([kl.sum().item(), mask.sum().item()])
             self._mode_metrics["kl"].append(total / max(count, 1.0))
-        group_ids = torch.arange(len(rewards), device=rewards.device) // self._group_size
+        group_ids = self.accelerator.gather(rollout.group_ids)
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = self._local(advantages, n)
         self._log_rollout(rollout, rewards, is_std_zero(shaped, self._group_size))

@@ -8,26 +8,36 @@ import sys
 import warnings
 from collections.abc import Collection
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
-from trl.trainer.utils import get_config_model_id
+from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.unread import check_columns, columns_known
+from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
-from ..forward.head import add_fused_head
+from ..forward.attention import install_prefix_attention
+from ..forward.head import add_fused_head, head_rule
+from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
+from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
-from ..policy import training_obstacle
+from ..models.wrapped import unwrapped
+from ..policy import Fallbacks, training_obstacle
+from ..rewards.model import RewardModel
 from .arguments import check_output_dir, refuse_classes
 
 
@@ -356,6 +366,148 @@ def without_engine_and_signals(args):
         yield
     finally:
         vars(args).update(given)
+
+
+@dataclass
+class Loaded:
+    """What a trainer is made of, checked and loaded before TRL's constructor."""
+
+    model: Any
+    processing_class: Any
+    processor_source: dict[str, Any] | None  # how to load the processor again, if it was loaded here
+    ref_model: Any
+    revision: str | None
+    by_name: bool  # whether the model was loaded here
+
+
+def load_parts(
+    model: Any,
+    args: Any,
+    processing_class: Any,
+    *,
+    quantization_config: Any,
+    ref_model: Any,
+    peft_config: Any,
+    datasets: list[Any],
+    uses_tools: bool,
+) -> Loaded:
+    """Loads the policy, its processor and its reference where given by name, and refuses unsupported ones."""
+    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
+        model = model.model_for(args)
+    by_name = isinstance(model, str)
+    if by_name:
+        model = load_policy(model, args, quantization_config)
+    check_processor_name(model, processing_class)
+    check_name(model, args, ref_model, peft_config)
+    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
+    source = None
+    if processing_class is None:
+        source = {
+            "pretrained_model_name_or_path": get_config_model_id(model.config),
+            "revision": revision,
+            "trust_remote_code": args.trust_remote_code,
+        }
+        processing_class = load_processor(*source.values())
+    check_family(model, processing_class, args.max_completion_length)
+    check_head_cast(model, args)
+    check_processor(processing_class)
+    if uses_tools:
+        check_takes_tools(processing_class)
+    if args.use_vllm:
+        check_engine_format(processing_class)
+    if args.disable_dropout is None:
+        fix_encoders(unwrapped(None, model))
+    check_takes_media(model, processing_class, args, *datasets)
+    if ref_model is None:
+        ref_model = load_reference(model, args, peft_config, quantization_config)
+    elif args.beta == 0 or args.sync_ref_model:
+        option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
+        raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
+    return Loaded(model, processing_class, source, ref_model, revision, by_name)
+
+
+@contextmanager
+def around_trl_constructor(trainer_class: type, args: Any, loaded: Loaded, placeholders: set[int]):
+    """What TRL's constructor needs to be told, because it has no argument for it."""
+    with (
+        image_token_id(loaded.model.config, placeholders),
+        no_warning_about_init_kwargs(loaded.by_name),
+        without_reference(args, active=loaded.ref_model is not None),
+        measured_head(trainer_class),
+        without_engine_and_signals(args),
+    ):
+        yield
+
+
+def first_fallbacks(model: PreTrainedModel) -> Fallbacks:
+    """What is known of a model before the self-check has measured it."""
+    logits_from_model = head_rule(model) is None
+    if logits_from_model:
+        logger.warning(
+            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+            "log-probabilities are computed from the model's logits, which needs more memory."
+        )
+    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=logits_from_model)
+
+
+def enable_packing(model: PreTrainedModel, ref_model: Any, args: Any) -> bool:
+    """Lets completions share a forward of their prompt, and returns whether the model supports that."""
+    obstacle = sharing_obstacle(model)
+    if args.packing == "prefix" and obstacle:
+        logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
+    if args.packing != "prefix" or obstacle:
+        return False
+    install_prefix_attention(model)
+    if ref_model is not None:
+        install_prefix_attention(unwrapped(None, ref_model))
+    per_device, group = args.per_device_train_batch_size, args.num_generations
+    if per_device % group != 0:
+        logger.warning(
+            f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
+            "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
+            f"multiple of {group}."
+        )
+    return True
+
+
+def prepare_reference(trainer: Any, ref_model: Any) -> Any:
+    """Prepares a given reference as TRL prepares one that it loads."""
+    args = trainer.args
+    if args.disable_dropout:
+        disable_dropout_in_model(ref_model)
+    add_fused_head(ref_model, temperature=trainer.temperature)
+    if trainer.is_deepspeed_enabled:
+        prepared = prepare_deepspeed(ref_model, trainer.accelerator)
+    elif trainer.is_fsdp_enabled:
+        prepared = prepare_fsdp(ref_model, trainer.accelerator)
+    else:
+        prepared = trainer.accelerator.prepare_model(ref_model, evaluation_mode=True)
+    if args.sync_ref_model:
+        trainer.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=trainer.accelerator))
+    return prepared
+
+
+def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:
+    """A reward model that gets media through its processor, instead of TRL's text alone; others as they are."""
+    if not isinstance(reward_func, nn.Module):
+        return reward_func
+    args, model = trainer.args, unwrapped(trainer.accelerator, reward_func)
+    takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
+    if processor is None and takes_media:
+        processor = load_processor(
+            get_config_model_id(model.config),
+            revision=(args.model_init_kwargs or {}).get("revision") if by_name else None,
+            trust_remote_code=args.trust_remote_code,
+        )
+    if not isinstance(processor, ProcessorMixin):
+        return reward_func
+    return RewardModel(
+        reward_func,
+        processor,
+        batch_size=args.per_device_train_batch_size,
+        template_kwargs=trainer.chat_template_kwargs,
+        audio_overlong=args.audio_overlong,
+    )
 
 
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
