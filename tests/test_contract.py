@@ -21,7 +21,6 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.reporting import media_logs, model_card
 from trl_multimodal_rft.trainers import self_check
 
@@ -272,14 +271,6 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
 
 def test_torch_can_tie_a_process_to_its_parent():
     assert callable(find("torch.multiprocessing:_prctl_pr_set_pdeathsig"))
-
-
-def test_loss_types_are_those_of_trl():
-    source = inspect.getsource(GRPOTrainer._compute_loss)
-    named = re.findall(r"self\.loss_type (?:==|in) (.+?)(?: and|:)", source)
-    assert {name for each in named for name in re.findall(r'"(\w+)"', each)} == {
-        name for name, loss in LOSSES.items() if not loss.is_own
-    }
 
 
 def test_accumulation_steps_are_set_when_training_starts():

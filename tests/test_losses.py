@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Losses, KL, entropy mask: numbers worked out by hand, TRL's formulas, expectations over a small vocabulary."""
 
-import functools
 import math
+from collections import defaultdict
 from fractions import Fraction
 
 import pytest
@@ -11,17 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from trl_multimodal_rft.algorithms.critic import explained_variance, ptx_loss, value_loss
 from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
 from trl_multimodal_rft.algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from trl_multimodal_rft.algorithms.losses import (
     LOSSES,
+    LossInputs,
     LossOptions,
+    Normalizer,
     aggregate,
-    explained_variance,
+    grpo_loss,
     policy_drift,
+    ratio_metrics,
     sequence_ratios,
-    value_loss,
 )
+from trl_multimodal_rft.algorithms.metrics import log_metrics
 
 
 NAN, INF = math.nan, math.inf
@@ -51,7 +55,14 @@ def policy_loss(name, log_ratio, advantages, mask=None, epsilon_low=0.2, epsilon
     """By its name; log-ratios are those to a policy whose log-probabilities are 0."""
     mask = torch.ones_like(log_ratio) if mask is None else mask
     options = LossOptions(epsilon_low, epsilon_high, **{"drift_coef": 0.0, **options})
-    return LOSSES[name](log_ratio, torch.zeros_like(log_ratio), advantages, mask, options, weights=weights)
+    inputs = LossInputs(log_ratio, torch.zeros_like(log_ratio), advantages, mask, weights)
+    return LOSSES[name](inputs, options).loss
+
+
+def logged(metrics):
+    values = defaultdict(list)
+    log_metrics(metrics, lambda numbers: numbers, values)
+    return {name: value for name, (value,) in values.items()}
 
 
 # Functions of log-ratio and advantages
@@ -89,47 +100,6 @@ def test_gmpo_golden():
     assert_close(loss.mean(), tensor(0.480592), rtol=0, atol=1e-6)
 
 
-def trl_loss(log_ratio, advantages, epsilon_low, epsilon_high, delta):
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    return -torch.min(ratio.clamp(max=delta) * advantages, clipped * advantages)
-
-
-def trl_gmpo_loss(log_ratio, advantages, mask, epsilon_low, epsilon_high):
-    clamped = log_ratio.clamp(-epsilon_low, epsilon_high)
-    one_sided = torch.where(
-        advantages[:, None] > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
-    )
-    return -((one_sided * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).exp() * advantages
-
-
-@pytest.mark.parametrize("token_advantages", [False, True])
-@pytest.mark.parametrize("delta", [1.3, 3.0])
-def test_dual_clip_equals_trl_two_sided_clip(delta, token_advantages):
-    torch.manual_seed(0)
-    log_ratio = torch.linspace(-2, 3, 4000, dtype=torch.float64).view(40, 100)
-    advantages = torch.randn(40, 100 if token_advantages else 1, dtype=torch.float64)
-    advantages[0] = 0
-    options = {"epsilon_low": 0.1, "epsilon_high": 0.28, "delta": delta}
-    ours, theirs = (
-        gradient(lambda x, loss=loss: loss(x, advantages, **options).sum(), log_ratio)
-        for loss in (functools.partial(policy_loss, "dual_clip"), trl_loss)
-    )
-    assert_close(ours, theirs)
-
-
-def test_gmpo_equals_trl():
-    torch.manual_seed(0)
-    log_ratio, advantages = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
-    mask = (torch.rand(50, 7) < 0.7).double()
-    mask[0], mask[1, :3] = 0, 2.5  # also weights, as the entropy mask gives
-    ours, theirs = (
-        gradient(lambda x, f=f: f(x, advantages, mask, epsilon_low=0.3, epsilon_high=0.4).mean(), log_ratio)
-        for f in (functools.partial(policy_loss, "gmpo"), trl_gmpo_loss)
-    )
-    assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_exploding_ratio_leaves_finite_gradients(advantage):
     loss, grad = gradient(
@@ -161,40 +131,42 @@ def test_policy_drift_gradient():
     assert_close(gradient(drift, LOGITS)[1], divergence_gradients()[1])
 
 
-OWN = [name for name, loss in LOSSES.items() if loss.is_own]
+OWN = ["cpgd", "gmpo", "dual_clip"]
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_weights_and_correction_leave_the_drift(name):
+def test_weights_and_ratios_of_the_sampler_leave_the_drift(name):
     """Where nothing is trained on, a token has no gradient but that of CPGD's drift."""
-    inputs = ADVANTAGES, MASK, LossOptions(0.2, 0.2)
-    weights, correction = tensor([[0, 1, 1], [2, 1, 1]]), tensor([[3], [0]])
+    weights, ratio = tensor([[0, 1, 1], [2, 1, 1]]), tensor([[3], [0]])
 
-    def loss(x, **options):
-        return LOSSES[name](x, torch.zeros_like(x), *inputs, **options)
+    def loss(mask=MASK, **options):
+        inputs = LossInputs(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, mask, **options)
+        return LOSSES[name](inputs, LossOptions(0.2, 0.2)).loss
 
     drift = 0.01 * policy_drift(LOG_RATIO, torch.zeros_like(LOG_RATIO), 2.0) if name == "cpgd" else 0
     if LOSSES[name].per_completion:
-        assert_close(loss(LOG_RATIO, correction=correction), loss(LOG_RATIO) * correction[:, 0])
-        weighted = LOSSES[name](LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, MASK * weights, inputs[2])
-        assert_close(loss(LOG_RATIO, weights=weights), weighted)
+        assert_close(loss(sampling_ratio=ratio), loss() * ratio[:, 0])
+        assert_close(loss(weights=weights), loss(MASK * weights))
     else:
-        both = loss(LOG_RATIO, weights=weights, correction=correction)
-        assert_close(both - drift, (loss(LOG_RATIO) - drift) * weights * correction)
+        both = loss(weights=weights, sampling_ratio=ratio)
+        assert_close(both - drift, (loss() - drift) * weights * ratio)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_clipped_tokens_have_no_gradient(name):
-    """On the side that the advantage pushes to; dual clip also bounds the other side."""
-    loss, options = LOSSES[name], LossOptions(0.1, 0.3, drift_coef=0.0)
+    """On the side that the advantage pushes to; the metrics count them."""
     log_ratio = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2, 1)
     for advantages in (ADVANTAGES, ADVANTAGES[:, None].expand(2, 41)):
-        low, high = loss.clipped(log_ratio, advantages, options)
-        assert low[1].any() and high[0].any() and not low[0].any() and not high[1].any()
-        if advantages.dim() == 1 or not loss.per_completion:
-            inputs = torch.zeros_like(log_ratio), advantages, torch.ones_like(log_ratio), options
-            grad = gradient(lambda x, inputs=inputs: loss(x, *inputs).sum(), log_ratio)[1]
-            assert torch.equal(grad == 0, low | high)
+        if advantages.dim() == 2 and LOSSES[name].per_completion:
+            continue
+        x = log_ratio.clone().requires_grad_()
+        inputs = LossInputs(x, torch.zeros_like(x), advantages, torch.ones_like(x))
+        loss, metrics = LOSSES[name](inputs, LossOptions(0.1, 0.3, drift_coef=0.0))
+        high, low = ((torch.autograd.grad(loss.sum(), x)[0] == 0).double().mean(1)).tolist()  # A is 1 and -1
+        shares = {"low_mean": low / 2, "high_mean": high / 2, "region_mean": (low + high) / 2}
+        shares |= {"low_min": 0, "high_max": high}
+        assert low > 0 and high > 0
+        assert logged(metrics) == pytest.approx({f"clip_ratio/{key}": share for key, share in shares.items()})
 
 
 def test_sequence_ratios_golden():
@@ -209,7 +181,7 @@ def test_sequence_ratios_golden():
 
 
 def test_losses_are_listed_with_their_papers():
-    assert OWN == ["cpgd", "gmpo", "dual_clip"]
+    assert {*OWN} < {*LOSSES}
     assert all(loss.name == name for name, loss in LOSSES.items())
     assert [name for name, loss in LOSSES.items() if loss.paper is None] == ["bnpo"]
 
@@ -221,7 +193,7 @@ def test_losses_are_listed_with_their_papers():
 def test_average_is_that_of_the_definition(name):
     """Over the completions, the limit of their length, or the tokens, of the micro-batch or of the optimizer step."""
     values, mask = random_losses(0)
-    options = {"accumulation": 3, "length_limit": 10, "batch_tokens": 77.0}
+    normalizer = Normalizer(accumulation=3, length_limit=10, batch_tokens=77.0)
     lengths, sums = mask.sum(1).clamp(min=1), (values * mask).sum(1)
     expected = {
         **dict.fromkeys(("grpo", "sapo", "gmpo"), (sums / lengths).mean() / 3),
@@ -230,9 +202,41 @@ def test_average_is_that_of_the_definition(name):
         "dr_grpo": sums.mean() / 10 / 3,
     }.get(name, sums.sum() / 77)
     loss = LOSSES[name]
-    assert_close(loss.average(values, mask, **options), expected)
+    assert_close(loss.average(values, mask, normalizer), expected)
     assert loss.is_mean == (name not in ("dapo", "cispo", "vespo", "cpgd", "dual_clip"))
-    assert_close(loss.average(sums, mask, **options), sums.mean() / 3)  # of completions
+    assert_close(loss.average(sums, mask, normalizer), sums.mean() / 3)  # of completions
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_does_not_depend_on_micro_batches(name, estimator):
+    """With its KL term and the load balancing; an entropy bonus and `bnpo` average within micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    logps, old, ref = (torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    advantages, (_, mask) = torch.randn(8, generator=generator, dtype=torch.float64), random_losses(0)
+
+    def loss(x, n):
+        parts = torch.arange(8).tensor_split(n)
+        aux = tensor(0.3)
+        return sum(
+            grpo_loss(
+                LOSSES[name],
+                LossInputs(
+                    x[part], old[part], advantages[part], mask[part], ref_logps=ref[part], entropies=x, aux_loss=aux
+                ),
+                LossOptions(0.2, 0.2, kl_estimator=estimator),
+                Normalizer(n, 10, mask[:8].sum()),
+                kl_coef=0.1,
+                aux_coef=0.2,
+            ).loss
+            for part in parts
+        )
+
+    whole, parts = gradient(lambda x: loss(x, 1), logps), gradient(lambda x: loss(x, 4), logps)
+    if name == "bnpo":
+        assert not torch.allclose(whole[0], parts[0])
+    else:
+        assert_close(whole, parts)
 
 
 def random_losses(seed):
@@ -463,20 +467,42 @@ def test_rows_compete_within_the_batch():
 
 def test_value_loss_by_hand():
     values, old, returns = (
-        torch.tensor([[1.0, 0.0, 0.5]]),
-        torch.tensor([[0.0, 0.0, 0.5]]),
-        torch.tensor([[1.0, 1.0, 0.5]]),
+        torch.tensor([[1.0, 0.0, 0.5, 9.0]]),
+        torch.tensor([[0.0, 0.0, 0.5, 0.0]]),
+        torch.tensor([[1.0, 1.0, 0.5, 0.0]]),
     )
-    assert value_loss(values, old, returns).tolist() == [[0.0, 0.5, 0.0]]
+    mask = torch.tensor([[1, 1, 1, 0]])
+    loss, metrics = value_loss(values, old, returns, mask)
+    assert loss[0, :3].tolist() == [0.0, 0.5, 0.0]
+    assert logged(metrics) == {"value_loss": pytest.approx(0.5 / 3), "value_clip_ratio": 0}
     # The first moved by 1 to where it should be, of which 0.2 count
-    assert value_loss(values, old, returns, clip=0.2).tolist() == [[pytest.approx(0.32), 0.5, 0.0]]
+    loss, metrics = value_loss(values, old, returns, mask, clip=0.2)
+    assert loss[0, :3].tolist() == [pytest.approx(0.32), 0.5, 0.0]
+    assert logged(metrics) == {"value_loss": pytest.approx(0.82 / 3), "value_clip_ratio": pytest.approx(1 / 3)}
 
 
 def test_clipped_values_get_no_gradient():
     """A value that moved too far towards its return is left there; away from it, it is pulled back."""
-    values = torch.tensor([[1.0, -1.0]], requires_grad=True)
-    value_loss(values, torch.zeros(1, 2), torch.full((1, 2), 2.0), clip=0.2).sum().backward()
+    values, ones = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.ones(1, 2)
+    value_loss(values, 0 * ones, 2 * ones, ones, clip=0.2).loss.sum().backward()
     assert values.grad.tolist() == [[0.0, -3.0]]
+
+
+def test_supervised_loss_by_hand():
+    loss, metrics = ptx_loss(tensor([[-1, -2, -9], [-3, -9, -9]]), tensor([[1, 1, 0], [1, 0, 0]]))
+    assert loss == 2 and logged(metrics) == {"ptx_loss": 2}
+
+
+def test_ratio_metrics_by_hand():
+    inputs = LossInputs(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, MASK)
+    ratios = [1.5, 0.5, 1.1, 4, 0.9]
+    assert logged(ratio_metrics(inputs)) == pytest.approx(
+        {
+            "ratio/mean": sum(ratios) / 5,
+            "ratio/max": 4,
+            "approx_kl": sum(r - 1 - math.log(r) for r in ratios) / 5,
+        }
+    )
 
 
 def test_explained_variance():

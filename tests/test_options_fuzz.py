@@ -217,7 +217,7 @@ def as_trl(draw: Draw, config) -> dict | None:
         return None
     if draw.kind == "grpo":
         scope, filtered = (config.entropy_scope, config.entropy_source), config.top_entropy_quantile < 1
-        if LOSSES[config.loss_type].is_own or (filtered and scope != ("micro_batch", "current")):
+        if not LOSSES[config.loss_type].sequence_level or (filtered and scope != ("micro_batch", "current")):
             return None
     return {"generation_kwargs": {"suppress_tokens": sorted(all_placeholder_ids(*load(draw.family)))}}
 

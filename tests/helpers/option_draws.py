@@ -218,7 +218,7 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         rows, options["keep_groups_together"] = generator.choice(["text", "image", "images"]), False
         values = {name: each for name, each in values.items() if name not in OWN or name in AS_TRL}
         if kind == "grpo":
-            values["loss_type"] = ["dapo", *(name for name, each in LOSSES.items() if not each.is_own)]
+            values["loss_type"] = ["dapo", *(name for name, each in LOSSES.items() if each.sequence_level)]
     if rows != "text":
         values.pop("max_length", None)  # no medium is cut
     for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):

@@ -167,7 +167,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
         # What the coefficients of KL divergence and entropy adapt to at the end of the optimizer step
-        self._kl_window, self._entropy_window = Window(), Window()
+        self._kl_window = Window()
+        self._entropy_window = Window()
         exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
         if exchanges_groups and (rollout_func is not None or environment_factory is not None):
             raise ValueError(
