@@ -30,8 +30,9 @@ class GroupBuffer:
         return len(self._groups)
 
     def append(self, groups: Sequence[Rollout]) -> None:
-        """Adds copies, which share no memory with the batch they come from."""
-        self._groups += [group.with_copied_prompts().to("cpu", copy=True) for group in groups[-self.limit :]]
+        """Adds copies, without the dataset's rows, which share no memory with the batch they come from."""
+        newest = [group.for_loss().with_copied_prompts() for group in groups[-self.limit :]]
+        self._groups += [group.to("cpu", copy=True) for group in newest]
         self._groups = self._groups[-self.limit :]
 
     def sample(self, n: int, step: int) -> list[Rollout]:

@@ -322,6 +322,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             step=self.state.global_step,
         )
         if self.args.self_check and self.model.training and prompts and self._needs_self_check(prompts):
+            if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
+                messages = [self._checked_prompt(each, number) for each, number in zip(messages, numbers, strict=True)]
             self._run_self_check(messages, prompts)
         return rollout
 
