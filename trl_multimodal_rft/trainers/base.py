@@ -310,7 +310,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if len(self._asked) < 2:
             self._asked.update(map(conversation_of, messages))
         self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
-        self._warn_of_positions(prompts, numbers)
+        if prompts:  # of `rollout_func` otherwise
+            self._warn_of_positions(prompts, numbers)
         rollout = Rollout(
             prompts,
             group_ids.to(self.accelerator.device),
