@@ -205,7 +205,10 @@ def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
     load = RecordingGRPO._load_rollout_state
 
     def load_without(trainer, state):
-        load(trainer, {**state, lost: trainer._rollout_state()[lost]})
+        name, own = lost, trainer._rollout_state()
+        if lost in ("surplus", "replay"):
+            name, own = "groups", {"groups": {**state["groups"], lost: own["groups"][lost]}}
+        load(trainer, {**state, name: own[name]})
 
     monkeypatch.setattr(RecordingGRPO, "_load_rollout_state", load_without)
     case, uninterrupted = CASES[name], straight(name)
