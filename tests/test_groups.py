@@ -3,7 +3,6 @@
 
 import io
 
-import PIL.Image
 import torch
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
@@ -17,8 +16,7 @@ def group(number: int, step: int = 0, size: int = 2) -> Rollout:
         ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=((slice(0, 1), DecodedPrompt([], {}, {}, {})),)
     )
     completions = {"completion_ids": torch.full((size, 3), number), "completion_mask": torch.ones(size, 3)}
-    rows = [{"image": PIL.Image.new("RGB", (8, 8))}] * size
-    return Rollout([prompt] * size, torch.zeros(size), 0, rows, **completions, live=torch.ones(size), step=step)
+    return Rollout([prompt] * size, torch.zeros(size), 0, **completions, live=torch.ones(size), step=step)
 
 
 def prompts_in(groups) -> list[int]:

@@ -30,9 +30,8 @@ class GroupBuffer:
         return len(self._groups)
 
     def append(self, groups: Sequence[Rollout]) -> None:
-        """Adds copies, without the dataset's rows, which share no memory with the batch they come from."""
-        newest = [group.for_loss().with_copied_prompts() for group in groups[-self.limit :]]
-        self._groups += [group.to("cpu", copy=True) for group in newest]
+        """Adds copies, which share no memory with the batch they come from."""
+        self._groups += [group.with_copied_prompts().to("cpu", copy=True) for group in groups[-self.limit :]]
         self._groups = self._groups[-self.limit :]
 
     def sample(self, n: int, step: int) -> list[Rollout]:
@@ -89,11 +88,11 @@ class GroupExchange:
         and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
         """
         step, is_dynamic = rollout.step, self.max_rounds > 0
-        drawn = rollout.groups(self.group_size)
+        drawn = rollout.for_loss().groups(self.group_size)  # stored without the dataset's rows
         size, rounds = len(drawn), 1
         chosen = self.surplus.take(len(self.surplus)) + _with_signal(drawn)
         while rounds < self.max_rounds and anyone(len(chosen) < size):
-            more = draw(size).groups(self.group_size)
+            more = draw(size).for_loss().groups(self.group_size)
             drawn, chosen, rounds = drawn + more, chosen + _with_signal(more), rounds + 1
         if is_dynamic:
             self.surplus.append(chosen[size:])

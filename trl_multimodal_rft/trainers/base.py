@@ -647,9 +647,9 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         place = self._step % (steps * self.num_iterations)
         if place == 0 or self._buffered_inputs is None:
             rollout = self._generate_and_score_completions(inputs)
-            if steps > 1 or not self.args.keep_groups_together:
+            together = self.args.keep_groups_together and self.rollout_func is None
+            if steps > 1 or not together:
                 lengths = rollout.completion_mask.sum(1).tolist()
-                together = self.args.keep_groups_together
                 # As TRL shuffles
                 order = (
                     micro_batch_order(rollout.prompts, lengths, steps)
