@@ -71,7 +71,7 @@ def matrix_rate(device: str) -> float:
 def operations(contestants: dict[str, policy_update.Contestant]) -> dict[str, float]:
     """Of an update of both trainers, six for each weight and token."""
     ours = contestants["ours"]
-    prompts = ours.trainer._buffered_inputs[0]["encoded_prompts"]
+    prompts = ours.trainer._buffered_inputs[0].prompts
     unique = {id(prompt): len(prompt) for prompt in prompts}
     lengths = [len(ids) for ids in ours.completions]
     model = ours.trainer.accelerator.unwrap_model(ours.trainer.model)

@@ -19,6 +19,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import Trainer
 
+    from trl_multimodal_rft.rollout.samplers import Sampler
+
 MIB = 2**20
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -138,6 +140,30 @@ class TimedSteps:
 
     def _keep_best(self, name: str, value: np.ndarray) -> None:
         self.best[name] = np.minimum(self.best.get(name, value), value)
+
+
+class Sampling:
+    """
+    A sampler in the place of a trainer's own.
+
+    Args:
+        sampler ([`~trl_multimodal_rft.rollout.samplers.Sampler`]):
+            The trainer's own.
+        sample (`Callable`):
+            What is called instead, with the same arguments.
+    """
+
+    def __init__(self, sampler: "Sampler", sample: Callable):
+        self.sampler, self.sample = sampler, sample
+        self.max_length, self.is_collective = sampler.max_length, sampler.is_collective
+
+    def invalidate_weights(self) -> None:
+        """The policy's weights were changed by something else than a step."""
+        self.sampler.invalidate_weights()
+
+    def __call__(self, *args, **kwargs):
+        """Ids and log-probabilities."""
+        return self.sample(*args, **kwargs)
 
 
 # Reports

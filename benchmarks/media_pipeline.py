@@ -29,7 +29,7 @@ from pathlib import Path
 import av
 import numpy as np
 from datasets import Dataset
-from measuring import command_line, conditions, markdown, parse_options, report
+from measuring import Sampling, command_line, conditions, markdown, parse_options, report
 from policy_update import CASES, PRESETS, build_model, build_processor
 from transformers import TrainerCallback
 
@@ -42,14 +42,15 @@ class Emulated(MultimodalGRPOTrainer):
     def __init__(self, *args, wait: float, known: dict | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self._wait, self._known = wait, known
+        self.sampler = Sampling(self.sampler, self._wait_and_draw)
 
     def _read(self, row):
         return super()._read(row) if self._known is None else self._known[row.number]
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+    def _wait_and_draw(self, model, prompts, *, step, **options):
         time.sleep(self._wait)
-        draw = np.random.default_rng(self.state.global_step)
-        return [draw.integers(20, 200, 8).tolist() for _ in prompt_ids], None
+        draw = np.random.default_rng(step)
+        return [draw.integers(20, 200, 8).tolist() for _ in prompts], None
 
 
 class StepTimes(TrainerCallback):

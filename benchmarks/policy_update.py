@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from measuring import CLOCKS, MIB, TimedSteps, command_line, conditions, now, parse_options, report
+from measuring import CLOCKS, MIB, Sampling, TimedSteps, command_line, conditions, now, parse_options, report
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -474,25 +474,30 @@ class Contestant(TimedSteps):
         self.completions = completions
         self.times: dict[str, list[np.ndarray]] = defaultdict(list)
         self.encoded = 0
-        sample = trainer._generate_single_turn
-        trainer._generate_single_turn = lambda *args, **kwargs: (
-            (self.injected, None) if self.injected else sample(*args, **kwargs)
-        )
-        for name in (
-            "_generate_single_turn",
-            "_generate_and_score_completions",
-            "_get_per_token_logps_and_entropies",
-            "training_step",
+        is_ours = isinstance(trainer, MultimodalGRPOTrainer)
+        self._sample = trainer.sampler if is_ours else trainer._generate_single_turn
+        sample = self._timed("generation", self._sample_or_inject)
+        if is_ours:
+            trainer.sampler = Sampling(trainer.sampler, sample)
+        else:
+            trainer._generate_single_turn = sample
+        for key, name in (
+            ("rollout", "_generate_and_score_completions"),
+            ("scoring", "_score_rollout" if is_ours else "_get_per_token_logps_and_entropies"),
+            ("step", "training_step"),
         ):
-            setattr(trainer, name, self._timed(name, getattr(trainer, name)))
+            setattr(trainer, name, self._timed(key, getattr(trainer, name)))
 
-    def _timed(self, name, function):
+    def _sample_or_inject(self, *args, **kwargs):
+        return (self.injected, None) if self.injected else self._sample(*args, **kwargs)
+
+    def _timed(self, key, function):
         def wrapper(*args, **kwargs):
             start = now(self.device)
             result = function(*args, **kwargs)
-            # Scores with a gradient belong to the loss; those without are of the rollout
-            if name != "_get_per_token_logps_and_entropies" or not torch.is_grad_enabled():
-                self.times[name].append(now(self.device) - start)
+            # TRL's scores with a gradient belong to the loss
+            if key != "scoring" or function.__name__ == "_score_rollout" or not torch.is_grad_enabled():
+                self.times[key].append(now(self.device) - start)
             return result
 
         return wrapper
@@ -508,14 +513,12 @@ class Contestant(TimedSteps):
 
     def measure_update(self) -> None:
         self._run(self.completions)
-        scoring = sum(self.times["_get_per_token_logps_and_entropies"], np.zeros(2))
-        self._keep_best(
-            "update", self.times["training_step"][0] - self.times["_generate_and_score_completions"][0] + scoring
-        )
+        scoring = sum(self.times["scoring"], np.zeros(2))
+        self._keep_best("update", self.times["step"][0] - self.times["rollout"][0] + scoring)
 
     def measure_step(self) -> None:
         self._keep_best("step", self._run(None))
-        self._keep_best("generation", self.times["_generate_single_turn"][0])
+        self._keep_best("generation", self.times["generation"][0])
 
     def shared_fraction(self) -> float:
         """Share of the prompt tokens that our trainer did not forward in its last step, because others shared them."""
@@ -649,7 +652,7 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
         for name, contestant in contestants.items()
     }
     ratios = {f"{quantity}_ratio": trl.best[quantity][clock] / ours.best[quantity][clock] for quantity in ours.best}
-    prompt = ours.trainer._buffered_inputs[0]["encoded_prompts"][0]
+    prompt = ours.trainer._buffered_inputs[0].prompts[0]
     tokenizer = ours.processor.tokenizer
     medium = tokenizer.audio_token_id if FAMILIES[args.family].hears else tokenizer.image_token_id
     media_tokens = int((prompt.input_ids == medium).sum())

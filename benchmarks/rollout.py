@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from measuring import CLOCKS, TimedSteps, command_line, conditions, markdown, now, parse_options, report
+from measuring import CLOCKS, Sampling, TimedSteps, command_line, conditions, markdown, now, parse_options, report
 from policy_update import CASES, PRESETS, build_dataset, build_model, build_processor, reward
 from transformers import Qwen2_5_VLProcessor
 from trl import GRPOConfig, GRPOTrainer
@@ -61,10 +61,21 @@ class Contestant(TimedSteps):
         self.prompts = 0  # put through a processor in the latest step
         self.tokens = 0  # sampled in it
         self.scored = self.sampled_after = 0  # tokens of the prompt
-        self._generate, trainer._generate_single_turn = trainer._generate_single_turn, self._timed
+        if isinstance(trainer, MultimodalGRPOTrainer):
+            self._generate, trainer.sampler = trainer.sampler, Sampling(trainer.sampler, self._timed_sampler)
+        else:
+            self._generate, trainer._generate_single_turn = trainer._generate_single_turn, self._timed
         if trainer.use_vllm:
             engine = trainer.vllm_generation.llm
             self._ask, engine.generate = engine.generate, self._watched
+
+    def _timed_sampler(self, model, prompts, **options):
+        start = now(self.device)
+        ids, logps = self._generate(model, prompts, **options)
+        self._keep_best("generation", now(self.device) - start)
+        self.scored = self.sampled_after = len(prompts[0])
+        self.tokens = sum(map(len, ids))
+        return ids, logps
 
     def _timed(self, prompt_ids, *args, **kwargs):
         self.scored = self.sampled_after = len(prompt_ids[0])

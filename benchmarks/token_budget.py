@@ -30,7 +30,7 @@ import numpy as np
 import policy_update
 import trl.trainer.utils
 from datasets import concatenate_datasets
-from measuring import MIB, command_line, conditions, markdown, parse_options, report
+from measuring import MIB, Sampling, command_line, conditions, markdown, parse_options, report
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.fake_run import Watch
@@ -54,10 +54,12 @@ class Watched(MultimodalGRPOTrainer):
     def __init__(self, *args, **kwargs):
         self.moments: list[SimpleNamespace] = []
         super().__init__(*args, **kwargs)
+        self.sampler = Sampling(self.sampler, self._given)
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+    @staticmethod
+    def _given(model, prompts, **options):
         rng = np.random.default_rng(0)
-        lengths = rng.integers(policy_update.SHORTEST, policy_update.LONGEST + 1, len(prompt_ids))
+        lengths = rng.integers(policy_update.SHORTEST, policy_update.LONGEST + 1, len(prompts))
         return [rng.integers(50, 200, length).tolist() for length in lengths], None
 
     def _prepare_inputs(self, generation_batch):
@@ -66,7 +68,7 @@ class Watched(MultimodalGRPOTrainer):
         self._held, self._start = 0, time.process_time()
         if self.watch == "memory":
             self._watching.enter_context(self._live)
-        self._micro_batch = inputs
+        self._watched = inputs
         return inputs
 
     def training_step(self, *args, **kwargs):
@@ -85,7 +87,7 @@ class Watched(MultimodalGRPOTrainer):
             self.accelerator.backward = backward
         self.moments.append(
             SimpleNamespace(
-                batch=self._micro_batch,
+                batch=self._watched,
                 held=self._held,
                 peak=self._live.peak,
                 seconds=seconds,
@@ -171,7 +173,7 @@ class Contestant:
     def tokens(self) -> int:
         """Tokens of the micro-batch, each prompt once."""
         batch = self.trainer.moments[-1].batch
-        return sum(map(len, set(batch["encoded_prompts"]))) + int(batch["completion_mask"].sum())
+        return sum(map(len, set(batch.prompts))) + int(batch["completion_mask"].sum())
 
 
 def run(args: argparse.Namespace) -> dict:

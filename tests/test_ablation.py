@@ -11,7 +11,7 @@ import torch
 from datasets import Audio, Dataset, load_dataset
 from helpers.chats import RATE
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
-from helpers.trainer_utils import load, make_trainer
+from helpers.trainer_utils import Recording, load, make_trainer
 from PIL import Image
 
 from trl_multimodal_rft import (
@@ -277,16 +277,6 @@ def test_others_take_duration_and_size():
 # While a trainer runs
 
 
-def keeping(trainer_class):
-    class Keeping(trainer_class):
-        def _roll_out(self, inputs):
-            output, batch = super()._roll_out(inputs)
-            self.rollout = output
-            return output, batch
-
-    return Keeping
-
-
 def by_hand(model, processor, row, ids, silent):
     """Log-probabilities of a completion, by the model's own forward on what the processor makes of a tone."""
     sound = soundfile.read(row["audio"]["path"], dtype="float32")[0]
@@ -313,7 +303,7 @@ def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, tra
     options = {"media_contribution_steps": 1, "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
     rows = tones.select([0, 1])
     trainer = make_trainer(
-        keeping(trainer_class),
+        type("Recorded", (Recording, trainer_class), {}),
         "qwen2_audio",
         rows,
         tmp_path,
@@ -325,9 +315,9 @@ def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, tra
     )
     trainer.train()
     (value,) = [logs["media/contribution"] for logs in trainer.state.log_history if "media/contribution" in logs]
-    moved = []
+    moved, rollout = [], trainer.draws[0].batch
     for row, place in ((rows[0], 0), (rows[1], 4)):
-        ids = trainer.rollout["completion_ids"][place][trainer.rollout["completion_mask"][place].bool()]
+        ids = rollout.completion_ids[place][rollout.completion_mask[place].bool()]
         with_tone, silent = (by_hand(model, processor, row, ids, each) for each in (False, True))
         moved.append((with_tone - silent).abs())
     assert value == pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)

@@ -69,10 +69,10 @@ def test_import_down_would_be_found(tmp_path):
         "import trl_multimodal_rft.cli\n"
         "from .. import policy\n"
         "if TYPE_CHECKING:\n    from ..lightrft import ActorVL\n"
-        "def function():\n    from ..trainers.batch import Batch\n"
+        "def function():\n    from ..rollout.rollout import Rollout\n"
     )
     names = [name for name, _ in imported(module, tmp_path)]
-    assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "trainers.batch.Batch")]
+    assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "rollout.rollout.Rollout")]
 
 
 def import_graph(root=ROOT):

@@ -23,6 +23,8 @@ from helpers.families import FAMILIES, mel_extractor  # noqa: F401
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
     InjectedOurs,
+    Recorded,
+    Recording,
     audio_rows,
     checkpoint,
     image_rows,
@@ -84,15 +86,6 @@ def assert_saved_as_it_was(folder, source) -> None:
             assert a.get("padding_side", "right") == b.get("padding_side", "right"), (name, part)
 
 
-class Heard:
-    """Remembers its prompts, and what it made of them."""
-
-    def _tokenize_prompts(self, prompts):
-        result = super()._tokenize_prompts(prompts)
-        self.heard = list(zip(prompts, self._batch.prompts, strict=True))
-        return result
-
-
 def assert_heard(prompts, samples, folder, model) -> None:
     for prompt, sample in zip(prompts, samples, strict=True):
         expected = encode_prompt(prompt, plain(folder), model)
@@ -112,10 +105,12 @@ def test_a_step_by_name(trainer_class, family, tmp_path):
     objects = {"model": folder}
     if trainer_class is MultimodalPPOTrainer:
         objects["value_model"] = folder
-    kind = type("Hearing", (Heard, trainer_class), {})
+    kind = type("Hearing", (Recording, trainer_class), {})
     trainer = make_trainer(kind, family, rows(family), tmp_path, objects=objects, **STEP)
     trainer.train()
-    assert_heard(*zip(*trainer.heard, strict=True), folder, trainer._unwrapped(trainer.model))
+    assert_heard(
+        trainer.draws[-1].batch.messages, trainer.draws[-1].batch.prompts, folder, trainer._unwrapped(trainer.model)
+    )
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
 
@@ -136,7 +131,7 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
         run.train()
         runs.append(run)
         said = [record.message for record in caplog.records if "generation config recommends" in record.message]
-    assert len(said) == 1 and runs[0]._self_check.changed == runs[1]._self_check.changed < 0.1
+    assert len(said) == 1 and runs[0].checks.self_check.changed == runs[1].checks.self_check.changed < 0.1
     # TRL's `repetition_penalty` of 1.0 is the trainer's own
     assert all(
         (f"`{name}=" in said[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
@@ -198,22 +193,19 @@ def test_reward_models_by_name(family, policy, tmp_path, monkeypatch):
 
 
 def _rewards(policy: str, reward, folder) -> torch.Tensor:
-    trainer = make_trainer(InjectedOurs, policy, rows(policy), folder, reward=reward, **STEP)
-    seen = []
-    roll_out = trainer._roll_out
-    trainer._roll_out = lambda inputs: seen.append(roll_out(inputs)) or seen[-1]
+    trainer = make_trainer(Recorded, policy, rows(policy), folder, reward=reward, **STEP)
     trainer.train()
-    return seen[-1][1].rewards_per_func
+    return trainer.draws[-1].rewards
 
 
 @pytest.mark.parametrize(("family", "cls"), [(AUDIO, ActorAL), (IMAGE, ActorVL), (OMNI, ActorOmni)])
 def test_actors_by_name(family, cls, tmp_path, monkeypatch):
     folder, seen = checkpoint(family), []
-    kind = type("Hearing", (Heard, MultimodalGRPOTrainer), {})
+    kind = type("Hearing", (Recording, MultimodalGRPOTrainer), {})
     actor = cls(folder, bf16=False)
     trainer = make_trainer(kind, family, rows(family), tmp_path, objects={"model": actor}, **STEP)
     trainer.train()
-    assert_heard(*zip(*trainer.heard, strict=True), folder, actor.base_model)
+    assert_heard(trainer.draws[-1].batch.messages, trainer.draws[-1].batch.prompts, folder, actor.base_model)
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
 
@@ -249,10 +241,11 @@ def test_smolvlm_as_it_is_released(tmp_path):
     films = [write_film(tmp_path / f"{i}.mp4", 60 + 10 * i) for i in range(4)]
     prompts = [[{"role": "user", "content": f"Is there a dog? {i}"}] for i in range(4)]
     table = Dataset.from_dict({"prompt": prompts, "video": films})
-    kind = type("Hearing", (Heard, MultimodalGRPOTrainer), {})
+    kind = type("Hearing", (Recording, MultimodalGRPOTrainer), {})
     trainer = make_trainer(kind, None, table, tmp_path, objects={"model": str(folder)}, **STEP)
     trainer.train()
-    for prompt, seen in trainer.heard:
+    heard = trainer.draws[-1].batch
+    for prompt, seen in zip(heard.messages, heard.prompts, strict=True):
         [[film, words]] = [message["content"] for message in prompt]
         content = [{"type": "video", "path": film["video"].source}, words]
         expected = processor.apply_chat_template(

@@ -22,8 +22,6 @@ from trl_multimodal_rft import (
     MultimodalSFTTrainer,
 )
 from trl_multimodal_rft.reporting import media_logs, model_card
-from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
-from trl_multimodal_rft.trainers.own_tools import OwnToolsMixin
 
 
 def find(path):
@@ -41,14 +39,10 @@ def find(path):
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
 
-# Methods that the mixin overrides in both trainers: parameters, in order
+# Methods that the base of the trainers overrides in both: parameters, in order
 OVERRIDDEN = {
     GRPO + "_set_signature_columns_if_needed": "self",
     GRPO + "_generate_and_score_completions": "self inputs",
-    GRPO + "_tokenize_prompts": "self prompts",
-    GRPO + "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
-    GRPO + "_tool_call_loop": "self prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
-    GRPO + "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     GRPO + "_prepare_inputs": "self generation_batch",
     GRPO + "_compute_loss": "self model inputs",
     GRPO + "_get_per_token_logps_and_entropies": (
@@ -90,11 +84,7 @@ OVERRIDDEN = {
     "transformers:Trainer.init_hf_repo": "self token private",
     "transformers:Trainer.push_to_hub": "self commit_message blocking token revision private kwargs",
 }
-OVERRIDDEN_RLOO = {
-    **{path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items() if path != GRPO + "_tool_call_loop"},
-    RLOO + "_generate_single_turn": "self prompt_ids images multimodal_fields",
-    RLOO + "_generate": "self prompts",
-}
+OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
 # Methods that the PPO trainer overrides beside those
 OVERRIDDEN_PPO = {
     "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
@@ -131,15 +121,22 @@ CALLED = {
         "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
         "optimizers quantization_config peft_config"
     ),
-    GRPO + "get_high_entropy_mask": "entropies mask threshold",
+    GRPO + "get_high_entropy_mask": "self entropies mask threshold",
     "transformers:Trainer._remove_unused_columns": "dataset description",
     "transformers:Trainer._get_output_dir": "trial",
-    "transformers.trainer_utils:sort_checkpoints": "output_dir use_mtime",
     "trl.rewards:get_soft_overlong_punishment": "max_completion_len soft_punish_cache",
     "trl.trainer.utils:use_adapter": "model adapter_name",
     "trl.trainer.utils:print_prompt_completions_sample": (
         "prompts completions rewards advantages step num_samples extra"
     ),
+    "trl.trainer.utils:nanmin": "tensor",
+    "trl.trainer.utils:nanmax": "tensor",
+    "trl.trainer.utils:nanstd": "tensor dim keepdim",
+    "trl.trainer.utils:disable_dropout_in_model": "model",
+    "trl.trainer.utils:start_event_loop_in_daemon": "name",
+    "trl.trainer.utils:shutdown_event_loop_in_daemon": "thread loop",
+    "trl.models:prepare_deepspeed": "model accelerator",
+    "trl.models:prepare_fsdp": "model accelerator",
     "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
     "trl.models:unwrap_model_for_generation": (
         "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
@@ -159,7 +156,6 @@ CALLED = {
     "accelerate.utils:gather_object": "object",
     "accelerate.utils:broadcast_object_list": "object_list",
     "trl.trainer.utils:get_config_model_id": "config",
-    "trl.trainer.utils:split_tensor_dict": "tensor_dict num_chunks",
     "trl.trainer.utils:get_callable_name": "func",
     "trl.trainer.utils:is_async_callable": "func",
     "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
@@ -168,6 +164,8 @@ CALLED = {
     "trl.trainer.rloo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     "trl.trainer.sft_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     "trl.chat_template_utils:get_training_chat_template": "processing_class",
+    "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class",
+    "trl.chat_template_utils:parse_response": "tokenizer ids prefix tools",
     SFT + "__init__": (
         "model args data_collator train_dataset eval_dataset processing_class callbacks optimizers "
         "optimizer_cls_and_kwargs quantization_config peft_config"
@@ -201,9 +199,6 @@ CALLED = {
 }
 
 
-# The mixin and what it is made of
-MIXINS = [each for each in MultimodalMixin.__mro__ if each is not object]
-
 ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT}
 
 
@@ -223,32 +218,24 @@ def names(paths) -> set[str]:
     return {path.split(".")[-1] for path in paths}
 
 
-def methods(owner, trl) -> set[str]:
-    """Of TRL's that a class or a mixin which it is built of overrides."""
-    own = [base for base in owner.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
-    return {
+@pytest.mark.parametrize(
+    ("trainer", "trl", "contract"),
+    [
+        (MultimodalGRPOTrainer, GRPOTrainer, OVERRIDDEN),
+        (MultimodalRLOOTrainer, RLOOTrainer, OVERRIDDEN_RLOO),
+        (MultimodalPPOTrainer, GRPOTrainer, {**OVERRIDDEN, **OVERRIDDEN_PPO}),
+        (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN_SFT),
+    ],
+)
+def test_every_override_is_in_the_contract(trainer, trl, contract):
+    own = [base for base in trainer.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
+    overridden = {
         name
-        for base in (own if owner is MultimodalMixin else [owner])
+        for base in own
         for name, value in vars(base).items()
         if inspect.isfunction(value) and name != "__init__" and hasattr(trl, name)
     }
-
-
-@pytest.mark.parametrize(("trl", "contract"), [(GRPOTrainer, OVERRIDDEN), (RLOOTrainer, OVERRIDDEN_RLOO)])
-def test_every_override_is_in_the_contract(trl, contract):
-    mixins = [*MIXINS, OwnToolsMixin] if trl is RLOOTrainer else MIXINS
-    assert set().union(*(methods(owner, trl) for owner in mixins)) == names(contract)
-
-
-def test_overrides_of_the_trainers_are_in_the_contract():
-    def overridden(trainer, trl):
-        own = [each for each in trainer.__mro__ if each.__module__.startswith("trl_multimodal_rft")]
-        return set().union(*(methods(each, trl) for each in own))
-
-    assert overridden(MultimodalGRPOTrainer, GRPOTrainer) == names(OVERRIDDEN)
-    assert methods(MultimodalRLOOTrainer, RLOOTrainer) == set()
-    assert overridden(MultimodalPPOTrainer, GRPOTrainer) == names({**OVERRIDDEN, **OVERRIDDEN_PPO})
-    assert overridden(MultimodalSFTTrainer, SFTTrainer) == names(OVERRIDDEN_SFT)
+    assert overridden == names(contract)
 
 
 TRAINERS = [

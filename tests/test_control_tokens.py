@@ -96,13 +96,9 @@ def test_rows_with_control_tokens_are_named(trainer_class, media, tmp_path):
         train(trainer_class, dataset, tmp_path, special_tokens_in_text="raise")
 
 
-class Kept(Recorded):
-    """Samples nothing, and remembers the prompts."""
-
-
 def prompts_of(dataset, **options):
-    result = run(Kept, "qwen2_5_vl", dataset, max_steps=1, media_prefetch=0, shuffle_dataset=False, **options)
-    return result.trainer.draws[0].batch["encoded_prompts"][::4]
+    result = run(Recorded, "qwen2_5_vl", dataset, max_steps=1, media_prefetch=0, shuffle_dataset=False, **options)
+    return result.trainer.draws[0].batch.prompts[::4]
 
 
 @pytest.mark.parametrize("media", [True, False], ids=["image", "text"])
@@ -173,8 +169,12 @@ def test_supervised_rows(media):
         assert ids == processor.tokenizer(plain["prompt"] + plain["completion"])["input_ids"]
 
 
-class Talking(Recording, Scripted, MultimodalGRPOTrainer):
+class Talking(Scripted):
     turns = (1, 0, 1, 0, 1, 0, 1, 0)
+
+
+class RecordedGRPO(Recording, MultimodalGRPOTrainer):
+    pass
 
 
 PAGES = {
@@ -215,8 +215,8 @@ def results(page, mode=None):
         return reward(completions)
 
     objects = {**talking("qwen2_5_vl"), "tools": [read_page]}
-    options = {"max_completion_length": 800, "max_steps": 1, "special_tokens_in_text": mode}
-    result = run(Talking, "qwen2_5_vl", rows("What?", "Who?"), reward=rewarded, objects=objects, **options)
+    options = {"max_completion_length": 800, "max_steps": 1, "special_tokens_in_text": mode, "objects": objects}
+    result = run(RecordedGRPO, "qwen2_5_vl", rows("What?", "Who?"), reward=rewarded, sampler=Talking, **options)
     draw = result.trainer.draws[0].batch
     returned = draw["completion_ids"][0][(draw["tool_mask"][0] == 0) & draw["completion_mask"][0].bool()].tolist()
     (failed,) = (entry["tools/failure_frequency"] for entry in result.history if "tools/failure_frequency" in entry)

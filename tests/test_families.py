@@ -116,8 +116,8 @@ def test_by_name(name, tmp_path):
 
     trainer._run_self_check(messages, prompts)
     assert policy.fallbacks == Fallbacks(isolate=family_of(model).isolate)
-    assert trainer._self_check.media.keys() == set(family.modalities)
-    assert min(trainer._self_check.media.values()) > 5e-3
+    assert trainer.checks.self_check.media.keys() == set(family.modalities)
+    assert min(trainer.checks.self_check.media.values()) > 5e-3
 
     repeated = [prompt for prompt in prompts for _ in range(G)]
     ids, mask = random_completions(len(repeated))

@@ -6,27 +6,29 @@ import io
 import torch
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
-from trl_multimodal_rft.trainers.groups import SAVED_CLASSES, Group, GroupBuffer
+from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer
+from trl_multimodal_rft.rollout.rollout import Rollout
 
 
-def group(number: int, step: int = 0, size: int = 2) -> Group:
+def group(number: int, step: int = 0, size: int = 2) -> Rollout:
     ids = torch.tensor([number])
     prompt = EncodedPrompt(
         ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=((slice(0, 1), DecodedPrompt([], {}, {}, {})),)
     )
-    return Group(prompt, {"completion_ids": torch.full((size, 3), number), "live": torch.ones(size)}, step)
+    completions = {"completion_ids": torch.full((size, 3), number), "completion_mask": torch.ones(size, 3)}
+    return Rollout([prompt] * size, torch.zeros(size), 0, **completions, live=torch.ones(size), step=step)
 
 
 def prompts_in(groups) -> list[int]:
-    return [int(own.prompt.input_ids) for own in groups]
+    return [int(own.prompts[0].input_ids) for own in groups]
 
 
 def test_newest_groups_are_kept_without_images():
     buffer, own = GroupBuffer(2, max_age=5, seed=0), group(1)
     buffer.append([group(0), own, group(2)])
     assert prompts_in(buffer.state_dict()["groups"]) == [1, 2]
-    assert own.prompt.decoded
-    assert not buffer.take(1)[0].prompt.decoded
+    assert own.prompts[0].decoded
+    assert not buffer.take(1)[0].prompts[0].decoded
     buffer.append([group(3)])
     assert prompts_in(buffer.state_dict()["groups"]) == [2, 3]
 
@@ -44,8 +46,8 @@ def test_old_groups_are_forgotten():
 def test_what_is_kept_is_a_copy():
     buffer, own = GroupBuffer(), group(1)
     buffer.append([own])
-    own.rows["completion_ids"].zero_()
-    assert buffer.take(1)[0].rows["completion_ids"].tolist() == [[1] * 3] * 2
+    own.completion_ids.zero_()
+    assert buffer.take(1)[0].completion_ids.tolist() == [[1] * 3] * 2
 
 
 def test_groups_survive_a_checkpoint():

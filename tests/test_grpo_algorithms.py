@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, loss_by_hand, ours, rough
 from helpers.trainer_utils import (
-    Injected,
     InjectedOurs,
     InjectedTRL,
     Recorded,
@@ -33,7 +32,7 @@ from trl.experimental.gmpo import GMPOTrainer
 REUSED = {**TWO, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 4}
 
 
-class InjectedGMPO(Injected, GMPOTrainer):
+class InjectedGMPO(InjectedTRL, GMPOTrainer):
     pass
 
 
@@ -469,7 +468,7 @@ class Scoring(Recorded):
     def _compute_loss(self, model, inputs):
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             for batch in self._buffered_inputs:
-                batch["sampled"] = self._score_rollout(self.model, batch).entropies
+                batch.sampled = self._score_rollout(self.model, batch).entropies
         return super()._compute_loss(model, inputs)
 
 
@@ -562,15 +561,16 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
 def test_extra_forwards_are_made_and_logged_where_needed(options, passes):
     class Counting(InjectedOurs):
         def __init__(self, *args, **kwargs):
-            self.passes = [0, 0]
             super().__init__(*args, **kwargs)
+            self.passes, self.score, self._policy.score = [0, 0], self._policy.score, self.counted
 
-        def _score_rollout(self, model, inputs, extra=False):
-            self.passes[self.state.global_step] += extra
-            return super()._score_rollout(model, inputs, extra)
+        def counted(self, model, *args, **kwargs):
+            self.passes[self.state.global_step] += not torch.is_grad_enabled() and model is not self.ref_model
+            return self.score(model, *args, **kwargs)
 
     result = ours(Counting, **options)
-    assert result.trainer.passes == passes
+    trls = [2, 0] if options.get("num_iterations") == 2 else [0, 0]  # of two micro-batches that are used twice
+    assert result.trainer.passes == [own + each for own, each in zip(passes, trls, strict=True)]
     assert ["extra_scoring_time" in entry for entry in result.history[:2]] == [count > 0 for count in passes]
 
 

@@ -60,14 +60,14 @@ class Alone(Recorded):
     def _compute_loss(self, model, inputs):
         if self.model.training and self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             for batch in self._buffered_inputs:
-                batch["alone"] = self._score_alone(self.model, batch)
+                batch.alone = self._score_alone(self.model, batch)
                 if self.ref_model is not None:
-                    batch["ref_alone"] = self._score_alone(self.ref_model, batch)
+                    batch.ref_alone = self._score_alone(self.ref_model, batch)
         return super()._compute_loss(model, inputs)
 
     @torch.no_grad()
     def _score_alone(self, model, batch):
-        rows = zip(batch["encoded_prompts"], batch["completion_ids"], batch["completion_mask"], strict=True)
+        rows = zip(batch.prompts, batch["completion_ids"], batch["completion_mask"], strict=True)
         return torch.cat(
             [self._policy.score(model, [p], ids[None], mask[None], packed=False).logps for p, ids, mask in rows]
         )
@@ -126,13 +126,9 @@ def check_rows(generation, origins):
         drawn = by_key(origins, name)
         for key, value in by_key(generation.moments, name).items():
             assert torch.equal(value, drawn[key]), name
-    weights = (
-        by_key(generation.moments, "high_entropy_weights")
-        if "high_entropy_weights" in generation.moments[0].batch
-        else {}
-    )
+    weights = by_key(generation.moments, "token_weights") if "token_weights" in generation.moments[0].batch else {}
     if weights:
-        entropies = by_key(origins, "rollout_entropies")
+        entropies = by_key(origins, "old_entropies")
         tokens = [pair for key in weights for pair in zip(entropies[key].tolist(), weights[key].tolist(), strict=True)]
         kept = [entropy for entropy, weight in tokens if weight]
         assert len(kept) == math.ceil(len(tokens) / 2)
@@ -144,8 +140,7 @@ def check_rows(generation, origins):
     for moment in generation.moments:
         batch = moment.batch
         assert batch["num_items_in_batch"] == sum(m.batch["completion_mask"].sum() for m in generation.moments)
-        assert not {"live", "rollout_entropies"} & batch.keys()
-        for prompt, ids, mask in zip(batch["encoded_prompts"], batch["prompt_ids"], batch["prompt_mask"], strict=True):
+        for prompt, ids, mask in zip(batch.prompts, batch["prompt_ids"], batch["prompt_mask"], strict=True):
             assert torch.equal(ids[mask.bool()], prompt.input_ids)
 
 
@@ -379,15 +374,12 @@ def test_empty_buffer_leaves_dead_groups_in_place():
 
 def test_buffer_holds_no_more_than_its_groups():
     trainer = ours("image", never, Recorded, replay_buffer_size=3, max_steps=2).trainer
-    assert len(trainer._replay) == 3
+    groups = trainer._groups.replay.state_dict()["groups"]
+    assert len(groups) == 3
     names = [key for draw in trainer.draws for key in keys(draw.batch)][-12:]
-    stored = [ids for group in trainer._replay._groups for ids in group.rows["completion_ids"]]
-    assert [tuple(ids[: len(tokens)].tolist()) for ids, (_, tokens) in zip(stored, names, strict=True)] == [
-        tokens for _, tokens in names
-    ]
-    for group in trainer._replay._groups:
-        for value in group.rows.values():
-            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    assert [key for group in groups for key in keys(group)] == names
+    for value in (value for group in groups for value in vars(group).values() if isinstance(value, torch.Tensor)):
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
 @pytest.mark.parametrize("kind", FAMILY)
@@ -396,8 +388,8 @@ def test_media_of_stored_groups_are_used(kind):
         """Changes the media in the buffer after the first step."""
 
         def on_step_end(self, args, state, control, **kwargs):
-            for group in self.trainer._replay._groups:
-                for value in group.prompt.media.values():
+            for group in self.trainer._groups.replay.state_dict()["groups"]:
+                for value in group.prompts[0].media.values():
                     if value.is_floating_point():
                         value.neg_()
 

@@ -119,7 +119,7 @@ def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
         run = MultimodalGRPOTrainer(model, length_and_sum, **options)
         assert run._policy.fallbacks.logits_from_model == logits_from_model
         run.train()
-        check = run._self_check
+        check = run.checks.self_check
         assert check.fallbacks == run._policy.fallbacks and check.fallbacks.logits_from_model == logits_from_model
         assert max(check.padded, check.packed, check.sampled) < 1e-4
         history = {key: value for entry in run.state.log_history for key, value in entry.items()}

@@ -40,10 +40,7 @@ FAMILY = "qwen2_5_vl"
 
 
 class Rloo(Injected, MultimodalRLOOTrainer):
-    _sampling_logps_expected = False
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        return super()._generate_single_turn(prompt_ids, *args, **kwargs)[0]
+    pass
 
 
 class Ppo(Injected, MultimodalPPOTrainer):

@@ -124,7 +124,7 @@ def test_mllama_trains_with_its_processor(tmp_path, caplog):
         processing_class=processor,
     )
     trainer.train()
-    check = trainer._self_check
+    check = trainer.checks.self_check
     assert max(check.padded, check.rows, check.sampled, check.features) <= 1e-5 and check.media["image"] > 0.01
     assert not trainer._policy.fallbacks.logits_from_model and "padded rows" in caplog.text
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}

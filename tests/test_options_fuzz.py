@@ -9,6 +9,7 @@ budget or accumulated, whether the run is resumed or not, and whether TRL's trai
 import functools
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from helpers.option_draws import (
     neutral,
     values_of,
 )
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -49,7 +51,8 @@ from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.forward import scoring
 from trl_multimodal_rft.forward.token_budget import backward_by_parts
-from trl_multimodal_rft.trainers import multimodal
+from trl_multimodal_rft.rollout.rollout import Rollout
+from trl_multimodal_rft.trainers import base
 
 
 TRAINERS = {
@@ -71,27 +74,37 @@ ROUNDING = 1e-6  # of the weights, which shows in small updates
 # Completions and rewards
 
 
-class RandomTokens:
-    """Completions of random tokens, which depend on the random state of the run."""
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        generator, completions = self._generator(prompt_ids), []
-        for _ in prompt_ids:
-            length, ended = torch.randint(0, 7, (2,), generator=generator).tolist()
-            # Special tokens, and so placeholders, come first in the vocabulary
-            ids = torch.randint(50, len(self._tokenizer), (2 + length,), generator=generator).tolist()
-            completions.append([*ids[:-1], self._tokenizer.eos_token_id] if ended < 4 else ids)
-        return completions if isinstance(self, RLOOTrainer) else (completions, None)
-
-    def _generator(self, prompt_ids):
-        return None
+def random_tokens(prompt_ids, step: int, kind: str, tokenizer) -> list[list[int]]:
+    """Completions that depend on the random state of the run, or, if `"fixed"`, on prompts and step alone."""
+    generator, completions = None, []
+    if kind == "fixed":
+        generator = torch.Generator().manual_seed(10_000 * step + sum(map(sum, prompt_ids)))
+    for _ in prompt_ids:
+        length, ended = torch.randint(0, 7, (2,), generator=generator).tolist()
+        # Special tokens, and so placeholders, come first in the vocabulary
+        ids = torch.randint(50, len(tokenizer), (2 + length,), generator=generator).tolist()
+        completions.append([*ids[:-1], tokenizer.eos_token_id] if ended < 4 else ids)
+    return completions
 
 
-class FixedTokens(RandomTokens):
-    """Completions that depend on prompts and step alone."""
+class RandomTokens(Wrapped):
+    def __init__(self, trainer, kind: str):
+        super().__init__(trainer)
+        self.kind = kind
 
-    def _generator(self, prompt_ids):
-        return torch.Generator().manual_seed(10_000 * self.state.global_step + sum(map(sum, prompt_ids)))
+    def __call__(self, model, prompts, *, step, **options):
+        ids = [prompt.input_ids.tolist() for prompt in prompts]
+        return random_tokens(ids, step, self.kind, self.tokenizer), None
+
+
+def with_random_tokens(trainer_class, kind: str):
+    """A trainer of TRL's with the same completions."""
+
+    def sample(self, prompt_ids, *args, **kwargs):
+        ids = random_tokens(prompt_ids, self.state.global_step, kind, self._tokenizer)
+        return ids if isinstance(self, RLOOTrainer) else (ids, None)
+
+    return type(trainer_class.__name__, (trainer_class,), {"_generate_single_turn": sample})
 
 
 def of_last_token(completion_ids, **kwargs):
@@ -111,7 +124,6 @@ def partly_equal(prompts, completion_ids, **kwargs):
     return [1.0 if number % 2 else reward for number, reward in rewards]
 
 
-COMPLETIONS = {"sampled": (), "random": (RandomTokens,), "fixed": (FixedTokens,)}
 REWARDS = {
     "one": length_and_sum,
     "two": [length_and_sum, of_last_token],
@@ -147,8 +159,13 @@ def make(draw: Draw, trainer_class: type, config) -> Trainer:
         if trainer_class is SFTTrainer:
             trainer.model_accepts_loss_kwargs = True  # else its loss is a mean over micro-batches of any length
         return trainer
-    kind = type(trainer_class.__name__, (*COMPLETIONS[draw.completions], trainer_class), {})
-    return kind(train_dataset=rows(draw.rows), reward_funcs=REWARDS[draw.reward], **objects)
+    is_trls = trainer_class in TRL_TRAINERS.values()
+    if is_trls and draw.completions != "sampled":
+        trainer_class = with_random_tokens(trainer_class, draw.completions)
+    trainer = trainer_class(train_dataset=rows(draw.rows), reward_funcs=REWARDS[draw.reward], **objects)
+    if not is_trls and draw.completions != "sampled":
+        trainer.sampler = RandomTokens(trainer, draw.completions)
+    return trainer
 
 
 def updated(trainer: Trainer, checkpoint: str | None = None) -> dict:
@@ -305,27 +322,29 @@ def shifted_branches(monkeypatch):
 
 def undivided_parts(monkeypatch):
     """Parts of a token budget aren't divided by the number of accumulation steps."""
-    monkeypatch.setattr(multimodal, "backward_by_parts", lambda *args: backward_by_parts(*args[:-1]))
+    monkeypatch.setattr(base, "backward_by_parts", lambda *args: backward_by_parts(*args[:-1]))
 
 
 def moved_ratios(monkeypatch):
     """Importance ratios take the old log-probabilities of the next completion."""
-    roll_out = multimodal.MultimodalMixin._roll_out
+    for_loss = Rollout.for_loss
 
-    def moved(self, inputs):
-        output, batch = roll_out(self, inputs)
-        output |= {name: output[name].roll(1, 0) for name in ("old_per_token_logps", "old_logps") if name in output}
-        return output, batch
+    def moved(self):
+        old = self.old_per_token_logps
+        return for_loss(self if old is None else replace(self, old_per_token_logps=old.roll(1, 0)))
 
-    monkeypatch.setattr(multimodal.MultimodalMixin, "_roll_out", moved)
+    monkeypatch.setattr(Rollout, "for_loss", moved)
 
 
 def mixed_rewards(monkeypatch):
     """Advantages stay where they were when groups are put in another order."""
-    reorder = multimodal._reorder
-    monkeypatch.setattr(
-        multimodal, "_reorder", lambda value, order: value if getattr(value, "ndim", 0) == 1 else reorder(value, order)
-    )
+    select = Rollout.select
+
+    def mixed(self, indices):
+        selected = select(self, indices)
+        return replace(selected, advantages=self.advantages) if len(selected) == len(self) else selected
+
+    monkeypatch.setattr(Rollout, "select", mixed)
 
 
 def lost_random_state(monkeypatch):

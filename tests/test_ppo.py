@@ -960,5 +960,5 @@ def test_evaluation_leaves_training_alone():
 
 def test_sampled_run_checks_itself():
     result = ppo("qwen2_audio", audio_rows(), trainer_class=Sampled, self_check=True, max_steps=1, **ONCE)
-    assert result.trainer._self_check.packed <= 1e-3
+    assert result.trainer.checks.self_check.packed <= 1e-3
     assert all(norm(part) > 0 for part in halves(result.update))

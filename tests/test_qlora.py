@@ -27,7 +27,7 @@ def test_trains_as_on_the_weights_in_full(kind, tmp_path):
     after = dict(trainer.model.named_parameters())
     assert all("lora_" in name for name in update) and norm(update) > 0.01
     assert all(torch.equal(after[name], value) for name, value in before.items() if name not in update)
-    assert min(trainer._self_check.media.values()) > 0.1
+    assert min(trainer.checks.self_check.media.values()) > 0.1
 
     full = model_class.from_pretrained(tmp_path / "model", quantization_config=NF4, dtype=torch.float32).dequantize()
     assert not any(isinstance(module, bnb.nn.Linear4bit) for module in full.modules())

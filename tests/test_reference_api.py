@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.processes import python_command, python_environment
 from helpers.reference import media_of
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -444,14 +445,15 @@ def trained(family: str) -> dict[str, torch.Tensor]:
         prompt, response = item.sequences[:-n_actions].tolist(), item.sequences[-n_actions:].tolist()
         responses.setdefault(tuple(prompt), []).append(response)
 
-    class Replaying(MultimodalGRPOTrainer):
-        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            return [responses[tuple(ids)].pop(0) for ids in prompt_ids], None
+    class Replaying(Wrapped):
+        def __call__(self, model, prompts, **options):
+            return [responses[tuple(prompt.input_ids.tolist())].pop(0) for prompt in prompts], None
 
     result = run(
-        Replaying,
+        MultimodalGRPOTrainer,
         family,
         FAMILIES[family][1](),
+        sampler=Replaying,
         num_generations=GROUP,
         max_completion_length=LONGEST,
         max_steps=1,

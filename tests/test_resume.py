@@ -24,8 +24,8 @@ from transformers import Trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.fingerprint import differences, fingerprint
+from trl_multimodal_rft.trainers.base import MultimodalTrainer
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
-from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
 
 class RecordingGRPO(Recording, MultimodalGRPOTrainer):
@@ -205,7 +205,10 @@ def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
     load = RecordingGRPO._load_rollout_state
 
     def load_without(trainer, state):
-        load(trainer, {**state, lost: trainer._rollout_state()[lost]})
+        name, own = lost, trainer._rollout_state()
+        if lost in ("surplus", "replay"):
+            name, own = "groups", {"groups": {**state["groups"], lost: own["groups"][lost]}}
+        load(trainer, {**state, name: own[name]})
 
     monkeypatch.setattr(RecordingGRPO, "_load_rollout_state", load_without)
     case, uninterrupted = CASES[name], straight(name)
@@ -217,7 +220,7 @@ def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
 
 
 def test_epoch_has_another_order_without_the_orders_before(straight, tmp_path, monkeypatch):
-    monkeypatch.setattr(MultimodalMixin, "_init_training_state", Trainer._init_training_state)
+    monkeypatch.setattr(MultimodalTrainer, "_init_training_state", Trainer._init_training_state)
     uninterrupted = straight("several epochs")
     resumed = resume("several epochs", uninterrupted, 6, tmp_path)
     prompts, expected = ([prompts for prompts, _ in part] for part in (resumed.trained_on, rest(uninterrupted, 6)))
@@ -239,7 +242,7 @@ def test_checkpoint_between_generation_batches_holds_no_batch(straight):
 
 def test_checkpoint_holds_media_once_per_prompt(straight):
     folder = checkpoint(straight("several epochs"), 3)
-    prompts = [p for batch in load_rollout_state(folder, 0)["buffered_inputs"] for p in batch["encoded_prompts"]]
+    prompts = [p for batch in load_rollout_state(folder, 0)["buffered_inputs"] for p in batch.prompts]
     sizes = {id(prompt): sum(value.nbytes for value in prompt.media.values()) for prompt in prompts}
     assert len(prompts) == 4 * len(sizes)
     assert min(sizes.values()) > 50_000
@@ -413,12 +416,11 @@ def test_what_the_run_no_longer_asks_for_stays_in_the_checkpoint(straight, tmp_p
     name = "replay, dynamic sampling, adaptive KL"
     folder = checkpoint(straight(name), 6)
     state = load_rollout_state(folder, 0)
-    assert state["replay"]["groups"] and state["kl_controller"]["value"] != 0.1
+    assert state["groups"]["replay"]["groups"] and state["kl_controller"]["value"] != 0.1
     options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": False, "max_steps": 8}
     trainer = CASES[name].make(tmp_path, save_strategy="no", **options)
     trainer.train(resume_from_checkpoint=folder)
     assert trainer.kl_coef == 0.3
-    assert len(trainer._replay) == len(trainer._surplus) == 0
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
 
 
@@ -433,7 +435,7 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     trainer._policy.score = lambda *args, **options: scored.append(options["packed"]) or score(*args, **options)
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
     assert scored and not any(scored) and not trainer._policy.fallbacks.packing
-    assert trainer._self_check.packed is None and trainer._self_check.padded < 1e-5
+    assert trainer.checks.self_check.packed is None and trainer.checks.self_check.padded < 1e-5
 
 
 def test_checkpoint_of_the_model_only_holds_no_rollouts(tmp_path):

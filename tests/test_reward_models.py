@@ -325,27 +325,21 @@ def test_template_arguments_reach_the_reward_model():
     assert draw.rewards[:, 0].tolist() != pytest.approx(expected_rewards(trainer, draw.rows, draw.batch), abs=1e-2)
 
 
-class InjectedRLOO(Injected, MultimodalRLOOTrainer):
-    def _generate_single_turn(self, *args, **kwargs):
-        return super()._generate_single_turn(*args, **kwargs)[0]
-
-    def _calculate_rewards(self, inputs, prompts, completions, *args):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
-        self.seen = inputs, completions, rewards
-        return rewards
+class RecordedRLOO(Recording, Injected, MultimodalRLOOTrainer):
+    pass
 
 
 def test_rloo_is_rewarded_by_a_model():
     path = str(saved(hf.Gemma3ForSequenceClassification))
-    trainer = run(InjectedRLOO, "qwen2_5_vl", image_rows(), reward=path, **OPTIONS).trainer
+    trainer = run(RecordedRLOO, "qwen2_5_vl", image_rows(), reward=path, **OPTIONS).trainer
     model, processor = classifier()
-    inputs, completions, rewards = trainer.seen
+    (draw,) = trainer.draws
     expected = [
         alone(model, processor, chat({"type": "image", "image": restore_media(ref)}, *blocks) + completion)
-        for row, completion in zip(inputs, completions, strict=True)
-        for ref, *blocks in [(row["prompt"][0]["content"][0]["image"], *row["prompt"][0]["content"][1:])]
+        for prompt, completion in zip(draw.batch.messages, draw.batch.completions, strict=True)
+        for ref, *blocks in [(prompt[0]["content"][0]["image"], *prompt[0]["content"][1:])]
     ]
-    assert rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert draw.rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_text_is_rewarded_as_in_trl():
@@ -367,16 +361,20 @@ def test_a_reader_of_text_refuses_media(model_class):
         run(InjectedOurs, "qwen2_5_vl", rows, reward=reward, objects=given("qwen2_5_vl", tokenizer), **OPTIONS)
 
 
-class Talking(Recording, Scripted, MultimodalGRPOTrainer):
+class Talking(Scripted):
     turns = (0, 1)  # every other completion is shown an image
+
+
+class RecordedGRPO(Recording, MultimodalGRPOTrainer):
+    pass
 
 
 def test_a_reader_of_text_scores_what_was_said_after_tools_showed_images(caplog):
     model_class = hf.Gemma3TextForSequenceClassification
     reader, tokenizer = classifier(model_class)
     objects = {**talking("qwen2_5_vl"), "tools": [shows([image(56, 84), {"type": "text", "text": "Look."}])]}
-    options = {"max_completion_length": 200, "max_steps": 2}
-    result = run(Talking, "qwen2_5_vl", text_rows(), reward=str(saved(model_class)), objects=objects, **options)
+    options = {"objects": objects, "sampler": Talking, "max_completion_length": 200, "max_steps": 2}
+    result = run(RecordedGRPO, "qwen2_5_vl", text_rows(), reward=str(saved(model_class)), **options)
     assert caplog.text.count("reads text alone and doesn't get the media that tools returned") == 1
     draw = result.trainer.draws[0]
     for i, (row, reward) in enumerate(zip(draw.rows, draw.rewards[:, 0].tolist(), strict=True)):

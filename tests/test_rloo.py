@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from helpers.rloo_runs import InjectedOurs, InjectedTRL
+from helpers.samplers import PseudoRandom
 from helpers.trainer_utils import (
-    Recorded,
     assert_equal,
     audio_rows,
     image_rows,
@@ -27,7 +27,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from trl import RLOOTrainer
 
-from trl_multimodal_rft import MultimodalRLOOConfig, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
 
 
 FAMILY = "qwen2_5_vl"
@@ -120,7 +120,7 @@ def test_groups_together_equal_trl():
 
 def test_self_check_leaves_no_trace():
     ours = our_run(**OPTIONS["kl"], self_check=True)
-    check = ours.trainer._self_check
+    check = ours.trainer.checks.self_check
     assert max(check.packed, check.rows, check.sampled) <= check.tolerance < min(check.media.values())
     assert_equal(trl_run("kl"), ours)
 
@@ -187,37 +187,27 @@ def test_another_audio_makes_another_update():
 def test_audio_is_sampled_for():
     ours = run(MultimodalRLOOTrainer, "qwen2_audio", audio_rows(), max_completion_length=12)
     assert norm(ours.update) > 0.01
-    check = ours.trainer._self_check
+    check = ours.trainer.checks.self_check
     assert max(check.packed, check.rows, check.sampled) <= check.tolerance < min(check.media.values())
 
 
 def test_video_trains():
     ours = run(MultimodalRLOOTrainer, FAMILY, video_rows(), max_completion_length=12)
     assert norm({name: value for name, value in ours.update.items() if "visual" in name}) > 1e-4
-    assert min(ours.trainer._self_check.media.values()) > ours.trainer._self_check.tolerance
+    assert min(ours.trainer.checks.self_check.media.values()) > ours.trainer.checks.self_check.tolerance
 
 
 # Config and model card
 
 
-class FromEngine:
+class FromEngine(PseudoRandom):
     """Log-probabilities of an engine, made up, one of which it doesn't know."""
 
-    def _generate_single_turn(self, *args, **kwargs):
-        completions = super()._generate_single_turn(*args, **kwargs)
-        completions = completions[0] if isinstance(completions, tuple) else completions
+    def __call__(self, model, prompts, **options):
+        completions, _ = super().__call__(model, prompts, **options)
         logps = [[-4 - 0.01 * (token % 100) for token in ids] for ids in completions]
         logps[0][0] = None
-        self._batch.sampled_logps = None if self._sampling_logps_expected else logps
-        return (completions, logps) if self._sampling_logps_expected else completions
-
-
-class RLOOFromEngine(FromEngine, InjectedOurs):
-    pass
-
-
-class GRPOFromEngine(FromEngine, Recorded):
-    pass
+        return completions, logps
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate"])
@@ -225,27 +215,21 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
     bounds = {"clip_max": 1.0, "clip_min": 0.001}
     named = {f"vllm_importance_sampling_{name}": value for name, value in {"mode": mode, **bounds}.items()}
     options = {**named, "self_check": False, "max_steps": 1, "beta": 0.0, "learning_rate": 0.0}
-    histories, ratios = [], []
-    for trainer_class in (GRPOFromEngine, RLOOFromEngine):
-        trainer = make_trainer(trainer_class, FAMILY, image_rows(), tmp_path, **options)
+    runs, grpo, rloo = [], MultimodalGRPOTrainer, MultimodalRLOOTrainer
+    for trainer_class, corrects in ((grpo, True), (rloo, True), (rloo, False)):
+        options["vllm_importance_sampling_correction"] = corrects
+        trainer = make_trainer(trainer_class, FAMILY, image_rows(), tmp_path, sampler=FromEngine, **options)
         trainer.use_vllm = True
-        if trainer_class is RLOOFromEngine:
-            correct = trainer._correct_for_engine
-
-            def remember(output, logps, correct=correct):
-                before = output["advantages"]
-                correct(output, logps)
-                ratios.append(output["advantages"] / before)
-
-            trainer._correct_for_engine = remember
         trainer.train()
-        if trainer_class is GRPOFromEngine:
-            ratios.append(trainer.draws[0].batch["importance_sampling_ratio"][:, 0])
-        [first, *_] = trainer.state.log_history
-        histories.append({key: value for key, value in first.items() if "sampl" in key})
-    assert len(histories[0]) == 5 and histories[0] == pytest.approx(histories[1], rel=1e-5)
-    torch.testing.assert_close(*ratios)
-    inside = (ratios[0] > 0.001) & (ratios[0] < 1)
+        [inputs] = trainer._buffered_inputs
+        metrics = {key: value for key, value in trainer.state.log_history[0].items() if "sampl" in key}
+        runs.append((inputs, metrics))
+    (grpo, expected), (rloo, metrics), (uncorrected, without) = runs
+    assert len(expected) == 5 and expected == pytest.approx(metrics, rel=1e-5) and not without
+    ratios = grpo["importance_sampling_ratio"][:, 0]
+    torch.testing.assert_close(rloo["advantages"], ratios * uncorrected["advantages"])
+    assert uncorrected["advantages"].abs().min() > 0
+    inside = (ratios > 0.001) & (ratios < 1)
     assert inside.any() and not inside.all()
 
 
@@ -263,4 +247,4 @@ def test_model_card_names_the_method(tmp_path):
     assert {"rloo", "trl", "trl-multimodal-rft"} <= set(card.data.tags)
     assert "grpo" not in card.data.tags
     assert "Method: RLOO" in card.text
-    assert str(trainer._self_check) in card.text
+    assert str(trainer.checks.self_check) in card.text

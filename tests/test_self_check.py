@@ -551,7 +551,7 @@ def test_encoders_are_the_same_in_training_mode(option, tmp_path, capsys):
             with torch.no_grad():
                 scores[training, packed] = run._policy.score(
                     run.model,
-                    batch["encoded_prompts"],
+                    batch.prompts,
                     batch["completion_ids"],
                     batch["completion_mask"],
                     packed=packed,

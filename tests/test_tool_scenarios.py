@@ -18,11 +18,13 @@ What TRL's GRPO trainer promises of tools and environments, for our trainers, wi
 Results that are too long, a limit of turns, templates without tools and `rollout_func` are in `test_tools.py`.
 """
 
+import functools
 import json
 
 import pytest
 from datasets import Dataset
 from helpers.chats import image
+from helpers.samplers import Wrapped
 from helpers.tools import talking
 from helpers.trainer_utils import logged, make_trainer, norm, run
 
@@ -34,43 +36,44 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class Saying:
+class Saying(Wrapped):
     """Says at each turn what the script has for each completion, and then that it is done."""
 
-    script: dict[int, list[str]] = {}
+    def __init__(self, trainer, script: dict[int, list[str]]):
+        super().__init__(trainer)
+        self.script = script
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._batch.continued is None:
-            self.turn, self.speaking = 0, range(len(prompt_ids))
-            self.rendered = [self._tokenizer.decode(ids) for ids in prompt_ids]
+    def __call__(self, model, prompts, *, room=None, branches=None, **options):
+        if room is None:
+            self.turn, places = 0, range(len(prompts))
+            self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
         else:
-            self.speaking = [i for i in self.speaking if self.parse_assistant_turn(i).startswith("<tool_call>\n{")]
-            self.turn += 1
-        assert len(self.speaking) == len(prompt_ids)
-        ids = [
-            [*self._tokenizer(self.parse_assistant_turn(i))["input_ids"], self._tokenizer.eos_token_id]
-            for i in self.speaking
-        ]
-        return (ids, None) if self._sampling_logps_expected else ids
+            self.turn, places = self.turn + 1, [place for place, _ in branches.asked]
+            # Those that called are asked again
+            assert places == [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
+        self.calling = places
+        return [self.encoded(self.text(i, self.turn)) for i in places], None
 
-    def parse_assistant_turn(self, i: int) -> str:
-        parse_assistant_turn = self.script.get(i, [])
-        return parse_assistant_turn[self.turn] if self.turn < len(parse_assistant_turn) else f"Done {i}"
+    def text(self, i: int, turn: int) -> str:
+        texts = self.script.get(i, [])
+        return texts[turn] if turn < len(texts) else f"Done {i}"
 
+
+class KeepsInputs:
     def _compute_loss(self, model, inputs):
         self.inputs = inputs
         return super()._compute_loss(model, inputs)
 
 
-class SayingGRPO(Saying, MultimodalGRPOTrainer):
+class GRPO(KeepsInputs, MultimodalGRPOTrainer):
     pass
 
 
-class SayingRLOO(Saying, MultimodalRLOOTrainer):
+class RLOO(KeepsInputs, MultimodalRLOOTrainer):
     pass
 
 
-TRAINERS = [SayingGRPO, pytest.param(SayingRLOO, marks=pytest.mark.slow)]
+TRAINERS = [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)]
 LONG = {"max_completion_length": 800, "max_steps": 1}
 
 
@@ -113,8 +116,8 @@ def look() -> list:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_tools(trainer, monkeypatch):
-    script = [
+def test_tools(trainer):
+    calls = [
         call("multiply", a=3, b=4),
         call("multiply", a=3, c=4),
         call("add", a=3, b=4),
@@ -124,9 +127,7 @@ def test_tools(trainer, monkeypatch):
         call("fly"),
         '<tool_call>{"name": "multiply"</tool_call>',
     ]
-    monkeypatch.setattr(
-        trainer, "script", {i: [parse_assistant_turn] for i, parse_assistant_turn in enumerate(script)}
-    )
+    sampler = functools.partial(Saying, script={i: [each] for i, each in enumerate(calls)})
     question = [{"role": "user", "content": "What is it?"}]
     rows = Dataset.from_list([{"prompt": question, "image": each} for each in (image(56, 84)["image"], None)])
     seen = []
@@ -136,7 +137,8 @@ def test_tools(trainer, monkeypatch):
         return [float(i % 3) for i in range(len(completions))]
 
     objects = {**talking("qwen3_vl"), "tools": [multiply, add, look]}
-    result = run(trainer, "qwen3_vl", rows, reward=reward, objects=objects, shuffle_dataset=False, **LONG)
+    options = {"objects": objects, "sampler": sampler, "shuffle_dataset": False, **LONG}
+    result = run(trainer, "qwen3_vl", rows, reward=reward, **options)
     assert logged(result, "tools/call_frequency") == [7 / 8]
     assert logged(result, "tools/failure_frequency") == pytest.approx([3 / 7])
     assert [len(completion) for completion in seen] == [3] * 7 + [1]
@@ -146,10 +148,10 @@ def test_tools(trainer, monkeypatch):
         assert reason in results[i]
     for i in (3, 5):
         assert [block["type"] for block in results[i]] == ["image", "text"]
-    prompts = result.trainer.inputs["encoded_prompts"]
+    prompts = result.trainer.inputs.prompts
     assert [bool(prompt.media) for prompt in prompts] == [True] * 4 + [False] * 4
     assert [isinstance(prompt, Conversation) for prompt in prompts] == [i in (3, 5) for i in range(8)]
-    assert result.trainer._self_check.conversation <= 1e-4
+    assert result.trainer.checks.self_check.conversation <= 1e-4
     assert norm(result.update) > 1e-3
 
 
@@ -199,12 +201,12 @@ class Room:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_environments(trainer, monkeypatch):
+def test_environments(trainer):
     turns = {1: 1, 2: 2, 3: 3, 4: 1, 6: 2}
     script = {i: [call("turn") if i < 4 else call("increase", by=i)] * n for i, n in turns.items()}
     script[0] = [call("increase", by=1)]  # which its environment doesn't have
     script[5] = [call("multiply", a=5, b=5)]
-    monkeypatch.setattr(trainer, "script", script)
+    sampler = functools.partial(Saying, script=script)
     question = [{"role": "user", "content": "Go on."}]
     rows = [{"prompt": question, "environment": name, "start": 0} for name in ("room", "counter")]
     seen = []
@@ -218,7 +220,7 @@ def test_environments(trainer, monkeypatch):
         "tools": [multiply],
         "environment_factory": {"room": Room, "counter": Counter, "other": Room},
     }
-    options = {"objects": objects, "shuffle_dataset": False, **LONG}
+    options = {"objects": objects, "sampler": sampler, "shuffle_dataset": False, **LONG}
     result = run(trainer, "qwen3_vl", Dataset.from_list(rows), reward=right, **options)
     assert [type(each) for each in seen] == [Room] * 4 + [Counter] * 4 and len({*map(id, seen)}) == 8
     assert [each.looks for each in seen[:4]] == [0, 1, 2, 3]
@@ -229,13 +231,11 @@ def test_environments(trainer, monkeypatch):
     assert logged(result, "rewards/Room/mean") == [0.75] and logged(result, "rewards/Counter/mean") == [4.0]
     assert logged(result, "tools/call_frequency") == [11 / 8]
     assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 11])
-    rendered = result.trainer.rendered
+    rendered = result.trainer.sampler.rendered
     assert all("You are here." in text for text in rendered[:4])
     assert all("It starts at zero." in text for text in rendered[4:])
-    assert [prompt.modalities for prompt in result.trainer.inputs["encoded_prompts"]] == (
-        [{"image"}] * 4 + [frozenset()] * 4
-    )
-    assert result.trainer._self_check.conversation <= 1e-4
+    assert [prompt.modalities for prompt in result.trainer.inputs.prompts] == ([{"image"}] * 4 + [frozenset()] * 4)
+    assert result.trainer.checks.self_check.conversation <= 1e-4
     assert norm(result.update) > 1e-3
 
     rows[0]["environment"] = "nowhere"
@@ -255,13 +255,15 @@ class Task(Room):
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_environments_without_a_dataset(trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(trainer, "script", {i: [call("turn")] * (i % 3) for i in range(8)})
+    sampler = functools.partial(Saying, script={i: [call("turn")] * (i % 3) for i in range(8)})
     monkeypatch.setattr(Task, "given", 0)
     objects = {**talking("qwen3_vl"), "environment_factory": Task}
-    result = run(trainer, "qwen3_vl", None, reward=None, objects=objects, **{**LONG, "max_steps": 2})
+    options = {"objects": objects, "sampler": sampler, **LONG, "max_steps": 2}
+    result = run(trainer, "qwen3_vl", None, reward=None, **options)
     assert logged(result, "rewards/Task/mean") == [7 / 16] * 2
     assert result.trainer.inputs["advantages"].abs().sum() > 0 and norm(result.update) > 1e-3
-    assert sorted(int(text.split("Task ")[1].split("<")[0]) for text in result.trainer.rendered) == [*range(9, 17)]
+    tasks = [int(text.split("Task ")[1].split("<")[0]) for text in result.trainer.sampler.rendered]
+    assert sorted(tasks) == [*range(9, 17)]
     for objects, message in (
         (talking("qwen3_vl"), "`train_dataset` is required"),
         ({**talking("qwen3_vl"), "environment_factory": {"task": Task}}, "multiple environments"),

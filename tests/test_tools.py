@@ -34,7 +34,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_t
 from trl_multimodal_rft.generation import transformers as generation
 
 
-class Talking(Recording, Scripted, MultimodalGRPOTrainer):
+class Recorded(Recording, MultimodalGRPOTrainer):
     pass
 
 
@@ -87,7 +87,7 @@ LONG = {"max_completion_length": 1500, "max_steps": 1}
 @functools.cache
 def train(family, rows, shown, seed=0, packing="prefix"):
     objects = {**talking(family), "tools": [shows(*MEDIA[shown](seed))]}
-    return run(Talking, family, ROWS[rows](), objects=objects, packing=packing, **LONG)
+    return run(Recorded, family, ROWS[rows](), objects=objects, sampler=Scripted, packing=packing, **LONG)
 
 
 def forward(model, processor, conversation, prompt, completion):
@@ -105,19 +105,19 @@ def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
     packed, padded = (train(family, rows, shown, packing=packing) for packing in ("prefix", "padded"))
     draw = packed.trainer.draws[0]
     batch = draw.batch
-    assert batch["packed"][0] and not padded.trainer.draws[0].batch["packed"][0]
+    assert batch.packed and not padded.trainer.draws[0].batch.packed
     assert relative_difference(padded.update, packed.update) <= 1e-4
     assert logged(packed, "tools/call_frequency") == [13 / 8]
-    assert all(each.trainer._self_check.conversation <= 1e-4 for each in (packed, padded))
+    assert all(each.trainer.checks.self_check.conversation <= 1e-4 for each in (packed, padded))
     assert logged(packed, "tools/failure_frequency") == logged(packed, "tools/ended_by_length") == [0]
 
     model, processor = (talking(family)[name] for name in ("model", "processing_class"))
     scored = [each.trainer.micro_batches[0].logps for each in (packed, padded)]
-    for i, n_calls in enumerate(Talking.turns):
+    for i, n_calls in enumerate(Scripted.turns):
         mask = batch["completion_mask"][i].bool()
-        prompt, completion = batch["encoded_prompts"][i], batch["completion_ids"][i][mask]
+        prompt, completion = batch.prompts[i], batch["completion_ids"][i][mask]
         # What was said carries a loss, what was returned doesn't
-        parse_assistant_turn = [token for n in range(n_calls + 1) for token in packed.trainer.scripts[n, i]]
+        parse_assistant_turn = [token for n in range(n_calls + 1) for token in packed.trainer.sampler.scripts[n, i]]
         assert completion[batch["tool_mask"][i][mask].bool()].tolist() == parse_assistant_turn
         with torch.no_grad():
             truth = forward(model, processor, whole(draw.rows[i], i, n_calls, MEDIA[shown]()), prompt, completion)
@@ -130,11 +130,11 @@ def test_other_media_move_what_comes_after_them_alone():
     batch, again = one.draws[0].batch, other.draws[0].batch
     assert torch.equal(batch["completion_ids"], again["completion_ids"])
     moved = (one.micro_batches[0].logps - other.micro_batches[0].logps).abs()
-    for i, prompt in enumerate(batch["encoded_prompts"]):
-        assert isinstance(prompt, Conversation) == (Talking.turns[i] > 0)
-        normalize_tool_calls = len(one.scripts[0, i])  # behind it stands what the first call returned
+    for i, prompt in enumerate(batch.prompts):
+        assert isinstance(prompt, Conversation) == (Scripted.turns[i] > 0)
+        normalize_tool_calls = len(one.sampler.scripts[0, i])  # behind it stands what the first call returned
         assert moved[i, :normalize_tool_calls].max() <= 1e-6
-        assert Talking.turns[i] == 0 or moved[i, normalize_tool_calls:].max() > 1e-3
+        assert Scripted.turns[i] == 0 or moved[i, normalize_tool_calls:].max() > 1e-3
 
 
 class KeepsInputs:
@@ -143,20 +143,24 @@ class KeepsInputs:
         return super()._compute_loss(model, inputs)
 
 
-class TalkingRLOO(KeepsInputs, Scripted, MultimodalRLOOTrainer):
+class GRPO(KeepsInputs, MultimodalGRPOTrainer):
+    pass
+
+
+class RLOO(KeepsInputs, MultimodalRLOOTrainer):
     pass
 
 
 def test_rloo_trains_on_what_was_sampled_alone():
     """Its update is that of its formula on the model's own forward of each conversation."""
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
-    result = run(TalkingRLOO, "qwen3_vl", image_rows(), objects=objects, beta=0.0, **LONG)
+    result = run(RLOO, "qwen3_vl", image_rows(), objects=objects, sampler=Scripted, beta=0.0, **LONG)
     inputs, rows = result.trainer.inputs, image_rows()
     model, processor = (talking("qwen3_vl")[name] for name in ("model", "processing_class"))
     logps = []
-    for i, n_calls in enumerate(Talking.turns):
+    for i, n_calls in enumerate(Scripted.turns):
         mask = inputs["completion_mask"][i].bool()
-        prompt, completion = inputs["encoded_prompts"][i], inputs["completion_ids"][i][mask]
+        prompt, completion = inputs.prompts[i], inputs["completion_ids"][i][mask]
         row = next(row for row in rows if f" {prompt.row}" in row["prompt"][0]["content"])
         conversation = whole(row, i, n_calls, images())
         logps.append(
@@ -172,15 +176,15 @@ def test_rloo_trains_on_what_was_sampled_alone():
     assert norm(update) > 1e-3 and relative_difference(truth, update) <= 1e-4
 
 
-class Answering(Talking):
+class Answering(Scripted):
     """First turns are scripted, the others sampled."""
 
     turns = (0, 1, 1, 1, 0, 1, 1, 1)
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._batch.continued is None:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self.answers = MultimodalGRPOTrainer._generate_single_turn(self, prompt_ids, *args, **kwargs)[0]
+    def __call__(self, model, prompts, *, room=None, **options):
+        if room is None:
+            return super().__call__(model, prompts, **options)
+        self.answers, _ = self.inner(model, prompts, room=room, **options)
         return self.answers, None
 
 
@@ -188,29 +192,28 @@ def test_generation_goes_on_as_the_model_would():
     """And what it samples is what is scored."""
     media, options = everything(), {"max_new_tokens": 6, "do_sample": False}
     objects = {**talking("qwen2_5_omni"), "tools": [shows(*media)]}
-    trainer = run(Answering, "qwen2_5_omni", video_rows(), objects=objects, generation_kwargs=options, **LONG).trainer
+    trainer = run(
+        Recorded, "qwen2_5_omni", video_rows(), objects=objects, sampler=Answering, generation_kwargs=options, **LONG
+    ).trainer
     model, processor = (talking("qwen2_5_omni")[name] for name in ("model", "processing_class"))
-    draw, answers = trainer.draws[0], iter(trainer.answers)
+    draw, answers = trainer.draws[0], iter(trainer.sampler.answers)
     for i, n_calls in enumerate(Answering.turns):
         mask = draw.batch["completion_mask"][i].bool() & draw.batch["tool_mask"][i].bool()
         sampled = draw.batch["completion_ids"][i][mask].tolist()
         if n_calls == 0:
             continue
         answer = next(answers)
-        assert sampled == trainer.scripts[0, i] + answer
+        assert sampled == trainer.sampler.scripts[0, i] + answer
         inputs = encode(processor, whole(draw.rows[i], i, n_calls, media)[:-1])
         suppressed = trainer.generation_config.suppress_tokens
         truth = model.generate(**inputs, **options, suppress_tokens=suppressed)[0, inputs["input_ids"].size(1) :]
         assert answer == truth[: len(answer)].tolist() and len(answer) > 0
 
 
-class Forced(Recording, MultimodalGRPOTrainer):
-    """Samples calls, since the longer a part of one is there, the likelier is what follows."""
-
-
 @pytest.mark.slow
 def test_generation_goes_on_from_its_cache(monkeypatch, caplog):
     """What is sampled and how the model moves is the same as when conversations are prefilled again."""
+    # The model samples calls, since the longer a part of one is there, the likelier is what follows
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
     tokenizer = objects["processing_class"].tokenizer
     biases = [([tokenizer.eos_token_id], 5.0)]
@@ -221,12 +224,12 @@ def test_generation_goes_on_from_its_cache(monkeypatch, caplog):
     options = {"generation_kwargs": {"sequence_bias": [[list(ids), bias] for ids, bias in biases.items()]}}
     options |= {**LONG, "max_completion_length": 400, "max_tool_calling_iterations": 3, "objects": objects}
     runs = []
-    for how in ("goes on from its cache", "prefills the conversation again: it was told to"):
+    for how in ("continues from its cache", "prefills the conversation again: it was told to"):
         caplog.clear()
-        with caplog.at_level("INFO", logger="trl_multimodal_rft.trainers.tools"):
-            runs.append(run(Forced, "qwen3_vl", image_rows(), **options))
+        with caplog.at_level("INFO", logger="trl_multimodal_rft.trainers.base"):
+            runs.append(run(Recorded, "qwen3_vl", image_rows(), **options))
         told = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
-        assert len(told) == 1 and told[0].endswith(f"Behind what tools returned, generation {how}.")
+        assert len(told) == 1 and told[0].endswith(f"After results of tools, generation {how}.")
         options["objects"] = {**talking("qwen3_vl"), "tools": [shows(*images())]}
         monkeypatch.setattr(generation, "_cache_obstacle", lambda *args: "it was told to")
     cached, again = (result.trainer.draws[0].batch for result in runs)
@@ -234,7 +237,7 @@ def test_generation_goes_on_from_its_cache(monkeypatch, caplog):
     assert torch.equal(cached["completion_ids"], again["completion_ids"])
     assert len({*cached["completion_mask"].sum(1).tolist()}) > 4
     assert relative_difference(runs[1].update, runs[0].update) <= 1e-4
-    assert runs[0].trainer._self_check.conversation <= 1e-4
+    assert runs[0].trainer.checks.self_check.conversation <= 1e-4
 
 
 class Gallery:
@@ -273,31 +276,18 @@ class Gallery:
         return [{"type": "image", "image": self.image.crop((0, 0, 56, 56))} for _ in range(n_images)]
 
 
-class Ending(KeepsInputs, Scripted):
-    def has_ended(self, index):
-        return index in (6, 7) and self.n_said > index - 6
-
-
-class EndingGRPO(Ending, MultimodalGRPOTrainer):
-    pass
-
-
-class EndingRLOO(Ending, MultimodalRLOOTrainer):
-    pass
-
-
 def seen(completions, environments, **kwargs) -> list[float]:
     """A reward function, which sees what tools showed."""
     Gallery.seen = completions
     return [float(environment.place % 3) for environment in environments]
 
 
-@pytest.mark.parametrize("trainer", [EndingGRPO, pytest.param(EndingRLOO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trainer", [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)])
 def test_environments_see_their_row_and_end_as_in_trl(trainer):
     Gallery.made = 0
     objects = {**talking("qwen3_vl"), "environment_factory": Gallery}
     options = {**LONG, "max_tool_calling_iterations": 3, "max_tool_media": 4, "ignored_media_columns": ["image"]}
-    result = run(trainer, "qwen3_vl", image_rows(), reward=seen, objects=objects, **options)
+    result = run(trainer, "qwen3_vl", image_rows(), reward=seen, objects=objects, sampler=Scripted, **options)
     (calls,), (failed,) = (logged(result, f"tools/{name}_frequency") for name in ("call", "failure"))
     # The fourth call of the fifth completion isn't answered; that of the seventh and the eighth's second are too much
     assert (calls, failed) == pytest.approx((12 / 8, 4 / 12))
@@ -310,7 +300,7 @@ def test_environments_see_their_row_and_end_as_in_trl(trainer):
     assert "holds the control token" in Gallery.seen[3][3]["content"]
     (block,) = Gallery.seen[3][1]["content"]
     assert isinstance(block["image"], PIL.Image.Image)
-    prompts = result.trainer.inputs["encoded_prompts"]
+    prompts = result.trainer.inputs.prompts
     assert {tuple(prompt.modalities) for prompt in prompts} == {("image",)}  # what `reset` shows
     assert [isinstance(prompt, Conversation) for prompt in prompts] == [n in (3, 4, 7) for n in range(8)]
 
@@ -349,15 +339,7 @@ def rollout(prompts, trainer):
     }
 
 
-class RollingGRPO(KeepsInputs, MultimodalGRPOTrainer):
-    pass
-
-
-class RollingRLOO(KeepsInputs, MultimodalRLOOTrainer):
-    pass
-
-
-@pytest.mark.parametrize("trainer", [pytest.param(RollingGRPO, marks=pytest.mark.slow), RollingRLOO])
+@pytest.mark.parametrize("trainer", [pytest.param(GRPO, marks=pytest.mark.slow), RLOO])
 def test_rollout_func_gets_media(trainer):
     def reward(completions, bonus, **kwargs):
         return bonus
@@ -366,7 +348,7 @@ def test_rollout_func_gets_media(trainer):
     result = run(trainer, "qwen2_5_vl", image_rows(), reward=reward, objects=objects, beta=0.0, max_steps=1)
     inputs = result.trainer.inputs
     assert inputs["tool_mask"].tolist() == [[1, 1, 0, 0, 1]] * 8 and norm(result.update) > 1e-3
-    assert all(prompt.modalities == {"image"} for prompt in inputs["encoded_prompts"])
+    assert all(prompt.modalities == {"image"} for prompt in inputs.prompts)
 
     def wrong(prompts, trainer):
         output = rollout(prompts, trainer)
@@ -393,7 +375,7 @@ def test_templates_without_tools_are_refused(tmp_path):
         make_trainer(MultimodalRLOOTrainer, "qwen3_vl", image_rows(), tmp_path, objects=objects)
 
 
-class Resumed(RecordsTraining, Scripted, MultimodalGRPOTrainer):
+class Resumed(RecordsTraining, MultimodalGRPOTrainer):
     pass
 
 
@@ -403,13 +385,12 @@ def test_runs_go_on_inside_a_batch_of_conversations(options, tmp_path):
     def make(folder, **more):
         objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
         own = {"max_completion_length": 1500, "max_steps": 5, **options, **more}
-        return make_trainer(Resumed, "qwen3_vl", image_rows(5), folder, objects=objects, **{**REUSED, **own})
+        given = {"objects": objects, "sampler": Scripted, **REUSED, **own}
+        return make_trainer(Resumed, "qwen3_vl", image_rows(5), folder, **given)
 
     straight = make(tmp_path / "straight")
     straight.train()
-    assert any(
-        isinstance(each, Conversation) for batch in straight._buffered_inputs for each in batch["encoded_prompts"]
-    )
+    assert any(isinstance(each, Conversation) for batch in straight._buffered_inputs for each in batch.prompts)
     for step in (1, 2, 3):
         resumed = make(tmp_path / f"{step}", save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint(straight, step))
@@ -526,7 +507,7 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
 def test_evaluation_calls_tools(tmp_path):
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())], "eval_dataset": image_rows(2)}
     options = {**LONG, "per_device_eval_batch_size": 8}
-    trainer = make_trainer(Talking, "qwen3_vl", image_rows(), tmp_path, objects=objects, **options)
+    trainer = make_trainer(Recorded, "qwen3_vl", image_rows(), tmp_path, objects=objects, sampler=Scripted, **options)
     assert trainer.evaluate()["eval_tools/call_frequency"] == 13 / 8
 
 
@@ -534,11 +515,13 @@ def test_evaluation_calls_tools(tmp_path):
 def test_tables_hold_what_tools_showed(tmp_path):
     objects = {**talking("qwen2_5_omni"), "tools": [shows(*everything())]}
     options = {**LONG, "log_completions": True, "max_logged_media": 8, "num_completions_to_print": 1}
-    trainer = make_trainer(Talking, "qwen2_5_omni", image_rows(), tmp_path, objects=objects, **options)
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_5_omni", image_rows(), tmp_path, objects=objects, sampler=Scripted, **options
+    )
     trainer.train()
     (file,) = tmp_path.glob("completions/*.parquet")
     table = load_dataset("parquet", data_files=str(file), split="train")
-    for i, n_calls in enumerate(Talking.turns):
+    for i, n_calls in enumerate(Scripted.turns):
         row = table[i]
         assert [message["role"] for message in row["completion"]] == [*["assistant", "tool"] * n_calls, "assistant"]
         shown = [block for n in range(n_calls) for block in everything()[n]]

@@ -14,10 +14,12 @@ from datasets import Dataset, IterableDataset
 from helpers.chats import RATE, audio, audio_prompts, image, video
 from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, encode, template
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
-from helpers.tools import Calling, look_up, with_tools
+from helpers.samplers import Wrapped
+from helpers.tools import Calling, first_calls, look_up, with_tools
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
+    Recorded,
     audio_rows,
     image_rows,
     largest_difference,
@@ -40,7 +42,6 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
@@ -106,12 +107,6 @@ def test_packed_equals_padded(kind, options):
 @pytest.mark.parametrize("packing", ["prefix", "padded"])
 @pytest.mark.parametrize("kind", ROWS)
 def test_log_probabilities_depend_on_the_media(kind, packing):
-    class Recording(InjectedOurs):
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.logps = scores[0].detach()
-            return scores
-
     inverted = {
         "image": lambda picture: picture.point(lambda value: 255 - value),
         "audio": lambda clip: {**clip, "array": clip["array"][::-1]},
@@ -121,7 +116,7 @@ def test_log_probabilities_depend_on_the_media(kind, packing):
     # Media of the same size give the same prompt ids and, injected, the same completions
     changed = with_media(rows, kind, [inverted(row[kind]) for row in rows])
     first, again, second = (
-        run(Recording, FAMILY[kind], data, packing=packing, max_steps=1).trainer.logps
+        run(Recorded, FAMILY[kind], data, packing=packing, max_steps=1).trainer.micro_batches[0].logps
         for data in (rows, rows, changed)
     )
     assert torch.equal(first, again)
@@ -132,62 +127,43 @@ def test_log_probabilities_depend_on_the_media(kind, packing):
 @pytest.mark.parametrize("kind", ROWS)
 def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing):
     """Although groups change places after the old ones are computed."""
-    differences = []
-
-    class Comparing(InjectedOurs):
-        def _compute_loss(self, model, inputs):
-            before_update = self._step % self.args.steps_per_generation < self.args.gradient_accumulation_steps
-            self.old = inputs["old_per_token_logps"] if before_update else None
-            return super()._compute_loss(model, inputs)
-
-        def _score(self, model, inputs):
-            scores = super()._score(model, inputs)
-            if self.old is not None:
-                differences.append((scores.logps - self.old).abs().max().item())
-            return scores
-
     # Two groups in a micro-batch, so that they can be paired otherwise
-    run(Comparing, FAMILY[kind], ROWS[kind](), packing=packing, **{**SPLIT, "per_device_train_batch_size": 8})
-    assert len(differences) == 4  # two micro-batches of each of two generation batches
-    assert max(differences) <= 5e-6
+    options = {**SPLIT, "per_device_train_batch_size": 8}
+    moments = run(Recorded, FAMILY[kind], ROWS[kind](), packing=packing, **options).trainer.micro_batches
+    before_update = [moment for i, moment in enumerate(moments) if i % 4 < 2]
+    assert len(before_update) == 4  # two micro-batches of each of two generation batches
+    assert max((each.logps - each.batch.old_per_token_logps).abs().max() for each in before_update) <= 5e-6
 
 
-def test_one_generation_batch_is_scored_in_one_way():
+def test_one_generation_batch_is_scored_in_one_way(tmp_path):
     """Also in micro-batches that would gain nothing from packing, so that all log-probabilities agree."""
     options = {**SPLIT, "per_device_train_batch_size": 2, "keep_groups_together": False, "beta": 0.1}
-    result = run(InjectedOurs, "qwen2_audio", audio_rows(), num_generations=2, **options)
-    assert len(result.trainer.scored_packed) == 2 * (2 + 4) and all(result.trainer.scored_packed)
+    trainer = make_trainer(
+        InjectedOurs, "qwen2_audio", audio_rows(), tmp_path, num_generations=2, self_check=False, **options
+    )
+    packed, score = [], trainer._policy.score
+    trainer._policy.score = lambda *args, **options: packed.append(options["packed"]) or score(*args, **options)
+    trainer.train()
+    # Four old and four reference parts of a generation batch, and its micro-batches
+    assert len(packed) == 2 * (2 * 4 + 4) and all(packed)
 
 
-@pytest.mark.parametrize("trainer_class", [InjectedOurs, InjectedRLOO])
-def test_loss_by_itself_hears_and_other_models_are_scored_in_it(trainer_class):
-    """A subclass may compute the loss of a micro-batch by itself, and score other models beside it."""
-    losses = []
+def test_losses_in_trls_way_hear():
+    """A subclass may compute the loss of a micro-batch from the scores that TRL's hook gives, as in TRL."""
 
-    class ByItself(trainer_class):
+    class InTRLsWay(InjectedRLOO):
         def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            if self._batch is not None and not losses:
-                other, _ = load("qwen2_audio")
-                add_fused_lm_head(other, temperature=self.temperature, outputs=("log_probs", "entropy"))
-                ids, mask = (
-                    torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
-                    for name in ("ids", "mask")
-                )
-                with torch.no_grad():
-                    other.lm_head.weight.mul_(2)
-                    own, theirs = (
-                        self._get_per_token_logps_and_entropies(each, ids, mask, inputs["completion_ids"].size(1))[0]
-                        for each in (model, other)
-                    )
-                assert not torch.allclose(own, theirs, atol=1e-3)
-                batch, self._batch = self._batch, None
-                losses.append((loss.item(), self._compute_loss(model, inputs).item()))
-                self._batch = batch
-            return loss
+            ids, mask = (
+                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            width = inputs["completion_ids"].size(1)
+            logps = self._get_per_token_logps_and_entropies(model, ids, mask, width, compute_entropy=True)[0]
+            ratio = ((logps * inputs["completion_mask"]).sum(1) - inputs["old_logps"]).exp()
+            return -(ratio * inputs["advantages"]).mean()
 
-    run(ByItself, "qwen2_audio", audio_rows(), packing="padded", max_steps=1, beta=0.0)
-    assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)
+    options = {"beta": 0.0, "max_steps": 1, "self_check": False, "max_tokens_per_microbatch": 60}
+    ours, theirs = (run(each, "qwen2_audio", audio_rows(), **options) for each in (InjectedRLOO, InTRLsWay))
+    assert norm(ours.update) > 0.01 and relative_difference(ours.update, theirs.update) <= 1e-5
 
 
 def test_groups_over_several_micro_batches(caplog):
@@ -202,11 +178,12 @@ def test_groups_over_several_micro_batches(caplog):
 
 
 def test_no_completion_left():
-    class Truncated(InjectedOurs):
-        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            return [[60 + i] * 8 for i in range(len(prompt_ids))], None
+    class Truncated(Wrapped):
+        def __call__(self, model, prompts, **options):
+            return [[60 + i] * 8 for i in range(len(prompts))], None
 
-    result = run(Truncated, "qwen2_audio", audio_rows(), mask_truncated_completions=True, beta=0.1, **REUSED)
+    options = {"sampler": Truncated, "mask_truncated_completions": True, "beta": 0.1, **REUSED}
+    result = run(InjectedOurs, "qwen2_audio", audio_rows(), **options)
     assert all(result.trainer.scored_packed)
     assert norm(result.update) == 0
 
@@ -647,12 +624,16 @@ def test_rollout_func_works_as_in_trl():
     assert largest_difference(theirs.history, ours.history)[0] <= 1e-5
 
 
-class CallingTRL(Calling, GRPOTrainer):
-    pass
+class CallingTRL(GRPOTrainer):
+    """As [`Calling`] says."""
 
+    continued = 0
 
-class CallingOurs(Calling, MultimodalGRPOTrainer):
-    pass
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if len(prompt_ids) == self.args.generation_batch_size:
+            return first_calls(len(prompt_ids), self._tokenizer), None
+        self.continued += len(prompt_ids)
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
 
 CALLS = {"max_completion_length": 200, "generation_kwargs": {"max_new_tokens": 8, "suppress_tokens": list(range(9))}}
@@ -664,11 +645,10 @@ CALLS = {"max_completion_length": 200, "generation_kwargs": {"max_new_tokens": 8
 def test_tools_work_as_in_trl(extra):
     options = {**CALLS, "beta": 0.1, "max_steps": 3}
     theirs = run(CallingTRL, "qwen3_vl", text_rows(), objects=with_tools(**extra), **options)
-    ours = run(
-        CallingOurs, "qwen3_vl", text_rows(), objects=with_tools(**extra), keep_groups_together=False, **options
-    )
+    options |= {"objects": with_tools(**extra), "sampler": Calling, "keep_groups_together": False}
+    ours = run(MultimodalGRPOTrainer, "qwen3_vl", text_rows(), **options)
     assert theirs.history[0]["tools/call_frequency"] == 0.5 and theirs.history[0]["tools/failure_frequency"] == 0
-    assert theirs.trainer.continued == ours.trainer.continued == 12
+    assert theirs.trainer.continued == ours.trainer.sampler.continued == 12
     assert relative_difference(theirs.update, ours.update) <= 1e-5
     worst, where = largest_difference(theirs.history, ours.history)
     assert worst <= 1e-4, where
@@ -689,7 +669,7 @@ def test_every_family_trains(name):
     rows = streamed([{"prompt": chat} for chat in chats])
     objects = {"model": model, "processing_class": processor}
     result = run(MultimodalGRPOTrainer, name, rows, objects=objects, per_device_train_batch_size=4 * len(chats))
-    check, trainer = result.trainer._self_check, result.trainer
+    check, trainer = result.trainer.checks.self_check, result.trainer
     assert norm(result.update) > 0.001
     assert check.media.keys() == set(ALL_FAMILIES[name].modalities)
     assert min(check.media.values()) > 5e-3

@@ -125,7 +125,7 @@ def test_groups_together_equal_trl(name):
 
 def test_self_check_leaves_no_trace():
     ours = our_run(**OPTIONS["reference model"], self_check=True)
-    check = ours.trainer._self_check
+    check = ours.trainer.checks.self_check
     assert max(check.packed, check.rows, check.sampled) <= check.tolerance < min(check.media.values())
     assert_equal(trl_run("reference model"), ours)
 

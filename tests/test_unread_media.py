@@ -11,6 +11,7 @@ from accelerate.logging import MultiProcessAdapter
 from datasets import Audio, Dataset, Image, IterableDataset, List, load_dataset, load_from_disk
 from helpers.chats import RATE, audio, image, video
 from helpers.families import FAMILIES
+from helpers.samplers import Remembers
 from helpers.trainer_utils import (
     InjectedOurs,
     image_rows,
@@ -606,15 +607,10 @@ def test_tags_are_trained_on(folder):
     blocks = user(text("Is "), {"type": "image"}, text(" red?"))
     placed = Dataset.from_list([{"prompt": blocks, "image": str(folder / "picture.png")}] * 8)
     ids = []
-
-    class Remembers(InjectedOurs):
-        def _tokenize_prompts(self, prompts):
-            tokens = super()._tokenize_prompts(prompts)
-            ids.append(tokens[0])
-            return tokens
-
-    run(Remembers, "qwen2_5_vl", tagged, max_steps=1)
-    run(Remembers, "qwen2_5_vl", placed, max_steps=1)
+    for rows in (tagged, placed):
+        trainer = run(InjectedOurs, "qwen2_5_vl", rows, sampler=Remembers, max_steps=1).trainer
+        ((prompts, *_),) = trainer.sampler.calls
+        ids.append([prompt.input_ids.tolist() for prompt in prompts])
     assert ids[0] == ids[1]
 
 
@@ -662,7 +658,7 @@ def test_inline_media_without_a_column_of_text_train(tmp_path):
             max_steps=1,
         )
         trainer.train()
-        assert trainer._self_check.media["image"] > 0
+        assert trainer.checks.self_check.media["image"] > 0
 
 
 @pytest.mark.parametrize(

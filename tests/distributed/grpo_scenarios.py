@@ -34,7 +34,7 @@ from training import (
 from transformers import AutoProcessor, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.lightrft import Actor
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
@@ -89,32 +89,28 @@ def skipped_rows(folder):
     return {**result, "skipped": sorted(trainer._skipped), "evaluations": evaluations}
 
 
-class Talking(Scripted, RecordingTrainer):
-    """The second half of the batch calls a tool that shows images; what is sampled behind them isn't kept."""
+class Talking(Scripted):
+    """The second half of the batch calls a tool that shows images; what is sampled after them isn't kept."""
 
     turns = (0, 0, 0, 0, 1, 2, 3, 1)
 
+    def __call__(self, model, prompts, *, room=None, **options):
+        if room is not None:  # as often on both processes
+            self.inner(model, prompts, room=room, **options)
+        return super().__call__(model, prompts, room=room, **options)
+
+
+class TalkingTrainer(MultimodalGRPOTrainer):
     def __init__(self, *args, processing_class, **kwargs):
         super().__init__(*args, processing_class=with_turns_of_tools(processing_class), **kwargs)
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        going_on = self._batch.continued is not None
-        sampled = RecordingTrainer._generate_single_turn(self, prompt_ids, *args, **kwargs) if going_on else None
-        if going_on and not any(self.turns[i] for i in self._places):
-            return sampled  # for the sake of the other process
-        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-
-    @property
-    def _places(self):
-        n = len(self._batch.prompts)
-        return range(self.accelerator.process_index * n, (self.accelerator.process_index + 1) * n)
+        self.sampler = Talking(self)
 
 
 def conversations(folder):
     """Tools are called on one of two processes only."""
     objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
     options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}}
-    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, Talking, objects=objects, **options)[1]
+    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, **options)[1]
 
 
 # Two micro-batches of whole groups per generation, balanced, used twice, with a reference model
@@ -321,7 +317,7 @@ globals().update({name: functools.partial(algorithm, name) for name in ALGORITHM
 def sampled(folder):
     """A group straddles processes, which sample its completions."""
     trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
-    return {**result, "self_check": dataclasses.asdict(trainer._self_check), "completions": trainer.completions}
+    return {**result, "self_check": dataclasses.asdict(trainer.checks.self_check), "completions": trainer.completions}
 
 
 class ExchangingTrainer(RecordingTrainer):
@@ -331,17 +327,17 @@ class ExchangingTrainer(RecordingTrainer):
         super().__init__(*args, **kwargs)
         self.batches, self.drawn = [], []
 
-    def _exchange_groups(self, batch):
-        output = super()._exchange_groups(batch)
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
         dead = (output["advantages"].view(-1, GROUP) == 0).all(1).sum()
         tokens = output["completion_mask"].sum()
         self.batches.append([int(dead), int(tokens), int(output["num_items_in_batch"])])
         return output
 
-    def _draw_prompts(self, n):
-        rows = super()._draw_prompts(n)
-        self.drawn.append([len(row["audio"]["array"]) if "audio" in row else 0 for row in rows[::GROUP]])
-        return rows
+    def _draw_extra(self, n):
+        rollout = super()._draw_extra(n)
+        self.drawn.append([len(row["audio"]["array"]) if "audio" in row else 0 for row in rollout.rows[::GROUP]])
+        return rollout
 
 
 def unequal_reward(completion_ids, trainer_state, **kwargs):
@@ -448,7 +444,7 @@ def resumed_by_more(folder):
         save_rollout_state(checkpoint, 0, saved)
     state.wait_for_everyone()
     trainer, result = train(folder / "after", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
-    shared = [trainer.kl_coef, trainer._n_extra_prompts, dataclasses.asdict(trainer._self_check)]
+    shared = [trainer.kl_coef, trainer._n_extra_prompts, dataclasses.asdict(trainer.checks.self_check)]
     return {**result, "shared": shared, "expected_before": load_rollout_state(checkpoint, 0)["kl_controller"]["value"]}
 
 
@@ -555,7 +551,7 @@ def greedy(folder, family, rows, batch=2 * GROUP):
         yield model_class.from_pretrained(place)
 
     otherwise = loaded(trainer, family, load, folder / "saved", folder / "output" / "checkpoint-3")
-    return {**result, "saved_otherwise": otherwise, "completions": trainer.sampled}
+    return {**result, "saved_otherwise": otherwise, "completions": trainer.completions[-1]}
 
 
 def greedy_images(folder):

@@ -7,15 +7,25 @@ import PIL.Image
 import torch
 from datasets import Dataset
 from helpers.chats import RATE, audio, image, video
+from helpers.samplers import Remembers
 from peft import LoraConfig
-from training import GROUP, RecordingTrainer, injected, row, start, train
+from training import GROUP, injected, row, start, train
 
-from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.forward import processes
-from trl_multimodal_rft.trainers import multimodal
+from trl_multimodal_rft.trainers import base
 
 
-class MixedTrainer(RecordingTrainer):
+class Mixed(Remembers):
+    """Samples the completions of the last step and of evaluations, and remembers these alone."""
+
+    def __call__(self, model, prompts, *, step, **options):
+        if self.trainer.model.training and step < self.trainer.args.max_steps - 1:
+            return injected(self.trainer, len(prompts)), None
+        return super().__call__(model, prompts, step=step, **options)
+
+
+class MixedTrainer(MultimodalGRPOTrainer):
     """
     Takes completions that depend on the step and on the place in the global batch alone, but samples those of the last
     step and of evaluations.
@@ -26,15 +36,9 @@ class MixedTrainer(RecordingTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.samples, self.forwards = [], []
+        self.sampler = Mixed(self)
+        self.forwards = []
         self._companions, self._policy.processes.dummies = self._policy.processes.dummies, self._watched
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if not self.model.training or self.state.global_step == self.args.max_steps - 1:
-            completions, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.samples.append(completions)
-            return completions, logprobs
-        return injected(self, prompt_ids), None
 
     def _watched(self, model, prompts, *args):
         dummies = self._companions(model, prompts, *args)
@@ -111,7 +115,7 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
     return {
         **result,
         "evaluations": evaluations,
-        "samples": trainer.samples,
+        "samples": [ids for _, ids, _ in trainer.sampler.calls],
         "forwards": trainer.forwards,
         "searches": find_tower.call_count,
     }
@@ -197,7 +201,7 @@ ACCUMULATED = [
 
 def accumulated(folder, **options):
     options = {"gradient_accumulation_steps": 2, "beta": 0.1, **options}
-    with mock.patch.object(multimodal, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
+    with mock.patch.object(base, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
         return mixed(folder, "qwen2_5_vl", ACCUMULATED, **options)
 
 

@@ -134,7 +134,7 @@ def ppo_saved(folder):
         **result,
         "saved_otherwise": [n for n in saved | trained if n not in saved or not torch.equal(saved[n], trained[n])],
         "changed_by_saving": [n for n in still if not torch.equal(still[n], trained[n])],
-        "completions": trainer.sampled,
+        "completions": trainer.completions[-1],
     }
 
 

@@ -4,6 +4,7 @@ Training of tiny models on the engine that the command line names, with batches 
 processes.
 """
 
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers.chats import RATE, audio, image
 from helpers.families import FAMILIES, SPECIAL
+from helpers.samplers import Remembers, Wrapped
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -40,34 +42,50 @@ GROUP = 4  # completions of a prompt
 # Trainers
 
 
+class Injecting(Wrapped):
+    """
+    Until the step `until`, takes completions that depend on the step and on the place in the global batch alone.
+
+    Those of evaluators, which have a config of their own, are sampled.
+    """
+
+    def __init__(self, trainer, until: float = math.inf):
+        super().__init__(trainer)
+        self.until = until
+
+    def __call__(self, model, prompts, *, step, config=None, **options):
+        if config is None and step < self.until:
+            return injected(self.trainer, len(prompts)), None
+        return super().__call__(model, prompts, step=step, config=config, **options)
+
+
 class RecordingTrainer(MultimodalGRPOTrainer):
-    """Keeps the completions of all calls, and by themselves those that it sampled last."""
+    """Keeps the completions of all calls."""
+
+    n_given = 0  # steps whose completions aren't sampled
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.completions = []
+        self.sampler = Injecting(self, self.n_given * self.num_iterations)
+        self.sampler = Remembers(self)
 
-    def _generate_single_turn(self, *args, **kwargs):
-        self.sampled, logprobs = super()._generate_single_turn(*args, **kwargs)
-        self.completions.append(self.sampled)
-        return self.sampled, logprobs
+    @property
+    def completions(self):
+        return [ids for _, ids, _ in self.sampler.calls]
 
 
 class InjectingTrainer(RecordingTrainer):
-    """For two steps, takes completions that depend on the step and on the place in the global batch alone."""
+    """Samples after two steps only."""
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self.state.global_step >= 2 * self.num_iterations:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self.completions.append(injected(self, prompt_ids))
-        return self.completions[-1], None
+    n_given = 2
 
 
 class InjectingRLOO(MultimodalRLOOTrainer):
-    """Takes such completions always."""
+    """Never samples."""
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        return injected(self, prompt_ids)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampler = Injecting(self)
 
 
 class RemembersParts:
@@ -79,15 +97,15 @@ class RemembersParts:
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
-        (deferred,) = [scores.deferred for scores in self._batch.scores]
+        deferred = self._scores.deferred
         self.parts.append([1, 1] if deferred is None else [deferred.n_own, len(deferred.parts)])
         return loss
 
 
-def injected(trainer, prompt_ids):
+def injected(trainer, n: int) -> list[list[int]]:
     completions = []
-    for i in range(len(prompt_ids)):
-        place = trainer.accelerator.process_index * len(prompt_ids) + i
+    for i in range(n):
+        place = trainer.accelerator.process_index * n + i
         generator = torch.Generator().manual_seed(1000 * trainer.state.global_step + place)
         length = int(torch.randint(1, 9, (), generator=generator))
         completions.append(torch.randint(50, 200, (length,), generator=generator).tolist())

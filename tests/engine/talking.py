@@ -12,7 +12,7 @@ from helpers.trainer_utils import length_and_sum
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.features import restore_rows
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
-from trl_multimodal_rft.trainers.tools import Conversations
+from trl_multimodal_rft.rollout.turns import ToolLoop
 
 
 WORDS = [" cat", " dog", " bird", " red", " green", " blue"]
@@ -54,21 +54,21 @@ class Talking:
             function = {"name": "show", "arguments": {"number": number}}
             message["tool_calls"] = [{"type": "function", "function": function}]
 
-    def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, *args):
-        for i, messages in enumerate(completions):
-            self._let_call(i, 0, messages[-1])
-        return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args)
-
-    def _conversations(self, tools, **others):
+    def _tool_loop(self, tools, **options):
         let_call = self._let_call
 
-        class Calling(Conversations):
+        class Calling(ToolLoop):
+            def run(self, trajectories):
+                for i, trajectory in enumerate(trajectories):
+                    let_call(i, 0, trajectory.messages[-1])
+                super().run(trajectories)
+
             def _continue(self, trajectories, idle, indices):
                 super()._continue(trajectories, idle, indices)
                 for trajectory, index in zip(trajectories, indices, strict=True):
                     let_call(index, len(trajectory.turns), trajectory.messages[-1])
 
-        return Calling(**vars(super()._conversations(tools, **others)))
+        return Calling(**vars(super()._tool_loop(tools, **options)))
 
     def _generate_and_score_completions(self, inputs):
         rows = restore_rows(inputs, self.args.media_rules)
@@ -76,7 +76,7 @@ class Talking:
         logps = output["sampling_per_token_logps"]
         for i, row in enumerate(rows):
             mask = output["completion_mask"][i].bool()
-            ids, prompt = output["completion_ids"][i][mask], output["encoded_prompts"][i]
+            ids, prompt = output["completion_ids"][i][mask], output.prompts[i]
             self.conversations.append((row, prompt, ids, output["tool_mask"][i][mask].bool(), logps[i][mask]))
             assert prompt.decoded == ()  # no media are kept
         self.differences.append([self.difference(*each) for each in self.conversations[-len(rows) :]])

@@ -137,9 +137,9 @@ def test_rollout_func_asks_the_engine_as_in_trl(tmp_path):
     assert len(differences) == 2 and max(differences) < 0.05  # what placeholders had of the probabilities
 
 
-class Called(Calling, MultimodalGRPOTrainer):
-    def _generate_single_turn(self, *args, **kwargs):
-        ids, logps = super()._generate_single_turn(*args, **kwargs)
+class Called(Calling):
+    def __call__(self, *args, **kwargs):
+        ids, logps = super().__call__(*args, **kwargs)
         return ids, [[0.0] * len(each) for each in ids] if logps is None else logps
 
 
@@ -147,7 +147,9 @@ def test_tools_continue_with_the_engine(tmp_path):
     options = {"use_vllm": True, "vllm_engine_kwargs": vllm_cpu.ENGINE, "generation_kwargs": {"max_tokens": 8}}
     options |= {"max_completion_length": 200, "self_check": False}  # of calls that nobody sampled
     objects = with_tools(tools=[look_up])
-    trainer = make_trainer(Called, "qwen3_vl", text_rows(), tmp_path, objects=objects, **options)
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen3_vl", text_rows(), tmp_path, objects=objects, sampler=Called, **options
+    )
     trainer.train()
-    assert trainer.continued > 0
+    assert trainer.sampler.continued > 0
     assert any(entry.get("tools/call_frequency", 0) > 0 for entry in trainer.state.log_history)

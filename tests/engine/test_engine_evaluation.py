@@ -4,6 +4,7 @@
 import copy
 
 from helpers.engine_runs import make
+from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
 from transformers import set_seed
 
@@ -17,13 +18,18 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 
 
-class Remembers(MultimodalGRPOTrainer):
-    drawn = ()
+class Trained(Remembers):
+    """Remembers what training samples."""
 
-    def _generate_single_turn(self, *args, **kwargs):
-        completions = super()._generate_single_turn(*args, **kwargs)
-        self.drawn = [*self.drawn, completions[0]]
-        return completions
+    def __call__(self, model, prompts, *, config=None, **options):
+        if config is not None:
+            return self.inner(model, prompts, config=config, **options)
+        return super().__call__(model, prompts, **options)
+
+    def taken(self):
+        """The completions of the calls since the last time."""
+        calls, self.calls = self.calls, []
+        return [ids for _, ids, _ in calls]
 
 
 def completions(result) -> list[list[str]]:
@@ -34,11 +40,12 @@ def test_evaluation_during_training_and_after(tmp_path):
     held_out = audio_rows(12).select(range(8, 12))
     options = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
     options["generation_kwargs"] = {"frequency_penalty": 0.5}  # not for evaluation
-    trainer = make(Remembers, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+    trainer = make(MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+    trainer.sampler = Trained(trainer)
     start = copy.deepcopy(trainer.model.state_dict())
     set_seed(1)
     trainer.train()
-    alone, trainer.drawn = trainer.drawn, ()
+    alone = trainer.sampler.taken()
     trainer.model.load_state_dict(start)
     trainer.optimizer = trainer.lr_scheduler = None
     sampling = EvaluationConfig(num_samples=3, temperature=1.0, max_completion_length=6, batch_size=2)
@@ -46,7 +53,7 @@ def test_evaluation_during_training_and_after(tmp_path):
     trainer.add_callback(callback)
     set_seed(1)
     trainer.train()
-    assert trainer.drawn == alone and len(alone) == 3 and alone[0] != alone[1]
+    assert trainer.sampler.taken() == alone and len(alone) == 3 and alone[0] != alone[1]
 
     drawn = completions(callback.result)
     assert all(len(set(samples)) == 3 for samples in drawn)

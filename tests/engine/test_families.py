@@ -16,6 +16,7 @@ from vllm_cpu import ENGINE
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import encode_prompt
 
 
 OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}  # vLLM takes released models, not thinkers
@@ -77,9 +78,9 @@ def difference(trainer, chat) -> float:
         if block["type"] == "audio":
             block["sampling_rate"] = RATE
     [row] = rows_to_messages([{"prompt": chat}])
-    with trainer._at_hand(rows=[row] * 2, numbers=[0, 0], encoded=[None] * 2):
-        prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]] * 2)
-        trainer._generate_single_turn(prompt_ids, None, {})
+    model, processor = trainer._unwrapped(trainer.model), trainer.processing_class
+    prompt = encode_prompt(row["prompt"], processor, model, keep_decoded=True, engine_positions=True)
+    trainer.sampler(trainer.model, [prompt] * 2, step=trainer.state.global_step)
     return trainer.differences[-1]
 
 

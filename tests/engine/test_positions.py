@@ -102,7 +102,7 @@ def test_long_videos_are_scored_as_they_are_sampled(tmp_path):
     shown = [[TEXT, clip(20, 1, 1, seed=9), TEXT], [clip(12, 1, 2, seed=10)]]
     trainer = make(TalkingGRPO, MultimodalGRPOConfig, talking("qwen2_vl"), rows, shown, tmp_path)
     trainer.train()
-    check = trainer._self_check
+    check = trainer.checks.self_check
     assert check.engine_positions and "at the engine's positions" in str(check)
     assert check.padded < 1e-5 and check.packed < 1e-5
     assert check.conversation < 1e-5

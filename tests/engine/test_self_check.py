@@ -41,7 +41,7 @@ def test_grpo_samples_from_the_policy(tmp_path):
     trainer = grpo(tmp_path, temperature=0.7, generation_kwargs={"logit_bias": {60: 2.0}})
     printed, trainer.accelerator.print = [], lambda check: printed.append(str(check))
     trainer.train()
-    assert_exact(trainer._self_check)
+    assert_exact(trainer.checks.self_check)
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
     assert ["engine vs. recomputed, updated" in each for each in printed] == [False, False, True]
     assert trainer._engine_check.first is None  # no media are kept
@@ -50,7 +50,7 @@ def test_grpo_samples_from_the_policy(tmp_path):
 def test_rounding_of_the_engine_is_no_error(tmp_path):
     trainer = grpo(tmp_path, engine={"dtype": "bfloat16"}, max_completion_length=24)
     trainer.train()
-    check = trainer._self_check
+    check = trainer.checks.self_check
     assert 1e-4 < check.engine[0] < 0.05 and 1e-4 < check.engine_updated[0] < 0.05
 
 
@@ -58,19 +58,19 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     drawn = []
 
     class Remembering(MultimodalRLOOTrainer):
-        def _correct_for_engine(self, output, logps):
-            before = output["advantages"]
-            super()._correct_for_engine(output, logps)
-            drawn.append((before, logps, output))
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            drawn.append((torch.tensor(self._logs["advantages"]), output))  # as they are logged, without weights
+            return output
 
     options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
     trainer = make(Remembering, MultimodalRLOOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
     trainer.train()
-    assert_exact(trainer._self_check)
+    assert_exact(trainer.checks.self_check)
     assert len(drawn) == 3
     weights = []
-    for (before, logps, output), logged in zip(drawn, trainer.state.log_history, strict=False):
-        differences = (logps - output["sampling_per_token_logps"]) * output["completion_mask"]
+    for (before, output), logged in zip(drawn, trainer.state.log_history, strict=False):
+        differences = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * output["completion_mask"]
         ratios = differences.sum(1).exp()
         ratios = ratios.clamp(max=0.98)
         torch.testing.assert_close(output["advantages"], before * ratios)
@@ -88,7 +88,7 @@ def test_ppo_samples_from_the_policy(tmp_path):
     options = {"num_ppo_epochs": 1}
     trainer = make(MultimodalPPOTrainer, MultimodalPPOConfig, FAMILY, image_rows(), tmp_path, **options)
     trainer.train()
-    assert_exact(trainer._self_check)
+    assert_exact(trainer.checks.self_check)
     assert 0.5 < trainer.state.log_history[0]["sampling/importance_sampling_ratio/mean"] < 1
 
 
@@ -111,7 +111,7 @@ def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
 
     trainer = grpo(tmp_path, Recorded, objects={"reward_funcs": some_signal}, max_steps=4, **options)
     trainer.train()
-    assert_exact(trainer._self_check)
+    assert_exact(trainer.checks.self_check)
     for name in ("sampling_per_token_logps", "old_per_token_logps"):
         drawn, used = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
         assert used and all(torch.equal(value, drawn[key]) for key, value in used.items())
@@ -169,7 +169,7 @@ def test_weights_that_a_sync_leaves_out_stop_training_after_an_update(dtype, rou
     trainer = grpo(tmp_path, engine={"dtype": dtype}, max_completion_length=24)
     with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all weights"):
         trainer.train()
-    assert trainer._self_check.engine[0] < rounding and len(stale) == 1
+    assert trainer.checks.self_check.engine[0] < rounding and len(stale) == 1
 
 
 def test_other_pixels_in_an_engine_stop_training(tmp_path):
@@ -187,4 +187,4 @@ def test_other_pixels_in_an_engine_stop_training(tmp_path):
 def test_what_an_engine_is_told_to_sample_otherwise_is_not_measured(options, tmp_path):
     trainer = grpo(tmp_path, max_steps=1, **options)
     trainer.train()
-    assert trainer._self_check.engine is None
+    assert trainer.checks.self_check.engine is None

@@ -70,7 +70,7 @@ def test_tools_show_media(server, omni, tmp_path):
         talking.TalkingGRPO, MultimodalGRPOConfig, objects, video_rows(), media, tmp_path, **options
     )
     trainer.train()
-    check = trainer._self_check
+    check = trainer.checks.self_check
     assert len(trainer.largest) == 2 and max(trainer.largest) <= 1e-4
     assert all(each[1] <= 1e-4 for each in (check.engine, check.engine_updated, check.engine_conversation))
     assert trainer.state.log_history[0]["tools/call_frequency"] == 10 / 8
@@ -91,7 +91,7 @@ def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
         for name, parameter in trainer.model.named_parameters():
             if part in name:
                 parameter += 0.05 * torch.randn_like(parameter)
-    trainer._last_loaded_step = -1
+    trainer.sampler.invalidate_weights()
     trainer_draw(trainer)
     assert max(trainer.differences) < 1e-5
 

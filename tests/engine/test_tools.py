@@ -35,7 +35,7 @@ def sounds():
 def assert_exact(trainer):
     """Each token as the model scores it, and as the trainer does."""
     assert len(trainer.largest) == 2 and max(trainer.largest) <= 1e-4
-    check = trainer._self_check
+    check = trainer.checks.self_check
     assert check.conversation <= 1e-4
     assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated, check.engine_conversation))
     assert "engine vs. recomputed, tool media" in str(check)
@@ -111,4 +111,4 @@ def test_rollout_func_shows_the_engine_media(tmp_path):
     args = (MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path)
     trainer = engine_runs.make(*args, objects=objects, **options)
     trainer.train()
-    assert trainer._self_check.engine[1] <= 1e-4
+    assert trainer.checks.self_check.engine[1] <= 1e-4

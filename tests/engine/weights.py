@@ -35,7 +35,7 @@ def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=Non
 
 def difference(trainer) -> float:
     """Of the engine's log-probabilities to the model's, after a sync."""
-    trainer._last_loaded_step = -1
+    trainer.sampler.invalidate_weights()
     trainer._generate_and_score_completions([row for row in list(trainer.train_dataset)[:2] for _ in range(4)])
     return trainer.differences[-1]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers.four_bits import LORA, NF4, save_wide, trained
 from helpers.resumed_runs import REUSED, Recording, checkpoint, logged, same_weights
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
-    Injected,
     InjectedOurs,
     InjectedTRL,
     audio_rows,
@@ -46,7 +46,7 @@ def test_self_check_in_bfloat16(family, rows, device, tmp_path):
     options["objects"] = {"model": model, "processing_class": processor}
     trainer = make_trainer(MultimodalGRPOTrainer, None, rows(), tmp_path, **options)
     trainer.train()
-    check = trainer._self_check
+    check = trainer.checks.self_check
     assert trainer.accelerator.device.type == device and trainer.state.global_step == 2
     assert check.tolerance > 1e-3 and max(check.padded, check.packed, check.rows, check.sampled) <= check.tolerance
     assert check.fallbacks.packing and check.fallbacks.shared_prefill and not check.fallbacks.logits_from_model
@@ -108,13 +108,12 @@ def test_resumed_run_is_the_uninterrupted_run(bf16, device, deterministic, tmp_p
     assert same_weights(straight, resumed) and logged(resumed, set()) == logged(straight, set())
 
 
-class Measured(Injected, MultimodalGRPOTrainer):
-    """Samples nothing: each completion has the most tokens that it may have."""
+class Longest(Wrapped):
+    """Each completion has the most tokens that it may have."""
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        self.prompt_tokens = len(prompt_ids[0])
-        ids = torch.randint(50, 200, (len(prompt_ids), self.max_completion_length)).tolist()
-        return ids, None
+    def __call__(self, model, prompts, **options):
+        self.prompt_tokens = len(prompts[0])
+        return torch.randint(50, 200, (len(prompts), self.trainer.max_completion_length)).tolist(), None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -153,7 +152,8 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
     def reward(completion_ids, **kwargs):
         return [float(sum(ids) % 17) for ids in completion_ids]
 
-    trainer = Measured(model, reward, args, rows, processing_class=plain)
+    trainer = MultimodalGRPOTrainer(model, reward, args, rows, processing_class=plain)
+    trainer.sampler = Longest(trainer)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
@@ -169,7 +169,7 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
         [
             *("--model_name_or_path", str(tmp_path), "--device", device, "--optim", "adamw_torch_fused"),
             *("--dtype", "bfloat16" if on_gpu else "float32", "--bf16" if on_gpu else "--no-bf16"),
-            *("--prompt_tokens", str(trainer.prompt_tokens), "--completion_tokens", str(completion)),
+            *("--prompt_tokens", str(trainer.sampler.prompt_tokens), "--completion_tokens", str(completion)),
             *("--images", "1", "--image_size", str(side)),
             *("--per_device_train_batch_size", str(group), "--num_generations", str(group)),
             "--gradient_checkpointing" if checkpointing else "--no-gradient_checkpointing",

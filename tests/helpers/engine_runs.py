@@ -4,9 +4,19 @@
 import torch
 import vllm_cpu
 
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import length_and_sum, saved
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+
+
+class Compared(Wrapped):
+    """Samples what the trainer does, and lets it compare that with its model."""
+
+    def __call__(self, model, prompts, **options):
+        completions, logps = super().__call__(model, prompts, **options)
+        self.trainer.compare(prompts, completions, logps)
+        return completions, logps
 
 
 class Recorded(MultimodalGRPOTrainer):
@@ -16,16 +26,18 @@ class Recorded(MultimodalGRPOTrainer):
     """
 
     own_positions = True
-    draws: list[list[tuple[list[int], list[int], float]]]
 
-    def _generate_single_turn(self, *args, **kwargs):
-        completions, logps = super()._generate_single_turn(*args, **kwargs)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampler = Compared(self)
+        self.draws: list[list[tuple[list[int], list[int], float]]] = []
+
+    def compare(self, prompts, completions, logps):
         draw = []
-        for prompt, ids, sampled in zip(self._batch.prompts, completions, logps, strict=True):
+        for prompt, ids, sampled in zip(prompts, completions, logps, strict=True):
             difference = (self._own_logps(prompt, torch.tensor(ids)) - torch.tensor(sampled)).abs().max().item()
             draw.append((prompt.input_ids.tolist(), ids, difference))
-        self.draws = [*getattr(self, "draws", []), draw]
-        return completions, logps
+        self.draws.append(draw)
 
     def _own_logps(self, prompt, ids):
         model, n = self._unwrapped(self.model), len(ids)

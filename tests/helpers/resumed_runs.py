@@ -15,7 +15,7 @@ class Recording:
 
     def _compute_loss(self, model, inputs):
         if self.model.training:
-            prompts = [prompt.input_ids.tolist() for prompt in inputs["encoded_prompts"]]
+            prompts = [prompt.input_ids.tolist() for prompt in inputs.prompts]
             self.trained_on.append((prompts, inputs["completion_ids"].tolist()))
         return super()._compute_loss(model, inputs)
 

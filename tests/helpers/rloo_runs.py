@@ -3,20 +3,15 @@
 
 from trl import RLOOTrainer
 
+from helpers.samplers import pseudo_random
 from helpers.trainer_utils import Injected, RemembersPacking
 from trl_multimodal_rft import MultimodalRLOOTrainer
 
 
-class InjectedIds(Injected):
-    """RLOO takes no log-probabilities beside sampled completions."""
-
-    def _generate_single_turn(self, *args, **kwargs):
-        return super()._generate_single_turn(*args, **kwargs)[0]
+class InjectedTRL(RLOOTrainer):
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return pseudo_random(prompt_ids, self.state.global_step, self.model.training, self._tokenizer)
 
 
-class InjectedTRL(InjectedIds, RLOOTrainer):
-    pass
-
-
-class InjectedOurs(RemembersPacking, InjectedIds, MultimodalRLOOTrainer):
+class InjectedOurs(RemembersPacking, Injected, MultimodalRLOOTrainer):
     pass

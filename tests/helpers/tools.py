@@ -5,6 +5,7 @@ import json
 
 from trl.chat_template_utils import qwen3_template, qwen3_vl_chat_template
 
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import load
 
 
@@ -27,19 +28,24 @@ def with_tools(**objects):
     return {"model": model, "processing_class": processor, **objects}
 
 
-class Calling:
+def first_calls(n: int, tokenizer, tool: str = "look_up") -> list[list[int]]:
+    """First turns, half of which call a tool."""
+    call = f'<tool_call>\n{{"name": "{tool}", "arguments": {{"word": "cat"}}}}\n</tool_call>'
+    ids, end = tokenizer(call)["input_ids"], tokenizer.eos_token_id
+    return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(n)]
+
+
+class Calling(Wrapped):
     """Half of the first turns call a tool, the turns after it are sampled."""
 
     tool = "look_up"
+    continued = 0
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if len(prompt_ids) < self.args.generation_batch_size:
-            self.continued = getattr(self, "continued", 0) + len(prompt_ids)
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        call = f'<tool_call>\n{{"name": "{self.tool}", "arguments": {{"word": "cat"}}}}\n</tool_call>'
-        ids = self._tokenizer(call)["input_ids"]
-        end = self._tokenizer.eos_token_id
-        return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(len(prompt_ids))], None
+    def __call__(self, model, prompts, *, room=None, **options):
+        if room is None:
+            return first_calls(len(prompts), self.tokenizer, self.tool), None
+        self.continued += len(prompts)
+        return super().__call__(model, prompts, room=room, **options)
 
 
 _CALLS = (
@@ -67,34 +73,27 @@ def call(**arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'show', 'arguments': arguments})}\n</tool_call>"
 
 
-class Scripted:
+class Scripted(Wrapped):
     """
     Completion `i` calls the tool `show` `turns[i]` times, then answers.
 
-    `show` returns the `shown` media of its number, as content blocks.
+    `show` returns the `shown` media of its number, as content blocks. `scripts` hold the ids by turn and completion.
     """
 
     turns = (0, 1, 2, 3, 4, 0, 1, 2)
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._batch.continued is None:
-            self.n_said, self.scripts, self.talking = 0, {}, range(len(prompt_ids))
-        n = len(self._batch.prompts)
-        places = [self.accelerator.process_index * n + i for i in range(n)]
-        turns = [self.turns[place % len(self.turns)] for place in places]
-        self.talking = [i for i in self.talking if turns[i] >= self.n_said and not self.has_ended(i)]
-        assert len(self.talking) == len(prompt_ids)
-        end = self._tokenizer.eos_token_id
-        for i in self.talking:
-            said = call(number=self.n_said) if turns[i] > self.n_said else f"The answer is {places[i]} cat"
-            self.scripts[self.n_said, i] = [*self._tokenizer(said)["input_ids"], end]
-        ids = [self.scripts[self.n_said, i] for i in self.talking]
-        self.n_said += 1
-        return (ids, None) if self._sampling_logps_expected else ids
-
-    def has_ended(self, index: int) -> bool:
-        """Whether the results of a completion didn't fit."""
-        return False
+    def __call__(self, model, prompts, *, room=None, branches=None, **options):
+        if room is None:
+            self.turn, self.scripts, self.n = 0, {}, len(prompts)
+        places = [*range(self.n)] if room is None else [place for place, _ in branches.asked]
+        first = self.trainer.accelerator.process_index * self.n
+        for i in places:
+            n_turns = self.turns[(first + i) % len(self.turns)]
+            said = call(number=self.turn) if n_turns > self.turn else f"The answer is {first + i} cat"
+            self.scripts[self.turn, i] = self.encoded(said)
+        ids = [self.scripts[self.turn, i] for i in places]
+        self.turn += 1
+        return ids or [self.encoded("Nothing")], None  # a rank may have no completion that goes on
 
 
 def shows(*media):

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What the tests of the trainers share: datasets, runs of a few steps, and comparisons of their results."""
 
+import copy
 import functools
 import gc
 import json
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from datasets import Dataset
 from transformers import AutoProcessor
@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from helpers.chats import RATE, audio, image, video
 from helpers.families import ALL_FAMILIES
+from helpers.samplers import PseudoRandom, pseudo_random
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
@@ -27,7 +28,6 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     families,
 )
-from trl_multimodal_rft.data.features import restore_rows
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
@@ -132,32 +132,30 @@ def length_and_sum(completion_ids, **kwargs) -> list[float]:
 
 
 class Injected:
-    """Replaces sampling by pseudo-random completions that depend on prompt, step and mode alone."""
+    """A trainer with pseudo-random completions."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampler = PseudoRandom(self)
+
+
+class InjectedTRL(GRPOTrainer):
+    """TRL's trainer with the same completions."""
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        state = [self.state.global_step, int(self.model.training), sum(map(sum, prompt_ids))]
-        generator = np.random.default_rng(state)
-        vocabulary = len(self._tokenizer)
-        completions = []
-        for _ in prompt_ids:
-            # Special tokens, and so placeholders, come first in the vocabulary
-            ids = generator.integers(50, vocabulary, generator.integers(2, 9)).tolist()
-            ended = generator.random() < 0.6
-            completions.append([*ids[:-1], self._tokenizer.eos_token_id] if ended else ids)
-        return completions, None
-
-
-class InjectedTRL(Injected, GRPOTrainer):
-    pass
+        return pseudo_random(prompt_ids, self.state.global_step, self.model.training, self._tokenizer), None
 
 
 class RemembersPacking:
-    """Remembers how each micro-batch was scored, for old, reference and current log-probabilities."""
+    """Remembers how each micro-batch was scored."""
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.scored_packed = [*getattr(self, "scored_packed", []), self._batch.packed]
-        return scores
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scored_packed = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.scored_packed.append(inputs.packed)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class InjectedOurs(RemembersPacking, Injected, MultimodalGRPOTrainer):
@@ -177,20 +175,15 @@ class Recording:
         self.draws, self.micro_batches = [], []
         super().__init__(*args, **kwargs)
 
-    def _roll_out(self, inputs):
-        output, batch = super()._roll_out(inputs)
-        self.rewards = batch.rewards_per_func.clone()
-        return output, batch
-
-    def _draw(self, inputs):
-        batch = super()._draw(inputs)
-        self.draws.append(self._moment(rows=restore_rows(inputs), batch=_cloned(batch), rewards=self.rewards))
-        return batch
+    def _reward(self, rollout):
+        super()._reward(rollout)
+        # What follows writes other fields, and makes copies when it changes these
+        self.draws.append(self._moment(rows=rollout.rows, batch=rollout, rewards=rollout.rewards_per_func.clone()))
 
     def _compute_loss(self, model, inputs):
-        kl_coef = self.kl_coef
+        kl_coef = getattr(self, "kl_coef", None)
         loss = super()._compute_loss(model, inputs)
-        logps, entropies = self._batch.scores[-1].logps, self._batch.scores[-1].entropies
+        logps, entropies = self._scores.logps, self._scores.entropies
         gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
         self.micro_batches.append(
             self._moment(
@@ -208,20 +201,24 @@ class Recording:
         return SimpleNamespace(step=self.state.global_step, training=self.model.training, **values)
 
 
-def _cloned(batch):
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+def _cloned(rollout):
+    cloned = copy.copy(rollout)
+    for name, value in vars(rollout).items():
+        if isinstance(value, torch.Tensor):
+            setattr(cloned, name, value.clone())
+    return cloned
 
 
 class Recorded(Recording, InjectedOurs):
     pass
 
 
-def keys(batch: dict) -> list[tuple]:
+def keys(batch) -> list[tuple]:
     """What tells the completions of a batch apart: the ids of prompt and completion."""
     completions = [
         ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)
     ]
-    prompts = [prompt.input_ids for prompt in batch["encoded_prompts"]]
+    prompts = [prompt.input_ids for prompt in batch.prompts]
     return [(tuple(p.tolist()), tuple(c.tolist())) for p, c in zip(prompts, completions, strict=True)]
 
 
@@ -294,11 +291,14 @@ PLAIN = {
 }
 
 
-def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, **options):
+def make_trainer(
+    trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, sampler=None, **options
+):
     """
     A trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
 
-    `objects` are further arguments of the trainer, `options` arguments of its config.
+    `objects` are further arguments of the trainer, `options` arguments of its config; `sampler` makes one for the
+    trainer that it is called with.
     """
     config_class = next(CONFIGS[base] for base in trainer_class.__mro__ if base in CONFIGS)
     arguments = {
@@ -312,9 +312,12 @@ def make_trainer(trainer_class, family: str, dataset, output_dir, *, reward=leng
     if "model" not in objects:
         model, processor = load(family)
         objects = {"model": model, "processing_class": processor, **objects}
-    return trainer_class(
+    trainer = trainer_class(
         reward_funcs=reward, args=config_class(str(output_dir), **arguments), train_dataset=dataset, **objects
     )
+    if sampler is not None:
+        trainer.sampler = sampler(trainer)
+    return trainer
 
 
 def run(trainer_class, family: str, dataset, **options) -> Run:

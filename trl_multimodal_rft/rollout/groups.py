@@ -66,7 +66,7 @@ class GroupExchange:
     # Groups with signal for which the last batch had no room. While one rank lacks groups all draw, so that another's
     # surplus could grow and grow old without a limit.
     surplus: GroupBuffer
-    max_rounds: int  # draws of a step at most; 1 without dynamic sampling
+    max_rounds: int  # draws of a step at most; 0 without dynamic sampling
     replays: bool
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class GroupExchange:
         """Restores what [`state_dict`] returned, as far as this run still needs it."""
         if self.replays:
             self.replay.load_state_dict(state["replay"])
-        if self.max_rounds > 1:
+        if self.max_rounds > 0:
             self.surplus.load_state_dict(state["surplus"])
 
     def exchange(
@@ -87,12 +87,12 @@ class GroupExchange:
         A rollout of groups with signal, as far as there are any, whether any rank's were sampled at an earlier step,
         and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
         """
-        step, is_dynamic = rollout.step, self.max_rounds > 1
-        drawn = rollout.groups(self.group_size)
+        step, is_dynamic = rollout.step, self.max_rounds > 0
+        drawn = rollout.for_loss().groups(self.group_size)  # stored without the dataset's rows
         size, rounds = len(drawn), 1
         chosen = self.surplus.take(len(self.surplus)) + _with_signal(drawn)
         while rounds < self.max_rounds and anyone(len(chosen) < size):
-            more = draw(size).groups(self.group_size)
+            more = draw(size).for_loss().groups(self.group_size)
             drawn, chosen, rounds = drawn + more, chosen + _with_signal(more), rounds + 1
         if is_dynamic:
             self.surplus.append(chosen[size:])

@@ -30,7 +30,7 @@ _PER_TOKEN = {
 _BEFORE_LOSS = ("rows", "messages", "environments", "ids", "completions", "extra", "rewards_per_func")
 
 
-@dataclass
+@dataclass(eq=False)
 class Rollout:
     """
     Completions of a generation batch on this rank, or a micro-batch of them: `N` completions of at most `C` tokens.

@@ -13,7 +13,7 @@ class EncodedRow:
 
     number: int  # of the row in its dataset
     row: dict[str, Any]  # all columns as the dataset has them; a feature decodes its medium when it is accessed
-    # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment or `rollout_func` makes it
+    # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment or `rollout_func` has it
     messages: Any = None
     prompt: EncodedPrompt | None = None  # `None` without media: text is tokenized as the other rows of its batch are
     error: str | None = None  # why the row can't be read, in which case it has neither messages nor prompt

@@ -119,14 +119,16 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             datasets=[kwargs.get(name) for name in ("train_dataset", "eval_dataset")],
             uses_tools=bool(tools) or factory is not None,
         )
-        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs or [])
-        if not isinstance(reward_processors, list):
-            reward_processors = [reward_processors]
-        loaded_rewards = [isinstance(f, str) for f in reward_funcs or []]
         self.toolbox = Environments(tools or (), factory, args.media_rules)
         of_environments = self.toolbox.reward_funcs()
-        if not reward_funcs and not of_environments:
+        if not reward_funcs:
+            reward_funcs, of_environments = [*of_environments.values()], {}
+        if not reward_funcs:
             raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
+        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs)
+        if not isinstance(reward_processors, list):
+            reward_processors = [reward_processors]
+        loaded_rewards = [isinstance(f, str) for f in reward_funcs]
 
         self._train_sampler = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
@@ -141,7 +143,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         with around_trl_constructor(type(self), args, loaded, placeholders):
             super().__init__(
                 model=loaded.model,
-                reward_funcs=reward_funcs or [*of_environments.values()],
+                reward_funcs=reward_funcs,
                 args=args,
                 processing_class=loaded.processing_class,
                 # TRL reads texts with them, and asks for padding, which processors don't have
@@ -162,7 +164,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         self.checks = Checks(self._policy, self.accelerator, self._any_process)
         self._own_tokens = placeholder_tokens(self._unwrapped(self.model), self.processing_class)
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
-        set_tools(self, of_environments if reward_funcs else {})
+        set_tools(self, of_environments)
         if loaded.ref_model is not None:
             self.beta, self.ref_model = args.beta, prepare_reference(self, loaded.ref_model)
         self.reward_func_names = distinct_names(self.reward_func_names)
@@ -245,7 +247,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if len(self._asked) < 2:
             self._asked.update(map(conversation_of, messages))
         self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
-        self._warn_of_positions(prompts, numbers)
+        if prompts:  # of `rollout_func` otherwise
+            self._warn_of_positions(prompts, numbers)
         rollout = Rollout(
             prompts,
             group_ids.to(self.accelerator.device),
@@ -257,6 +260,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             step=self.state.global_step,
         )
         if self.args.self_check and self.model.training and prompts:
+            if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
+                messages = [self._checked_prompt(each, number) for each, number in zip(messages, numbers, strict=True)]
             self.checks.on_prompts(self.model, messages, prompts, self._check_settings)
         return rollout
 
@@ -513,9 +518,9 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         place = self._step % (steps * self.num_iterations)
         if place == 0 or self._buffered_inputs is None:
             rollout: Any = self._generate_and_score_completions(inputs)
-            if steps > 1 or not self.args.keep_groups_together:
+            together = self.args.keep_groups_together and self.rollout_func is None
+            if steps > 1 or not together:
                 lengths = rollout.completion_mask.sum(1).tolist()
-                together = self.args.keep_groups_together
                 # As TRL shuffles
                 order = (
                     micro_batch_order(rollout.prompts, lengths, steps)

@@ -189,7 +189,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 args.num_generations,
                 replay=GroupBuffer(args.replay_buffer_size, args.replay_max_age, seed),
                 surplus=GroupBuffer(n_groups),
-                max_rounds=args.dynamic_sampling_max_rounds if args.dynamic_sampling else 1,
+                max_rounds=args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0,
                 replays=args.replay_buffer_size > 0,
             )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step

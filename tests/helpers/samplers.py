@@ -1,0 +1,67 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Samplers that tests give to trainers, `trainer.sampler = PseudoRandom(trainer)`."""
+
+import numpy as np
+
+
+class Wrapped:
+    """A sampler around that of a trainer, which it calls unless a subclass has completions of its own."""
+
+    def __init__(self, trainer):
+        self.trainer, self.inner = trainer, trainer.sampler
+        self.tokenizer = trainer._tokenizer
+
+    @property
+    def is_collective(self):
+        return self.inner.is_collective
+
+    @property
+    def max_length(self):
+        return self.inner.max_length
+
+    def invalidate_weights(self):
+        self.inner.invalidate_weights()
+
+    def __call__(self, model, prompts, **options):
+        """After results of tools, `room` is given, and `branches.asked` tells the places of the completions."""
+        return self.inner(model, prompts, **options)
+
+    def encoded(self, text: str) -> list[int]:
+        """A completion that ends."""
+        return [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
+
+
+class Remembers(Wrapped):
+    """Remembers `calls`: prompts and what was sampled."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.calls = []
+
+    def __call__(self, model, prompts, **options):
+        ids, logps = super().__call__(model, prompts, **options)
+        self.calls.append((prompts, ids, logps))
+        return ids, logps
+
+
+def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokenizer) -> list[list[int]]:
+    """Completions that depend on prompts, step and mode alone."""
+    generator = np.random.default_rng([step, int(training), sum(map(sum, prompt_ids))])
+    vocabulary = len(tokenizer)
+    completions = []
+    for _ in prompt_ids:
+        # Special tokens, and so placeholders, come first in the vocabulary
+        ids = generator.integers(50, vocabulary, generator.integers(2, 9)).tolist()
+        ended = generator.random() < 0.6
+        completions.append([*ids[:-1], tokenizer.eos_token_id] if ended else ids)
+    return completions
+
+
+class PseudoRandom(Wrapped):
+    """Pseudo-random completions; those with a config of their own, of evaluators, are sampled."""
+
+    def __call__(self, model, prompts, *, step, config=None, **options):
+        if config is not None:
+            return super().__call__(model, prompts, step=step, config=config, **options)
+        ids = [prompt.input_ids.tolist() for prompt in prompts]
+        return pseudo_random(ids, step, self.trainer.model.training, self.tokenizer), None
