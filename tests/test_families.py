@@ -114,7 +114,7 @@ def test_by_name(name, tmp_path):
     saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
     assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
 
-    trainer._run_self_check(messages, prompts)
+    trainer.checks.on_prompts(trainer.model, messages, prompts, trainer._check_settings)
     assert policy.fallbacks == Fallbacks(isolate=family_of(model).isolate)
     assert trainer.checks.self_check.media.keys() == set(family.modalities)
     assert min(trainer.checks.self_check.media.values()) > 5e-3

@@ -44,7 +44,7 @@ def test_grpo_samples_from_the_policy(tmp_path):
     assert_exact(trainer.checks.self_check)
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
     assert ["engine vs. recomputed, updated" in each for each in printed] == [False, False, True]
-    assert trainer._engine_check.first is None  # no media are kept
+    assert trainer.checks._engine_check.first is None  # no media are kept
 
 
 def test_rounding_of_the_engine_is_no_error(tmp_path):
