@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from helpers import trainer_utils
 from helpers.resumed_runs import REPLAY, REUSED, Recording, checkpoint, few_live, same_weights
 from helpers.trainer_utils import (
+    AS_SHIPPED,
     InjectedOurs,
     audio_rows,
     image_rows,
     length_and_sum,
     load,
-    make_trainer,
     sound,
     text_rows,
     with_media,
@@ -38,6 +39,11 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
 class Recorded(Recording, MultimodalGRPOTrainer):
     pass
+
+
+def make_trainer(trainer_class, *args, **options):
+    shipped = {} if trainer_class in (GRPOTrainer, RLOOTrainer) else AS_SHIPPED
+    return trainer_utils.make_trainer(trainer_class, *args, **{**shipped, **options})
 
 
 def trained(rows, folder, family="qwen2_audio", **options):

@@ -71,7 +71,7 @@ class SayingRLOO(Saying, MultimodalRLOOTrainer):
 
 
 TRAINERS = [SayingGRPO, pytest.param(SayingRLOO, marks=pytest.mark.slow)]
-LONG = {"max_completion_length": 800, "max_steps": 1}
+LONG = {"max_completion_length": 800, "max_steps": 1, "self_check": True}
 
 
 def multiply(a: int, b: int) -> int:
