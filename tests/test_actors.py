@@ -39,6 +39,9 @@ from trl_multimodal_rft.lightrft.models.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
 
 
+pytestmark = pytest.mark.lightrft
+
+
 TEMPERATURE = 0.7
 N = 5  # actions of each row
 ORDINARY = (60, 180)  # ids of no special token in any family

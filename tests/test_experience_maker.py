@@ -36,6 +36,9 @@ from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfi
 from trl_multimodal_rft.rewards import accuracy_reward
 
 
+pytestmark = pytest.mark.lightrft
+
+
 EXACT = {"rtol": 0, "atol": 0}
 TEXT = ["Is there a bird?", "Is there a cat, a dog or a bird?", "The answer is red green"]
 GROUP_ESTIMATORS = ["group_norm", "rloo", "reinforce_baseline", "cpgd", "dr_grpo"]
