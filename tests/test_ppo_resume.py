@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.marks import slow_but
 from helpers.resumed_runs import (
     EVERYTHING,
     REPLAY,
@@ -212,15 +213,19 @@ def test_other_supervised_rows_are_said(straight, tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("name", "step", "lost"),
-    [
-        ("audio", 3, "step"),
+    slow_but(
+        [
+            ("audio", 3, "step"),
+            ("audio", 3, "buffered_inputs"),
+            ("audio", 3, "kl_controller"),
+            ("audio", 3, "reward_scale"),
+            ("replay, dynamic sampling", 2, "surplus"),
+            ("replay, dynamic sampling", 6, "replay"),
+            ("replay, dynamic sampling", 6, "n_extra_prompts"),
+        ],
         ("audio", 3, "buffered_inputs"),
-        ("audio", 3, "kl_controller"),
         ("audio", 3, "reward_scale"),
-        ("replay, dynamic sampling", 2, "surplus"),
-        ("replay, dynamic sampling", 6, "replay"),
-        ("replay, dynamic sampling", 6, "n_extra_prompts"),
-    ],
+    ),
 )
 def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
     load = MultimodalPPOTrainer._load_rollout_state

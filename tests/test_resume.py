@@ -16,6 +16,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
+from helpers.marks import slow_but
 from helpers.resumed_runs import REPLAY, REUSED, STEPS_PER_EPOCH, Recording, checkpoint, few_live, logged, same_weights
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
@@ -190,16 +191,20 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "step", "lost"),
-    [
-        ("several epochs", 6, "step"),
-        ("several epochs", 6, "buffered_inputs"),
-        ("logged every three steps", 5, "metrics"),
-        ("replay, dynamic sampling, adaptive KL", 2, "surplus"),
+    slow_but(
+        [
+            ("several epochs", 6, "step"),
+            ("several epochs", 6, "buffered_inputs"),
+            ("logged every three steps", 5, "metrics"),
+            ("replay, dynamic sampling, adaptive KL", 2, "surplus"),
+            ("replay, dynamic sampling, adaptive KL", 6, "replay"),
+            ("replay, dynamic sampling, adaptive KL", 6, "n_extra_prompts"),
+            ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),
+            ("reinforce, running scale, entropies of the rollout", 3, "reward_scale"),
+        ],
         ("replay, dynamic sampling, adaptive KL", 6, "replay"),
-        ("replay, dynamic sampling, adaptive KL", 6, "n_extra_prompts"),
         ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),
-        ("reinforce, running scale, entropies of the rollout", 3, "reward_scale"),
-    ],
+    ),
 )
 def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
     load = RecordingGRPO._load_rollout_state
@@ -387,15 +392,19 @@ def test_fingerprints_depend_on_what_rows_hold_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"steps_per_generation": 2},
-        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
-        {"num_iterations": 1},
+    slow_but(
+        [
+            {"steps_per_generation": 2},
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
+            {"num_iterations": 1},
+            {"num_generations": 2, "steps_per_generation": 2},
+            {"beta": 0.1},
+            {"advantage_estimator": "reinforce"},
+            {"top_entropy_quantile": 0.5},
+        ],
         {"num_generations": 2, "steps_per_generation": 2},
         {"beta": 0.1},
-        {"advantage_estimator": "reinforce"},
-        {"top_entropy_quantile": 0.5},
-    ],
+    ),
     ids=["generation", "micro-batch", "iterations", "groups", "reference", "advantages", "entropies"],
 )
 def test_another_size_goes_on_with_new_completions(changes, straight, tmp_path, caplog):

@@ -106,7 +106,9 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
 def test_reading_ahead_changes_nothing(options, tmp_path):
     options = {"reward": few_live, **REUSED, **options, "save_strategy": "no", "learning_rate": 1e-3}
     runs = [
-        trained(audio_rows(5), tmp_path / str(n), **options, media_prefetch=n, dataloader_num_workers=workers)
+        trained(
+            audio_rows(5), tmp_path / str(n), **{**options, "media_prefetch": n, "dataloader_num_workers": workers}
+        )
         for n, workers in ((0, 0), (0, 1), (1, 0), (3, 2))
     ]
     for run in runs[1:]:
