@@ -141,6 +141,19 @@ def too_long() -> dict[str, dict[str, int]]:
     return found
 
 
+def overridden_in_tests() -> list[str]:
+    """Private methods of trainers that classes of the tests override, instead of passing something."""
+    private = {name for trainer in trainers().values() for name in dir(trainer) if name.startswith("_")}
+    return sorted(
+        f"{path.relative_to(ROOT / 'tests')}:{each.name}.{method.name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.ClassDef)
+        for method in each.body
+        if isinstance(method, ast.FunctionDef) and method.name in private and not method.name.startswith("__")
+    )
+
+
 def measure() -> dict:
     sys.path.insert(0, str(Path(__file__).parent))
     from test_contract import ALL_OVERRIDDEN, CALLED
@@ -157,6 +170,7 @@ def measure() -> dict:
         },
         "private names": sorted(private),
         "names in the contract": len({path.split(".")[-1] for path in ALL_OVERRIDDEN}) + len(CALLED),
+        "private methods overridden in tests": overridden_in_tests(),
         "import circles": [" <-> ".join(circle) for circle in import_circles()],
         "modules with unittest.mock": [str(path.relative_to(PACKAGE)) for path in mocks],
         "too long": too_long(),
