@@ -200,15 +200,7 @@ def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
 
 
 class Slow:
-    """
-    PPO of plain models.
-
-    Args:
-        kind (`str`):
-            Modality.
-        args (`MultimodalPPOConfig`):
-            Options of the trainer to compare with.
-    """
+    """PPO of plain models."""
 
     def __init__(self, kind, args):
         family = KINDS[kind].family

@@ -54,32 +54,14 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 
 @dataclass
 class Case:
-    """
-    A run to interrupt.
-
-    Args:
-        family (`str`):
-            Model.
-        rows (`Callable`):
-            Makes the dataset of so many prompts.
-        supervised (`Callable`):
-            Makes the supervised dataset.
-        options (`dict`):
-            What differs from `EVERYTHING`, for [`make_trainer`].
-        stops (`list[int]`):
-            Steps to resume from, beside one chosen at random.
-        moving (`list[str]`):
-            Metrics that must not stay 0, or the case would show nothing.
-        n_rows (`int`):
-            Number of prompts.
-    """
+    """A run to interrupt."""
 
     family: str
     rows: Callable
     supervised: Callable
     options: dict
-    stops: list[int]
-    moving: list[str] = field(default_factory=list)
+    stops: list[int]  # steps to resume from, beside one chosen at random
+    moving: list[str] = field(default_factory=list)  # metrics that must not stay 0
     n_rows: int = 5
 
     def make(self, folder: Path, trainer_class=RecordingPPO, **options):

@@ -50,33 +50,15 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 
 @dataclass
 class Case:
-    """
-    A run to interrupt.
-
-    Args:
-        options (`dict`):
-            What differs from `REUSED`, for [`make_trainer`].
-        stops (`list[int]`):
-            Steps to resume from, beside one chosen at random.
-        moving (`list[str]`):
-            Metrics that must not stay 0, or the case would show nothing.
-        trainer (`type`):
-            Trainer.
-        family (`str`):
-            Model.
-        rows (`Callable`):
-            Makes the dataset of so many prompts.
-        not_logged (`set[str]`):
-            Metrics that `Trainer` itself starts anew.
-    """
+    """A run to interrupt."""
 
     options: dict
-    stops: list[int]
-    moving: list[str] = field(default_factory=list)
+    stops: list[int]  # steps to resume from, beside one chosen at random
+    moving: list[str] = field(default_factory=list)  # metrics that must not stay 0
     trainer: type = RecordingGRPO
     family: str = "qwen2_5_vl"
     rows: Callable = image_rows
-    not_logged: set[str] = field(default_factory=set)
+    not_logged: set[str] = field(default_factory=set)  # metrics that `Trainer` starts anew
 
     def make(self, folder: Path, **options):
         arguments = {**REUSED, **self.options, **options}

@@ -100,15 +100,7 @@ PPO_MICRO_BATCHES = [
 
 
 class Runs:
-    """
-    One launch of two processes for each engine, and one of a single process, which all engines are held against.
-
-    Args:
-        scenarios (`dict[str, list[str]]`):
-            Scenarios by engine; those of the single process under `"one"`.
-        folder (`Path`):
-            Folder for the runs.
-    """
+    """One launch of two processes for each engine, and one of a single process, which all engines are held against."""
 
     def __init__(self, scenarios, folder):
         self.scenarios, self.folder = scenarios, folder

@@ -47,19 +47,7 @@ CORPUS = [
 
 @dataclass(frozen=True)
 class Family:
-    """
-    One architecture.
-
-    Args:
-        name (`str`):
-            Key in its table.
-        builder (`Callable`):
-            Makes `(model, processor)`.
-        prompts (`Callable`):
-            Returns chats, each a list with one user message whose content blocks hold the media themselves.
-        modalities (`tuple[str, ...]`):
-            Which of `"image"`, `"audio"` and `"video"` the prompts contain.
-    """
+    """One architecture."""
 
     name: str
     builder: Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]

@@ -275,17 +275,7 @@ CONFIGS = {
 
 @dataclass
 class Run:
-    """
-    What a run left behind.
-
-    Args:
-        trainer (`GRPOTrainer`):
-            The trainer, after training.
-        update (`dict[str, torch.Tensor]`):
-            How much each parameter moved.
-        history (`list[dict]`):
-            The log history.
-    """
+    """What a run left behind."""
 
     trainer: GRPOTrainer
     update: dict[str, torch.Tensor]
