@@ -35,7 +35,8 @@ from trl_multimodal_rft.trainers.multimodal_config import MultimodalArguments
 torch.set_num_threads(1)  # the matrices are too small to gain from more
 gc.freeze()  # of what is imported, nothing needs to be collected
 # What runs of 0.2 s would spend a fifth of their time on
-accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
+if not torch.cuda.is_available():
+    accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
 accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
 
 _MODELS = tempfile.TemporaryDirectory()  # TRL loads a reference model from the policy's path
