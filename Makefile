@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-vllm \
-	test test-slow test-vllm test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
+	test test-slow test-lightrft test-vllm test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -45,8 +45,8 @@ demo-vllm: $(VLLM)/ok
 	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
 		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
 
-# The models of the tests are tiny: one thread each, and one worker per core. Files run in alphabetical order, so that
-# few but long tests, such as those in `distributed`, aren't the last, when one worker has nothing left to do.
+# The models of the tests are tiny: one thread each, and one worker per core. The files that take longest come first
+# (`tests/cpu_seconds.json`), so that no worker ends long after the other.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/tests
@@ -54,6 +54,9 @@ test: $(VENV)/tests
 
 test-slow: $(VENV)/tests
 	$(PYTEST) -m slow
+
+test-lightrft: $(VENV)/tests
+	$(PYTEST) -m 'lightrft and not slow and not smoke'
 
 # With vLLM's own engine, on the CPU: a process per file, as engines leave memory behind
 test-vllm: $(VLLM)/ok

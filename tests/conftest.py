@@ -22,3 +22,5 @@ from helpers.reward_server import serve  # noqa: E402, F401
 
 
 torch.set_num_threads(1)
+
+pytest_plugins = ["helpers.cpu_seconds"]

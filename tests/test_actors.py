@@ -17,7 +17,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from helpers.chats import audio, chat, image, text, video
-from helpers.encoding import encode_chats
+from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, decoder, every_family, tokenizer
 from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
@@ -37,6 +37,9 @@ from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.lightrft.models.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
+
+
+pytestmark = pytest.mark.lightrft
 
 
 TEMPERATURE = 0.7
@@ -186,8 +189,7 @@ def slow_entropies(model, batch, temperature=1.0):
 @functools.cache
 def bare(name):
     """A family's model that no actor touches, its processor and its encoded prompts."""
-    model, processor = FAMILIES[name].build()
-    return model, processor, encode_chats(model, processor, FAMILIES[name].prompts())
+    return build_encoded(name)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers.families import FAMILIES
+from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load
 from transformers import TrainerCallback
 from trl.trainer import utils as trl_utils
@@ -55,8 +56,14 @@ def test_published_sizes(size):
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[size]
 
 
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
-@pytest.mark.parametrize("checkpointing", ["--no-gradient_checkpointing", "--gradient_checkpointing"])
+@pytest.mark.parametrize(
+    ("packing", "checkpointing"),
+    slow_but(
+        [(p, f"--{no}gradient_checkpointing") for p in ("prefix", "padded") for no in ("no-", "")],
+        ("prefix", "--gradient_checkpointing"),
+        ("padded", "--no-gradient_checkpointing"),
+    ),
+)
 def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
     """The same micro-batch with numbers, on the CPU."""
     args = parse(
@@ -208,7 +215,11 @@ def test_budget_and_batch(folder):
 
 
 @pytest.mark.parametrize(
-    "options", [["--use_peft"], ["--trainer", "ppo"], ["--trainer", "ppo", "--shared_trunk"], ["--strategy", "fsdp2"]]
+    "options",
+    slow_but(
+        [["--use_peft"], ["--trainer", "ppo"], ["--trainer", "ppo", "--shared_trunk"], ["--strategy", "fsdp2"]],
+        ["--trainer", "ppo"],
+    ),
 )
 def test_says_whether_it_fits(folder, capsys, options):
     main(["estimate", "--model_name_or_path", str(folder), *TINY, *options])
@@ -222,7 +233,9 @@ def test_says_what_to_change(folder, capsys):
     assert not result["fits"] and result["advice"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v"])
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v"], "qwen2_audio")
+)
 def test_other_families(family, tmp_path, capsys):
     seconds = ["--audio_seconds", "1"] if family in ("qwen2_audio", "qwen2_5_omni") else ["--image_size", "56"]
     main(["estimate", "--model_name_or_path", str(FAMILIES[family].save(tmp_path)), "--prompt_tokens", "60", *seconds])

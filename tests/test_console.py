@@ -14,7 +14,7 @@ import soundfile
 import yaml
 from datasets import Dataset
 from helpers.chats import RATE, audio, image, video
-from helpers.trainer_utils import audio_rows, load, make_trainer, saved
+from helpers.trainer_utils import AS_SHIPPED, audio_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -77,7 +77,7 @@ step #/# | trained in # s
 def test_what_a_run_shows(tmp_path, capsys):
     rows, held_out = audio_rows(4).add_column("solution", ["a bird"] * 4), audio_rows(1)
     options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": False}
-    options |= {"per_device_eval_batch_size": 4, "gradient_checkpointing": True}
+    options |= {"per_device_eval_batch_size": 4, "gradient_checkpointing": True, **AS_SHIPPED}
     with warnings.catch_warnings():
         deprecations_are_errors()
         trainer = make_trainer(

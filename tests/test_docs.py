@@ -27,6 +27,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
 from helpers.chats import RATE, audio, image, video
+from helpers.marks import slow_but
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -109,7 +110,11 @@ README, CONTRIBUTING, BENCHMARKS = (ROOT / name for name in ("README.md", "CONTR
 WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md")]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    slow_but(WITH_CODE, README, ROOT / "docs" / "evaluation.md", ROOT / "docs" / "rewards.md"),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_code_runs(page, folder, capsys, caplog):
     """
     What a line prints is what stands behind it, where that is a value, what a trainer logs is explained, and prompts
@@ -156,6 +161,7 @@ def lightrft_with(strategy, task):
     return {**ours, **made}
 
 
+@pytest.mark.lightrft
 def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
     """The script for LightRFT, whose strategy is a stand-in, makes the updates of the script for this package."""
     monkeypatch.setattr(rewards, "accuracy_reward", length_and_sum)  # rewards that differ

@@ -16,8 +16,6 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import trl_multimodal_rft
 
 
@@ -142,35 +140,55 @@ def is_in_full(name):
     return any(".".join(parts[:n]) in IN_FULL for n in range(1, len(parts) + 1))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_docstring(name):
+def offends(name):
+    """What is wrong with the docstring of a name."""
     value, known = NAMES[name], definitions(name)
-    assert any(each.__doc__ for each in known)
-    own = documented(value.__doc__)
-    assert own <= parameters(value) | {"kwargs"}, "parameters that it doesn't have"
-    if is_in_full(name) and (all(is_ours(each) for each in known) or inspect.isclass(value)):
-        known += referred(value)
-        texts = [each.__doc__ for each in known]
-        texts += [text for each in texts for text in seen(each)]
-        described = set().union(*map(documented, texts))
-        inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
-        # What a mixin's constructor takes is described by the trainers
-        if name not in MIXINS:
-            assert parameters(value) - inherited - {"kwargs"} <= described, "parameters without description"
-        ours = [each.__doc__ for each in known if is_ours(each)]
-        ours += [text for each in ours for text in seen(each)]
-        titles = {title for each in ours for title, _ in sections(each)}
-        if raises(value) and name not in MIXINS:
-            assert "Raises" in titles
-        if inspect.isfunction(value) and parameters(value):
-            result = inspect.signature(value).return_annotation
-            nothing = (None, inspect.Signature.empty, Iterator[None])  # the last, of contexts
-            assert result in nothing or titles & {"Returns", "Yields"}
+    if not any(each.__doc__ for each in known):
+        yield "has no docstring"
+    if strange := documented(value.__doc__) - parameters(value) - {"kwargs"}:
+        yield f"describes parameters that it doesn't have: {sorted(strange)}"
+    if not is_in_full(name) or not (all(is_ours(each) for each in known) or inspect.isclass(value)):
+        return
+    known += referred(value)
+    texts = [each.__doc__ for each in known]
+    texts += [text for each in texts for text in seen(each)]
+    described = set().union(*map(documented, texts))
+    inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
+    # What a mixin's constructor takes is described by the trainers
+    if name not in MIXINS and (left := parameters(value) - inherited - {"kwargs"} - described):
+        yield f"doesn't describe {sorted(left)}"
+    ours = [each.__doc__ for each in known if is_ours(each)]
+    ours += [text for each in ours for text in seen(each)]
+    titles = {title for each in ours for title, _ in sections(each)}
+    if raises(value) and name not in MIXINS and "Raises" not in titles:
+        yield "doesn't say what it raises"
+    if inspect.isfunction(value) and parameters(value):
+        result = inspect.signature(value).return_annotation
+        nothing = (None, inspect.Signature.empty, Iterator[None])  # the last, of contexts
+        if result not in nothing and not titles & {"Returns", "Yields"}:
+            yield "doesn't say what it returns"
+
+
+def test_docstrings():
+    assert not [f"{name} {offence}" for name in NAMES for offence in offends(name)]
+
+
+def test_offences_are_found(monkeypatch):
+    name = "trl_multimodal_rft.algorithms.losses.aggregate"
+    text = inspect.cleandoc(NAMES[name].__doc__)
+    for changed, offence in {
+        "": "has no docstring",
+        "Aggregates.": "doesn't describe",
+        text.replace("Args:", "Args:\n    strange (`int`):\n        It."): "describes parameters that it doesn't have",
+        text.replace("Returns:", "Gives:"): "doesn't say what it returns",
+    }.items():
+        monkeypatch.setattr(NAMES[name], "__doc__", changed)
+        assert any(each.startswith(offence) for each in offends(name)), (changed, offence)
 
 
 def test_a_docstring_may_send_its_reader_on():
     name = "trl_multimodal_rft.algorithms.losses.aggregate"
-    assert documented(seen("Averages, see [`~algorithms.losses.aggregate`].")[0]) == parameters(NAMES[name])
+    assert documented(seen("Aggregates, see [`~algorithms.losses.aggregate`].")[0]) == parameters(NAMES[name])
     assert not seen("Encodes a sound, see [`no_such_function`].")
 
 

@@ -62,6 +62,7 @@ def check_files(output_dir, output, *more):
     assert all((output_dir / name).exists() for name in re.findall(r"\((.*?)\)", line))
 
 
+@pytest.mark.slow
 def test_audio_and_the_readme(tmp_path):
     output = launch("grpo_audio", tmp_path, compact=True)
     check_files(tmp_path, output)

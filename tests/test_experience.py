@@ -17,6 +17,9 @@ from trl_multimodal_rft.lightrft.trainer.experience import (
 )
 
 
+pytestmark = pytest.mark.lightrft
+
+
 ACTIONS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"]
 REST = [*ACTIONS, "attention_mask", "action_mask", "info", "kl", "action_entropy"]
 VISION = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from helpers.encoding import encode_chats
+from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES
 from transformers import GenerationConfig
 
@@ -24,11 +24,10 @@ SPECIAL = list(range(30))
 
 
 def build(name):
-    model, processor = FAMILIES[name].build()
+    model, processor, prompts = build_encoded(name)
     model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
     plain = copy.deepcopy(model)
     install_prefix_attention(model)
-    prompts = encode_chats(model, processor, FAMILIES[name].prompts())
     return model, plain, processor, [prompt for prompt in prompts for _ in range(G)]
 
 

@@ -50,6 +50,7 @@ def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path
         [{"prompt": [{"role": "user", "content": "?"}], "image": image(*size)["image"]} for size in sizes]
     )
     options = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 2, "shuffle_dataset": False}
+    options["self_check"] = True
     trainer = make_trainer(MultimodalGRPOTrainer, "perception_lm", rows, tmp_path, **options)
     trainer.train()
     encoded = [trainer._encode(row["prompt"], 0) for row in rows_to_messages(list(rows))]

@@ -379,6 +379,7 @@ def assert_close(shown, source):
     assert np.abs(shown.astype(int) - source.astype(int)).mean() < 20
 
 
+@pytest.mark.slow
 def test_trackio(boards):
     logs = json.loads((boards / "trackio.json").read_text())
     tables = [entry for entry in logs if "completions" in entry]
@@ -415,6 +416,7 @@ def test_trackio(boards):
         assert_close(shown, clip)
 
 
+@pytest.mark.slow
 def test_tensorboard(boards):
     events = EventAccumulator(str(boards / "tensorboard"), size_guidance={"audio": 0, "images": 0, "tensors": 0})
     events.Reload()
@@ -454,6 +456,7 @@ def test_tensorboard(boards):
     assert rows[5].endswith(" |  |  |  |")
 
 
+@pytest.mark.slow
 def test_wandb(boards):
     (run_folder,) = (boards / "wandb" / "wandb").glob("offline-run-*")
     assert len(list(run_folder.glob("files/media/table/*.table.json"))) == 2

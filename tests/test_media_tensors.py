@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 from helpers.chats import audio, chat, image, text
-from helpers.encoding import encode_chats
-from helpers.families import ALL_FAMILIES, FAMILIES
+from helpers.encoding import build_encoded, encode_chats
+from helpers.families import FAMILIES
 
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.prompts import join_media, placeholder_token_ids
@@ -19,8 +19,8 @@ from trl_multimodal_rft.lightrft.models.bare_inputs import bare_prompt, check_me
 @functools.cache
 def encoded(name):
     """Model and encoded prompts of a family."""
-    model, processor = ALL_FAMILIES[name].build()
-    return model, encode_chats(model, processor, ALL_FAMILIES[name].prompts())
+    model, _, prompts = build_encoded(name)
+    return model, prompts
 
 
 def with_chats(name, *chats):

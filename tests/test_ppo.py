@@ -95,21 +95,7 @@ def completions_of(drawn):
 
 
 class Slow:
-    """
-    PPO of plain models, token by token, on the first draw of a trainer.
-
-    Args:
-        trainer (`Ours`):
-            The trainer to compare with, which has recorded the draw.
-        policy (`PreTrainedModel`):
-            Policy.
-        reference (`PreTrainedModel`):
-            Reference policy.
-        backbone (`PreTrainedModel`):
-            Model below the value head, which may be the policy.
-        head (`tuple[torch.Tensor, torch.Tensor]`):
-            Weight and bias of the value head.
-    """
+    """PPO of plain models, token by token, on the first draw of a trainer."""
 
     def __init__(self, trainer, policy, reference, backbone, head):
         self.args, self.processor = trainer.args, trainer.processing_class

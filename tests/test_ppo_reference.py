@@ -68,6 +68,9 @@ from trl_multimodal_rft.reporting.curves import figure_of
 from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
 
 
+pytestmark = pytest.mark.lightrft
+
+
 # Trainers
 
 
@@ -197,15 +200,7 @@ def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
 
 
 class Slow:
-    """
-    PPO of plain models.
-
-    Args:
-        kind (`str`):
-            Modality.
-        args (`MultimodalPPOConfig`):
-            Options of the trainer to compare with.
-    """
+    """PPO of plain models."""
 
     def __init__(self, kind, args):
         family = KINDS[kind].family
@@ -682,6 +677,7 @@ class Noting:
         return length_and_sum(completion_ids)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit(kind, tmp_path):
     """Batches of rows and of the reference's tuples train alike, with everything that reward functions get."""

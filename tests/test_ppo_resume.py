@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.marks import slow_but
 from helpers.resumed_runs import (
     EVERYTHING,
     REPLAY,
@@ -53,32 +54,14 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 
 @dataclass
 class Case:
-    """
-    A run to interrupt.
-
-    Args:
-        family (`str`):
-            Model.
-        rows (`Callable`):
-            Makes the dataset of so many prompts.
-        supervised (`Callable`):
-            Makes the supervised dataset.
-        options (`dict`):
-            What differs from `EVERYTHING`, for [`make_trainer`].
-        stops (`list[int]`):
-            Steps to resume from, beside one chosen at random.
-        moving (`list[str]`):
-            Metrics that must not stay 0, or the case would show nothing.
-        n_rows (`int`):
-            Number of prompts.
-    """
+    """A run to interrupt."""
 
     family: str
     rows: Callable
     supervised: Callable
     options: dict
-    stops: list[int]
-    moving: list[str] = field(default_factory=list)
+    stops: list[int]  # steps to resume from, beside one chosen at random
+    moving: list[str] = field(default_factory=list)  # metrics that must not stay 0
     n_rows: int = 5
 
     def make(self, folder: Path, trainer_class=RecordingPPO, **options):
@@ -212,15 +195,19 @@ def test_other_supervised_rows_are_said(straight, tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("name", "step", "lost"),
-    [
-        ("audio", 3, "step"),
+    slow_but(
+        [
+            ("audio", 3, "step"),
+            ("audio", 3, "buffered_inputs"),
+            ("audio", 3, "kl_controller"),
+            ("audio", 3, "reward_scale"),
+            ("replay, dynamic sampling", 2, "surplus"),
+            ("replay, dynamic sampling", 6, "replay"),
+            ("replay, dynamic sampling", 6, "n_extra_prompts"),
+        ],
         ("audio", 3, "buffered_inputs"),
-        ("audio", 3, "kl_controller"),
         ("audio", 3, "reward_scale"),
-        ("replay, dynamic sampling", 2, "surplus"),
-        ("replay, dynamic sampling", 6, "replay"),
-        ("replay, dynamic sampling", 6, "n_extra_prompts"),
-    ],
+    ),
 )
 def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
     load = MultimodalPPOTrainer._load_rollout_state

@@ -34,6 +34,9 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
 )
 
 
+pytestmark = pytest.mark.lightrft
+
+
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 
 ACTION_FIELDS = [

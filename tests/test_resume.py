@@ -16,6 +16,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
+from helpers.marks import slow_but
 from helpers.resumed_runs import REPLAY, REUSED, STEPS_PER_EPOCH, Recording, checkpoint, few_live, logged, same_weights
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
@@ -49,33 +50,15 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 
 @dataclass
 class Case:
-    """
-    A run to interrupt.
-
-    Args:
-        options (`dict`):
-            What differs from `REUSED`, for [`make_trainer`].
-        stops (`list[int]`):
-            Steps to resume from, beside one chosen at random.
-        moving (`list[str]`):
-            Metrics that must not stay 0, or the case would show nothing.
-        trainer (`type`):
-            Trainer.
-        family (`str`):
-            Model.
-        rows (`Callable`):
-            Makes the dataset of so many prompts.
-        not_logged (`set[str]`):
-            Metrics that `Trainer` itself starts anew.
-    """
+    """A run to interrupt."""
 
     options: dict
-    stops: list[int]
-    moving: list[str] = field(default_factory=list)
+    stops: list[int]  # steps to resume from, beside one chosen at random
+    moving: list[str] = field(default_factory=list)  # metrics that must not stay 0
     trainer: type = RecordingGRPO
     family: str = "qwen2_5_vl"
     rows: Callable = image_rows
-    not_logged: set[str] = field(default_factory=set)
+    not_logged: set[str] = field(default_factory=set)  # metrics that `Trainer` starts anew
 
     def make(self, folder: Path, **options):
         arguments = {**REUSED, **self.options, **options}
@@ -190,16 +173,20 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "step", "lost"),
-    [
-        ("several epochs", 6, "step"),
-        ("several epochs", 6, "buffered_inputs"),
-        ("logged every three steps", 5, "metrics"),
-        ("replay, dynamic sampling, adaptive KL", 2, "surplus"),
+    slow_but(
+        [
+            ("several epochs", 6, "step"),
+            ("several epochs", 6, "buffered_inputs"),
+            ("logged every three steps", 5, "metrics"),
+            ("replay, dynamic sampling, adaptive KL", 2, "surplus"),
+            ("replay, dynamic sampling, adaptive KL", 6, "replay"),
+            ("replay, dynamic sampling, adaptive KL", 6, "n_extra_prompts"),
+            ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),
+            ("reinforce, running scale, entropies of the rollout", 3, "reward_scale"),
+        ],
         ("replay, dynamic sampling, adaptive KL", 6, "replay"),
-        ("replay, dynamic sampling, adaptive KL", 6, "n_extra_prompts"),
         ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),
-        ("reinforce, running scale, entropies of the rollout", 3, "reward_scale"),
-    ],
+    ),
 )
 def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
     load = RecordingGRPO._load_rollout_state
@@ -390,15 +377,19 @@ def test_fingerprints_depend_on_what_rows_hold_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"steps_per_generation": 2},
-        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
-        {"num_iterations": 1},
+    slow_but(
+        [
+            {"steps_per_generation": 2},
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
+            {"num_iterations": 1},
+            {"num_generations": 2, "steps_per_generation": 2},
+            {"beta": 0.1},
+            {"advantage_estimator": "reinforce"},
+            {"top_entropy_quantile": 0.5},
+        ],
         {"num_generations": 2, "steps_per_generation": 2},
         {"beta": 0.1},
-        {"advantage_estimator": "reinforce"},
-        {"top_entropy_quantile": 0.5},
-    ],
+    ),
     ids=["generation", "micro-batch", "iterations", "groups", "reference", "advantages", "entropies"],
 )
 def test_another_size_goes_on_with_new_completions(changes, straight, tmp_path, caplog):

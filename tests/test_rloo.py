@@ -185,14 +185,14 @@ def test_another_audio_makes_another_update():
 
 
 def test_audio_is_sampled_for():
-    ours = run(MultimodalRLOOTrainer, "qwen2_audio", audio_rows(), max_completion_length=12)
+    ours = run(MultimodalRLOOTrainer, "qwen2_audio", audio_rows(), max_completion_length=12, self_check=True)
     assert norm(ours.update) > 0.01
     check = ours.trainer.checks.self_check
     assert max(check.packed, check.rows, check.sampled) <= check.tolerance < min(check.media.values())
 
 
 def test_video_trains():
-    ours = run(MultimodalRLOOTrainer, FAMILY, video_rows(), max_completion_length=12)
+    ours = run(MultimodalRLOOTrainer, FAMILY, video_rows(), max_completion_length=12, self_check=True)
     assert norm({name: value for name, value in ours.update.items() if "visual" in name}) > 1e-4
     assert min(ours.trainer.checks.self_check.media.values()) > ours.trainer.checks.self_check.tolerance
 
@@ -239,9 +239,8 @@ def test_advantage_estimator_is_for_the_other_trainer(tmp_path):
 
 
 def test_model_card_names_the_method(tmp_path):
-    trainer = make_trainer(
-        MultimodalRLOOTrainer, FAMILY, dataset(), tmp_path, max_steps=1, save_strategy="steps", save_steps=1
-    )
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "self_check": True}
+    trainer = make_trainer(MultimodalRLOOTrainer, FAMILY, dataset(), tmp_path, **options)
     trainer.train()
     card = ModelCard.load(tmp_path / "README.md")
     assert {"rloo", "trl", "trl-multimodal-rft"} <= set(card.data.tags)

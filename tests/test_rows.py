@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from helpers import trainer_utils
 from helpers.resumed_runs import REPLAY, REUSED, Recording, checkpoint, few_live, same_weights
 from helpers.trainer_utils import (
+    AS_SHIPPED,
     InjectedOurs,
     audio_rows,
     image_rows,
     length_and_sum,
     load,
-    make_trainer,
     sound,
     text_rows,
     with_media,
@@ -38,6 +39,11 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
 class Recorded(Recording, MultimodalGRPOTrainer):
     pass
+
+
+def make_trainer(trainer_class, *args, **options):
+    shipped = {} if trainer_class in (GRPOTrainer, RLOOTrainer) else AS_SHIPPED
+    return trainer_utils.make_trainer(trainer_class, *args, **{**shipped, **options})
 
 
 def trained(rows, folder, family="qwen2_audio", **options):
@@ -100,7 +106,9 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
 def test_reading_ahead_changes_nothing(options, tmp_path):
     options = {"reward": few_live, **REUSED, **options, "save_strategy": "no", "learning_rate": 1e-3}
     runs = [
-        trained(audio_rows(5), tmp_path / str(n), **options, media_prefetch=n, dataloader_num_workers=workers)
+        trained(
+            audio_rows(5), tmp_path / str(n), **{**options, "media_prefetch": n, "dataloader_num_workers": workers}
+        )
         for n, workers in ((0, 0), (0, 1), (1, 0), (3, 2))
     ]
     for run in runs[1:]:

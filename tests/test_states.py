@@ -203,7 +203,7 @@ def test_mamba_1_forgets_its_state():
 )
 def test_trains_packed(name, trainer_class):
     """With sampling and the self-check, which finds nothing wrong."""
-    result = run(trainer_class, name, image_rows(), max_steps=1, per_device_train_batch_size=8)
+    result = run(trainer_class, name, image_rows(), max_steps=1, per_device_train_batch_size=8, self_check=True)
     check, trainer = result.trainer.checks.self_check, result.trainer
     assert max(check.packed, check.sampled, check.rows) <= 1e-4
     assert trainer._policy.fallbacks.packing and trainer._policy.fallbacks.shared_prefill

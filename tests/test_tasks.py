@@ -31,6 +31,9 @@ from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 
 
+pytestmark = pytest.mark.slow  # as the examples, which alone use them
+
+
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory):
     return spoken_digits(tmp_path_factory.mktemp("speech"), train_rows=60, test_rows=20)

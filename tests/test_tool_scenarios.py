@@ -74,7 +74,7 @@ class RLOO(KeepsInputs, MultimodalRLOOTrainer):
 
 
 TRAINERS = [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)]
-LONG = {"max_completion_length": 800, "max_steps": 1}
+LONG = {"max_completion_length": 800, "max_steps": 1, "self_check": True}
 
 
 def multiply(a: int, b: int) -> int:

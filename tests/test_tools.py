@@ -38,7 +38,6 @@ class Recorded(Recording, MultimodalGRPOTrainer):
     pass
 
 
-LONG = {"max_completion_length": 1500, "max_steps": 1}
 TEXT = {"type": "text", "text": "Is there a cat?"}
 
 
@@ -81,7 +80,7 @@ CASES = [
     pytest.param("internvl", "image", "image", marks=pytest.mark.slow),
     pytest.param("llava", "image", "image", marks=pytest.mark.slow),
 ]
-LONG = {"max_completion_length": 1500, "max_steps": 1}
+LONG = {"max_completion_length": 1500, "max_steps": 1, "self_check": True}
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.samplers import Wrapped
 from helpers.tools import Calling, first_calls, look_up, with_tools
 from helpers.trainer_utils import (
+    AS_SHIPPED,
     InjectedOurs,
     InjectedTRL,
     Recorded,
@@ -303,7 +304,15 @@ def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
 
     rows = text_rows(32).add_column("index", range(32)).with_transform(fetch)
     objects = {"model": load("qwen2_audio")[0], "processing_class": Counting.from_pretrained(saved("qwen2_audio"))}
-    result = run(MultimodalGRPOTrainer, "qwen2_audio", rows, objects=objects, media_prefetch=prefetch, **options)
+    result = run(
+        MultimodalGRPOTrainer,
+        "qwen2_audio",
+        rows,
+        objects=objects,
+        media_prefetch=prefetch,
+        self_check=True,
+        **options,
+    )
     args = result.trainer.args
     batches = math.ceil(args.max_steps * args.gradient_accumulation_steps / args.steps_per_generation)
     batches = math.ceil(batches / args.num_iterations)
@@ -668,7 +677,8 @@ def test_every_family_trains(name):
             block["sampling_rate"] = RATE
     rows = streamed([{"prompt": chat} for chat in chats])
     objects = {"model": model, "processing_class": processor}
-    result = run(MultimodalGRPOTrainer, name, rows, objects=objects, per_device_train_batch_size=4 * len(chats))
+    options = {"per_device_train_batch_size": 4 * len(chats), **AS_SHIPPED}
+    result = run(MultimodalGRPOTrainer, name, rows, objects=objects, **options)
     check, trainer = result.trainer.checks.self_check, result.trainer
     assert norm(result.update) > 0.001
     assert check.media.keys() == set(ALL_FAMILIES[name].modalities)
@@ -829,7 +839,7 @@ def test_saved_adapter_loads_again(tmp_path):
 
 
 def test_model_card_holds_the_self_check(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "self_check": True}
     make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **options).train()
     card = (tmp_path / "README.md").read_text()
     assert "trl-multimodal-rft" in card

@@ -328,7 +328,21 @@ def run_script(trainer_class, script: dict):
     return result, seen + [callback.seen for callback in objects.get("callbacks", [])]
 
 
-@pytest.mark.parametrize(("algorithm", "name", "script"), SCRIPTS, ids=[f"{a}: {n}" for a, n, _ in SCRIPTS])
+# RLOO has the rollout of GRPO; its own scripts, and two that both have, are in the default run
+SHARED_SLOW = set(SHARED) - {*SHARED[:2]}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "script"),
+    [
+        pytest.param(
+            *each,
+            id=f"{each[0]}: {each[1]}",
+            marks=[pytest.mark.slow] * (each[0] == "rloo" and each[1] in SHARED_SLOW),
+        )
+        for each in SCRIPTS
+    ],
+)
 def test_script_does_what_it_does_with_trl(algorithm, name, script):
     (theirs, their_view), (ours, our_view) = (run_script(each, script) for each in TRAINERS[algorithm])
     assert_equal(theirs, ours)

@@ -656,6 +656,7 @@ def test_inline_media_without_a_column_of_text_train(tmp_path):
             Dataset.from_list([{**row, **more} for row in rows]),
             tmp_path,
             max_steps=1,
+            self_check=True,
         )
         trainer.train()
         assert trainer.checks.self_check.media["image"] > 0

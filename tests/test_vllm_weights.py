@@ -37,7 +37,7 @@ class WithoutEngine(MultimodalVLLMGeneration):
 
 
 def load(family):
-    return type(ALL_FAMILIES[family].build()[0]).from_pretrained(saved(family))
+    return ALL_FAMILIES[family].model_class.from_pretrained(saved(family))
 
 
 def synced(model) -> dict[str, torch.Tensor]:

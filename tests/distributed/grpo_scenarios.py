@@ -521,7 +521,7 @@ def loaded(trainer, family, load, *folders):
     trained = weights(trainer.model)
     PartialState().wait_for_everyone()
     unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
-    model_class = type(FAMILIES[family].build()[0])
+    model_class = FAMILIES[family].model_class
     otherwise = []
     for folder in folders:
         AutoProcessor.from_pretrained(folder)

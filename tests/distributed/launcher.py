@@ -13,22 +13,7 @@ HERE = Path(__file__).parent
 
 
 class Run:
-    """
-    Scenarios of `worker.py`, running in the background from the start.
-
-    Args:
-        engine (`str`):
-            `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`, without effect on a single process.
-        processes (`int`):
-            Number of processes, which talk through gloo.
-        scenarios (`list[str]`):
-            Functions of the worker. The same processes run them in turn, since their imports take longer than most
-            scenarios do.
-        folder (`Path`):
-            New folder for results and logs.
-        device (`str`, *optional*, defaults to `"cpu"`):
-            `"cuda"` for one GPU. A single process on it has an engine, too; several talk through gloo.
-    """
+    """Scenarios of `worker.py`, running in the background from the start."""
 
     def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path, device: str = "cpu"):
         self.processes, self.scenarios, self.folder = processes, scenarios, folder
@@ -47,19 +32,7 @@ class Run:
             )
 
     def results(self, timeout: float) -> dict[str, list[dict]]:
-        """
-        Waits for the processes to end.
-
-        Args:
-            timeout (`float`):
-                Seconds after which they are killed. Processes that wait for one another would do so forever.
-
-        Returns:
-            `dict[str, list[dict]]`: What each scenario returned, by process.
-
-        Raises:
-            `AssertionError`: If they fail or take too long; the message ends with their output.
-        """
+        """Waits for the processes to end."""
         try:
             outcome = self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -56,29 +56,7 @@ def kinds(prompts):
 
 
 def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrainer, **options):
-    """
-    Trains on prompts that are different on each of two processes.
-
-    Args:
-        folder (`Path`):
-            Folder of the scenario.
-        family (`str`):
-            Key of the model in `FAMILIES`.
-        steps (`list[list[dict]]`):
-            Rows of each step: those of the first process, and as many of the second. All but the last step take given
-            completions.
-        check (`list[dict]`, *optional*):
-            Rows to evaluate on before the last step.
-        lora (`list[str]`, *optional*):
-            Parts of the model without adapters, which all other linear layers get. By default all weights are trained.
-        trainer_class (`type`, *optional*, defaults to `MixedTrainer`):
-            Trainer.
-        options:
-            What differs in the config.
-
-    Returns:
-        `dict`: What [`train`] returns, and what the trainer remembers.
-    """
+    """Trains on prompts that are different on each of two processes."""
     state = start()  # before a model is built that the engine of the scenario before would split
     rows = [each for step in steps for each in step]
     columns = dict.fromkeys(name for each in [*rows, *(check or [])] for name in each)

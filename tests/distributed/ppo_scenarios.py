@@ -117,7 +117,7 @@ def ppo_saved(folder):
     trainer.save_model(folder / "saved")
     PartialState().wait_for_everyone()
     unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
-    model_class = type(FAMILIES["qwen2_audio"].build()[0])
+    model_class = FAMILIES["qwen2_audio"].model_class
     critic = Critic.from_pretrained(folder / "saved" / "critic", model_class)
     saved = {
         **weights(model_class.from_pretrained(folder / "saved")),

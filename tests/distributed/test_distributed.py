@@ -26,7 +26,11 @@ ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
-IN_DEFAULT_RUN = ("fsdp2",)  # beside DDP, with that scenario
+# What else is in the slow run
+IN_DEFAULT_RUN = {
+    "ddp": ["skipped_rows", "clips", "straddling_group", "exchanged", "ppo_images"],
+    "fsdp2": [FOR_EACH_ENGINE],
+}
 DDP = [
     "straddling_group",
     "straddling_groups",
@@ -96,15 +100,7 @@ PPO_MICRO_BATCHES = [
 
 
 class Runs:
-    """
-    One launch of two processes for each engine, and one of a single process, which all engines are held against.
-
-    Args:
-        scenarios (`dict[str, list[str]]`):
-            Scenarios by engine; those of the single process under `"one"`.
-        folder (`Path`):
-            Folder for the runs.
-    """
+    """One launch of two processes for each engine, and one of a single process, which all engines are held against."""
 
     def __init__(self, scenarios, folder):
         self.scenarios, self.folder = scenarios, folder
@@ -160,19 +156,15 @@ def ddp(two, runs, scenario):
 
 
 def of(scenarios):
-    """A test for each engine's scenarios; in the slow run, but for DDP and one scenario of two others."""
+    """A test for each engine's scenarios."""
     return pytest.mark.parametrize(
         ("engine", "scenario"),
         [
-            pytest.param(engine, name, marks=[pytest.mark.slow] * _is_slow(engine, name))
+            pytest.param(engine, name, marks=[pytest.mark.slow] * (name not in IN_DEFAULT_RUN.get(engine, ())))
             for engine, names in scenarios.items()
             for name in names
         ],
     )
-
-
-def _is_slow(engine: str, name: str) -> bool:
-    return engine != "ddp" and (engine not in IN_DEFAULT_RUN or name != FOR_EACH_ENGINE)
 
 
 def on(engines, *names):

@@ -203,17 +203,7 @@ def test_the_plugin_follows_the_fields(name, field, value, in_plugin, tmp_path, 
 
 
 class Outcome:
-    """
-    What a training run left behind.
-
-    Args:
-        folder (`Path`):
-            Its output folder.
-        output (`str`):
-            What it printed.
-        reports (`list[dict]`):
-            How each process ran, see `cpu_site/sitecustomize.py`.
-    """
+    """What a training run left behind."""
 
     def __init__(self, folder: Path, output: str, reports: list[dict]):
         self.folder, self.output = folder, output
@@ -251,26 +241,7 @@ def stop(process):
 
 
 def launch(name, folder, script_options, launcher_options=(), environment=CPU, machines=((),)):
-    """
-    Runs `accelerate launch --config_file ... examples/grpo_audio.py`, once for each machine, to their end.
-
-    Args:
-        name (`str`):
-            Config.
-        folder (`Path`):
-            New folder; the script's output goes into `folder / "output"`.
-        script_options (`list[str]`):
-            Options of the script.
-        launcher_options (`list[str]`, *optional*):
-            Options of `accelerate launch`.
-        environment (`dict[str, str]`, *optional*, defaults to `CPU`):
-            What is added to the environment.
-        machines (`list[list[str]]`, *optional*):
-            Further options of `accelerate launch` on each machine.
-
-    Returns:
-        `tuple`: Exit code of each machine, or a string where it had to be stopped, and an `Outcome`.
-    """
+    """Runs `accelerate launch --config_file ... examples/grpo_audio.py`, once for each machine, to their end."""
     reports = folder / "reports"
     reports.mkdir(parents=True)
     inherited = {name: value for name, value in os.environ.items() if name not in FROM_A_LAUNCHER}

@@ -131,35 +131,7 @@ def train(
     objects=None,
     **options,
 ):
-    """
-    Trains on global batches of `batch` samples.
-
-    Args:
-        folder (`Path`):
-            Folder of the scenario.
-        family (`str`):
-            Key of the model in `FAMILIES` or `SPECIAL`.
-        rows (`list[dict]`):
-            Dataset, read in order.
-        batch (`int`):
-            Samples of a step, over all processes.
-        trainer_class (`type`, *optional*, defaults to `InjectingTrainer`):
-            Trainer.
-        end_ids (`list[int]`, *optional*):
-            Tokens that end a completion.
-        reward_func (`Callable`, *optional*, defaults to `reward`):
-            Reward function.
-        checkpoint (`Path`, *optional*):
-            Checkpoint to go on from.
-        objects (`dict`, *optional*):
-            Further arguments of the trainer.
-        options:
-            What differs in the config.
-
-    Returns:
-        `tuple`: The trainer, and a result: the `update` of each parameter, and of the average if there is one, the
-        floats that each of the `steps` logged, and whether processes hold parameters in part, `sharded`.
-    """
+    """Trains on global batches of `batch` samples."""
     state = start()
     model, processor = (FAMILIES.get(family) or SPECIAL[family]).build()
     if end_ids is not None:

@@ -9,6 +9,7 @@ from helpers.four_bits import LORA, NF4, save_wide, trained
 from helpers.resumed_runs import REUSED, Recording, checkpoint, logged, same_weights
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
+    AS_SHIPPED,
     InjectedOurs,
     InjectedTRL,
     audio_rows,
@@ -44,7 +45,7 @@ def test_self_check_in_bfloat16(family, rows, device, tmp_path):
     model, processor = load(family)
     options = {"bf16": True, "gradient_checkpointing": True, "use_cpu": device == "cpu"}
     options["objects"] = {"model": model, "processing_class": processor}
-    trainer = make_trainer(MultimodalGRPOTrainer, None, rows(), tmp_path, **options)
+    trainer = make_trainer(MultimodalGRPOTrainer, None, rows(), tmp_path, **options, **AS_SHIPPED)
     trainer.train()
     check = trainer.checks.self_check
     assert trainer.accelerator.device.type == device and trainer.state.global_step == 2

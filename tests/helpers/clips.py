@@ -34,19 +34,7 @@ def encoded(name, container="mp4"):
 
 
 def trimmed(data, start, hidden, container="mp4"):
-    """
-    A clip from the second group on, its packets copied.
-
-    Args:
-        data (`bytes`):
-            An MP4 of `encoded`.
-        start (`int`):
-            How many packets of the group are left out.
-        hidden (`int`):
-            How many frames from the keyframe on are before time 0; an MP4 hides them by an edit list.
-        container (`str`, *optional*, defaults to `"mp4"`):
-            FFmpeg's name of the format.
-    """
+    """A clip from the second group on, its packets copied."""
     out = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(out, "w", format=container) as target:
         video = source.streams.video[0]

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Chats as the package encodes them."""
 
+import functools
+
 import torch
 import transformers as hf
 
@@ -8,6 +10,21 @@ from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 
 from .chats import RATE
+from .families import ALL_FAMILIES, fresh
+
+
+@functools.cache
+def _encoder(name: str):
+    def build():
+        model, processor = ALL_FAMILIES[name].build()
+        return model, processor, encode_chats(model, processor, ALL_FAMILIES[name].prompts())
+
+    return build
+
+
+def build_encoded(name: str) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin, list[EncodedPrompt]]:
+    """A fresh model of a family, its processor and its encoded prompts."""
+    return fresh(_encoder(name))
 
 
 def encode_chats(

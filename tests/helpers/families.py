@@ -47,24 +47,20 @@ CORPUS = [
 
 @dataclass(frozen=True)
 class Family:
-    """
-    One architecture.
-
-    Args:
-        name (`str`):
-            Key in its table.
-        build (`Callable`):
-            Returns `(model, processor)`: float32, in evaluation mode, the same weights at every call.
-        prompts (`Callable`):
-            Returns chats, each a list with one user message whose content blocks hold the media themselves.
-        modalities (`tuple[str, ...]`):
-            Which of `"image"`, `"audio"` and `"video"` the prompts contain.
-    """
+    """One architecture."""
 
     name: str
-    build: Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]
+    builder: Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]
     prompts: Callable[[], list[list[dict]]]
     modalities: tuple[str, ...]
+
+    def build(self) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin]:
+        """A fresh `(model, processor)`: float32, in evaluation mode, the same weights at every call."""
+        return fresh(self.builder)
+
+    @property
+    def model_class(self) -> type[hf.PreTrainedModel]:
+        return type(_made(self.builder)[0][0])
 
     def save(self, folder: str | Path) -> Path:
         """Saves model and processor, so that both can be loaded from `folder`."""
@@ -72,6 +68,19 @@ class Family:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
         return Path(folder)
+
+
+@functools.cache
+def _made(make: Callable) -> tuple:
+    """What a function without arguments makes, and torch's random state after it."""
+    return make(), torch.get_rng_state()
+
+
+def fresh(make: Callable):
+    """A copy of what `make()` returns, which is called once in a process; torch's random state is as after a call."""
+    made, state = _made(make)
+    torch.set_rng_state(state)
+    return copy.deepcopy(made)
 
 
 FAMILIES: dict[str, Family] = {}  # over which the tests of the packing and of the trainers run

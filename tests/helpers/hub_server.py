@@ -20,19 +20,7 @@ import yaml
 
 @dataclass
 class Token:
-    """
-    What a bearer token may do.
-
-    Args:
-        user (`str`):
-            Whose it is.
-        write (`bool`, *optional*, defaults to `True`):
-            Whether it may write to the user's repositories.
-        n_commits (`int`, *optional*):
-            After how many commits it is revoked.
-        held (`bool`, *optional*, defaults to `False`):
-            Whether a commit with it takes until someone asks for `/release`.
-    """
+    """What a bearer token may do."""
 
     user: str
     write: bool = True
@@ -92,13 +80,7 @@ class Repo:
 
 
 class HubServer:
-    """
-    Serves within its context.
-
-    Args:
-        tokens (`dict[str, Token]`):
-            The tokens that are known.
-    """
+    """Serves within its context."""
 
     def __init__(self, tokens: dict[str, Token]):
         self.tokens = tokens

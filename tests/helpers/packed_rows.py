@@ -5,8 +5,7 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from helpers.completions import G
-from helpers.encoding import encode_chats
-from helpers.families import ALL_FAMILIES
+from helpers.encoding import build_encoded
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores
@@ -14,13 +13,12 @@ from trl_multimodal_rft.forward.scoring import completion_scores
 
 def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
     """A model that runs packed rows, and the prompt of each completion."""
-    model, processor = ALL_FAMILIES[name].build()
+    model, _, prompts = build_encoded(name)
     if attention != "sdpa":
         model.get_decoder().set_attn_implementation(attention)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     assert sharing_obstacle(model) is None
     install_prefix_attention(model)
-    prompts = encode_chats(model, processor, ALL_FAMILIES[name].prompts())
     return model.to(device, dtype), [prompt for prompt in prompts for _ in range(G)]
 
 

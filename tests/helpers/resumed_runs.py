@@ -23,6 +23,7 @@ class Recording:
 # A generation batch is four prompts, trained on twice in two optimizer steps each. With five prompts in the dataset an
 # epoch is one generation batch, and the prompt it leaves out depends on the order.
 REUSED = {
+    "media_prefetch": 1,
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,
@@ -68,6 +69,7 @@ def same_weights(a, b) -> bool:
 # A generation batch is four prompts, trained on in two epochs of two optimizer steps each; five prompts are a dataset,
 # so that the one that is left out depends on the order. Three supervised rows take two steps, so that they straddle.
 EVERYTHING = {
+    "media_prefetch": 1,
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,

@@ -14,13 +14,7 @@ from .chats import image
 
 
 class Server(ThreadingHTTPServer):
-    """
-    A reward server that keeps its requests.
-
-    Args:
-        answer (`Callable`):
-            Takes the request as a dictionary and returns what is sent as JSON, or a status and that.
-    """
+    """A reward server that keeps its requests."""
 
     daemon_threads = True
     request_queue_size = 64

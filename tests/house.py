@@ -1,0 +1,228 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+How much house there is: overrides of TRL, classes, private names, import circles, lines.
+
+`house.json` holds the most there may be, which `test_house.py` checks. Bounds are lowered, not raised; of the total
+lines a change may raise the number by what it adds, with its reason.
+
+```bash
+python tests/house.py          # prints the numbers
+python tests/house.py --lower  # takes what is less than it was as the new bounds
+```
+"""
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "trl_multimodal_rft"
+BOUNDS = Path(__file__).with_name("house.json")
+LIMITS = {"files": 700, "classes": 450, "functions": 100}
+TRAINERS = ("GRPO", "RLOO", "PPO", "SFT")
+
+
+# The seam with TRL
+
+
+def trainers() -> dict[str, type]:
+    import trl_multimodal_rft
+
+    return {name: getattr(trl_multimodal_rft, f"Multimodal{name}Trainer") for name in TRAINERS}
+
+
+def is_own(each: type) -> bool:
+    return each.__module__.split(".")[0] == PACKAGE.name
+
+
+def overrides(trainer: type) -> set[str]:
+    """`Class.method` of a trainer's own classes that TRL's or transformers' have, too."""
+    bases = [each for each in trainer.__mro__ if not is_own(each) and each is not object]
+    upstream = {name for base in bases for name in vars(base)}
+    return {
+        f"{each.__name__}.{name}"
+        for each in trainer.__mro__
+        if is_own(each)
+        for name, value in vars(each).items()
+        if name in upstream
+        and not name.startswith("__")
+        and (inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod))
+    }
+
+
+def private_names(trainer: type) -> set[str]:
+    """What starts with an underscore, a trainer's own classes read or write, and TRL's or transformers' set."""
+
+    def used(classes: list[type], pattern: str) -> set[str]:
+        return {name for each in classes for name in re.findall(pattern, inspect.getsource(each))}
+
+    bases = [each for each in trainer.__mro__ if each.__module__.split(".")[0] in ("trl", "transformers")]
+    own = [each for each in trainer.__mro__ if is_own(each)]
+    upstream = used(bases, r"\bself\.(_[a-z]\w*)(?:: [^=\n]+)? = ")
+    upstream |= {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
+    called = used(own, r"\b(?:self|trainer|super\(\))\.(_[a-z]\w*)") | {
+        name.split(".")[1] for name in overrides(trainer)
+    }
+    return {name for name in called & upstream if name.startswith("_")}
+
+
+# Modules
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The package's modules that one imports, anywhere in it, for type checkers too."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found |= {f"{source}.{each.name}" if f"{source}.{each.name}" in known else source for each in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & known.keys()
+
+
+def import_circles() -> list[list[str]]:
+    """Modules that import each other, directly or by others."""
+    known = modules()
+    reached = {name: imports(path, known) - {name} for name, path in known.items()}
+    for through in known:
+        for name in known:
+            if through in reached[name]:
+                reached[name] |= reached[through]
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in known}
+    return sorted(sorted(circle) for circle in circles if len(circle) > 1)
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def definitions(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Kind, name and lines of each class and function of a module, decorators included."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
+                kind = "classes" if isinstance(child, ast.ClassDef) else "functions"
+                yield kind, f"{prefix}{child.name}", child.end_lineno - first + 1
+                yield from walk(child, f"{prefix}{child.name}.")
+            else:
+                yield from walk(child, prefix)
+
+    yield from walk(ast.parse(path.read_text()), "")
+
+
+def too_long() -> dict[str, dict[str, int]]:
+    """What of the package is over a limit, with its lines."""
+    found: dict[str, dict[str, int]] = {kind: {} for kind in LIMITS}
+    for path in modules().values():
+        name = str(path.relative_to(PACKAGE))
+        every = [("files", name, lines(path))]
+        every += [(kind, f"{name}:{each}", n) for kind, each, n in definitions(path)]
+        for kind, each, n in every:
+            if n > LIMITS[kind]:
+                found[kind][each] = n
+    return found
+
+
+def overridden_in_tests() -> list[str]:
+    """Private methods of trainers that classes of the tests override, instead of passing something."""
+    private = {name for trainer in trainers().values() for name in dir(trainer) if name.startswith("_")}
+    return sorted(
+        f"{path.relative_to(ROOT / 'tests')}:{each.name}.{method.name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.ClassDef)
+        for method in each.body
+        if isinstance(method, ast.FunctionDef) and method.name in private and not method.name.startswith("__")
+    )
+
+
+def measure() -> dict:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from test_contract import ALL_OVERRIDDEN, CALLED
+
+    every = {name: overrides(trainer) for name, trainer in trainers().items()}
+    together = set().union(*every.values())
+    private = set().union(*map(private_names, trainers().values()))
+    mocks = [path for path in modules().values() if "unittest" in path.read_text()]
+    return {
+        "overrides": sorted(together),
+        "overridden names": sorted({name.split(".")[1] for name in together}),
+        "own classes": {
+            name: [each.__name__ for each in trainer.__mro__ if is_own(each)] for name, trainer in trainers().items()
+        },
+        "private names": sorted(private),
+        "names in the contract": len({path.split(".")[-1] for path in ALL_OVERRIDDEN}) + len(CALLED),
+        "private methods overridden in tests": overridden_in_tests(),
+        "import circles": [" <-> ".join(circle) for circle in import_circles()],
+        "modules with unittest.mock": [str(path.relative_to(PACKAGE)) for path in mocks],
+        "too long": too_long(),
+        "lines of the package": sum(map(lines, PACKAGE.rglob("*.py"))),
+        "lines of tests": sum(map(lines, (ROOT / "tests").rglob("*.py"))),
+    }
+
+
+def bounds_of(found) -> dict:
+    """The numbers of a measurement."""
+    return {
+        key: value if isinstance(value, int) else len(value) if isinstance(value, list) else bounds_of(value)
+        for key, value in found.items()
+    }
+
+
+def worse(found: dict, bounds: dict, path: str = "") -> list[str]:
+    """What is more than its bound, and what it is."""
+    failures = []
+    for key, value in found.items():
+        bound = bounds.get(key, 0)
+        if isinstance(value, dict):
+            failures += worse(value, bound or {}, f"{path}{key}: ")
+        elif (n := value if isinstance(value, int) else len(value)) > bound:
+            names = "" if isinstance(value, int) else f": {', '.join(value)}"
+            failures.append(f"{path}{key}: {n}, at most {bound}{names}")
+    return failures
+
+
+def _lowered(now: dict, bounds: dict) -> dict:
+    return {
+        key: _lowered(value, bounds.get(key, {})) if isinstance(value, dict) else min(value, bounds.get(key, value))
+        for key, value in now.items()
+    }
+
+
+def _main() -> None:
+    found = measure()
+    for key, value in found.items():
+        if key == "own classes":
+            for trainer, classes in value.items():
+                print(f"own classes of {trainer}: {len(classes)}: {', '.join(classes)}")
+        elif key == "too long":
+            for kind, each in value.items():
+                print(f"{kind} over {LIMITS[kind]} lines: {len(each)}")
+                print(*(f"  {name}: {n}" for name, n in sorted(each.items(), key=lambda item: -item[1])), sep="\n")
+        else:
+            print(f"{key}: {value if isinstance(value, int) else f'{len(value)}: ' + ', '.join(value)}")
+    if "--lower" in sys.argv:
+        before = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else bounds_of(found)
+        BOUNDS.write_text(json.dumps(_lowered(bounds_of(found), before), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

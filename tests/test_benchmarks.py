@@ -1,0 +1,232 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The benchmarks run, measure what computes the same, and refuse to time what doesn't."""
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import conversations
+import gpu_report
+import masks
+import media_pipeline
+import pytest
+import token_budget
+import torch
+
+from trl_multimodal_rft.forward.layout import PrefixLayout
+
+
+pytestmark = pytest.mark.slow
+THREADS = ["--threads", str(torch.get_num_threads())]
+
+
+def load(name):
+    """A benchmark that has the name of a module."""
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def result_of(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def policy_update():
+    return load("policy_update")
+
+
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [("text", "qwen2_5_vl"), ("image", "qwen2_5_vl"), ("image", "qwen3_5"), ("audio", "qwen2_audio")],
+)
+def test_policy_update(policy_update, case, family, capsys):
+    options = ["--case", case, "--family", family, "--preset", "tiny", "--repeats", "1", *THREADS]
+    policy_update.main([*options, "--json"])
+    result = result_of(capsys)
+    for name in ("update_ratio", "step_ratio", "memory_ratio", "processor_ratio"):
+        assert math.isfinite(result[name]) and result[name] > 0
+    for trainer in ("trl", "ours"):
+        for quantity in ("update", "step", "generation"):
+            assert result[trainer][f"{quantity}_s"] > 0 and result[trainer][f"{quantity}_cpu_s"] > 0
+    assert result["gradient_difference"] < 1e-4
+    setting = result["setting"]
+    # TRL puts each prompt through the processor for each completion, and once more if it holds an image; of sounds the
+    # other side is padded rows of ours
+    per_prompt = {"image": 2 * setting["group"], "text": setting["group"], "audio": 1}
+    assert result["processor_ratio"] == per_prompt[case]
+    if case == "image":
+        assert setting["media_tokens"] == 392
+        assert result["update_shared_fraction"] == 1 - 1 / setting["group"]
+        # Bytes, not seconds: the prompt is forwarded once instead of 8 times
+        assert result["memory_ratio"] > 4
+    assert {"cpu", "cores", "gpu"} == result["hardware"].keys()
+    assert result["versions"]["trl"].startswith("1.16")
+
+
+def test_options_that_make_no_sense(policy_update, capsys):
+    for options, message in (
+        (["--device", "cuda", "--clock", "cpu"], "--clock wall"),
+        (["--family", "qwen3_5", "--preset", "3b"], "no `--preset 3b` of qwen3_5"),
+    ):
+        with pytest.raises(SystemExit):
+            policy_update.main(options)
+        assert message in capsys.readouterr().err
+
+
+def test_gpu_report(tmp_path):
+    """All that it runs on a GPU, of tiny models."""
+    gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(tmp_path / "report.md")])
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["left"] == [] and found["rollout"]["transformers"]["tokens_per_s"] > 0
+    assert [row["setting"]["baseline"] for row in found["rows"]] == ["TRL", *2 * ["TRL", "padded rows"]]
+    for row in found["rows"]:
+        assert row["gradient_difference"] < 1e-4 and row["update_ratio"] > 0 and len(row["kernels"]) == 5
+        # What both compute: the decoder is too small to hide prompts that are forwarded once
+        assert row["operations"]["trl"] > row["operations"]["ours"] > 0
+    assert "## Where an update goes" in (tmp_path / "report.md").read_text()
+
+
+SMALL_MASKS = ["--prompt-length", "400", "--completion-length", "200", "--group", "8", "--repetitions", "1"]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masks(window, dtype, capsys):
+    options = ["--dtype", dtype, *THREADS, "--json", *(["--window", str(window)] if window else [])]
+    masks.main([*SMALL_MASKS, *options])
+    size = getattr(torch, dtype).itemsize
+    for case in result_of(capsys)["cases"]:
+        n = case["prompts"]
+        prompts = n * 400**2 if window else 0
+        assert case["usual_bool_bytes"] == n * 8 * 200 * 599 + prompts
+        assert case["usual_number_bytes"] == size * case["usual_bool_bytes"]
+        limit = size * (n * 200 * 600 + prompts if window else 215 * 624)
+        assert 0.7 * limit < case["ours_bytes"] <= 1.05 * limit
+        assert case["layout_bytes"] < case["usual_bool_bytes"]
+        assert min(case["usual_s"], case["ours_s"], case["layout_s"]) > 0
+
+
+def test_wrong_masks_are_an_error(monkeypatch, capsys):
+    right = PrefixLayout.masks
+
+    def wrong(*args):
+        prompts, branches = right(*args)
+        return prompts, branches.roll(1, -1)
+
+    monkeypatch.setattr(PrefixLayout, "masks", wrong)
+    with pytest.raises(SystemExit, match="isn't what it is defined to be"):
+        masks.main(SMALL_MASKS)
+    assert capsys.readouterr().out == ""
+
+
+def test_conversations(capsys):
+    arguments = ["--preset", "tiny", "--group", "2", "--tokens", "3", "--repeats", "1", *THREADS]
+    conversations.main([*arguments, "--json"])
+    result = result_of(capsys)
+    assert result["same_ids"] and result["ratio"] > 0
+    assert result["tokens"]["turn"] == 3 and min(result["tokens"].values()) > 0
+
+
+def test_media_pipeline(capsys):
+    clip = ["--clips", "1", "--seconds", "0.5", "--size", "160", "120", "--prompts", "1"]
+    media_pipeline.main([*clip, *THREADS, "--steps", "1", "--repeats", "1", "--json"])
+    *printed, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert result["step_s"].keys() == {"when needed", "ahead", "known"} and result["ratios"]["known"] == 1
+    assert result["reading_s"] > 0 and min(result["step_s"].values()) > result["wait_s"]
+    assert any(line.startswith("| ahead | ") for line in printed)
+
+
+def test_token_budget(capsys):
+    arguments = ["--preset", "tiny", "--prompts", "2", "--group", "4", "--budgets", "600", "--repeats", "1"]
+    token_budget.main([*arguments, *THREADS, "--json"])
+    whole, parts = result_of(capsys)["budgets"]
+    assert (whole["parts"], parts["parts"]) == (1, 2)
+    assert 0 < parts["held_ratio"] < 0.9 and 0 < parts["peak_ratio"] < 0.9 and parts["cpu_s"] > 0
+    assert parts["gradient_difference"] < 1e-4
+
+
+# The replay buffer
+
+FUNCTIONS = ["split", "remove_padding", "make_padded", "make_packed", "append"]
+SMALL = ["--samples", "24", "--group-size", "4", "--batch-size", "8", "--tokens", "20", "--repetitions", "1"]
+SMALL += ["--made-size", "5", "--max-tokens", "1200", "--patch-values"]
+
+
+@pytest.fixture(scope="module")
+def replay_buffer():
+    return load("replay_buffer")
+
+
+def test_replay_buffer(replay_buffer, capsys):
+    result = replay_buffer.main([*SMALL, "500"])
+    output = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in output.splitlines() if line.endswith("x")}
+    for name in FUNCTIONS:
+        for side in ("ours", "usual"):
+            assert result[side][f"{name}_per_s"] == 24 / result[side][f"{name}_s"] > 0
+        assert result[f"{name}_ratio"] == result["usual"][f"{name}_s"] / result["ours"][f"{name}_s"]
+        assert f"{result[f'{name}_ratio']:.2f}x" in rows[name]
+    assert 3.5 < result["memory_ratio"] == result["batch_bytes"] / result["buffer_bytes"] < 4.1
+    assert result["batch_bytes"] > result["usual_bytes"] > 3.5 * result["buffer_bytes"]
+
+
+def test_packed_rows_of_many_samples_are_full(replay_buffer):
+    """The default size, but for the pixels."""
+    buffer = replay_buffer.append_all(replay_buffer.build_batches(512, 8, 32, 1024, patch_values=1))
+    found = replay_buffer.token_efficiency(buffer, 8192)
+    assert 0.95 <= found["packed_efficiency"] <= 1
+    assert found["padded_efficiency"] < found["padded_budget_efficiency"] < found["packed_efficiency"]
+
+
+def test_bytes_are_those_of_storages(replay_buffer):
+    (batch,) = replay_buffer.build_batches(samples=8, group_size=4, batch_size=8, tokens=20, patch_values=50)
+    rows, n_actions = batch.action_mask.shape
+    own = {name: (8 if name in ("sequences", "attention_mask") else 4) for name in replay_buffer.FIELDS}
+    own["action_mask"] = 1
+    expected = sum(rows * getattr(batch, name).size(1) * size for name, size in own.items())
+    expected += batch.pixel_values.numel() * 4 + rows * 3 * 8 + 2 * rows * 4  # with grids and two numbers of `info`
+    assert replay_buffer.held(batch) == expected
+    # Nothing but images and grids is shared, and of these the buffer has one for each group
+    items = list(replay_buffer.append_all([batch]))
+    images = sum(4 * items[i].pixel_values.numel() + 8 * 3 for i in (0, 4))
+    rest = sum(16 * len(item.sequences) + 25 * len(item.action_mask) + 8 for item in items)
+    assert replay_buffer.held(items) == images + rest
+    assert replay_buffer.held(replay_buffer.append_loop([batch])) == 4 * images + rest
+    # A view counts with all that it keeps
+    assert replay_buffer.held({"view": torch.zeros(100)[:1]}) == 400
+
+
+def lost_media(value):
+    return replace(value, pixel_values=value.pixel_values[1:])
+
+
+def another_reward(value):
+    return replace(value, info={**value.info, "reward": value.info["reward"] + 1})
+
+
+@pytest.mark.parametrize("fault", [lost_media, another_reward])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_disagreement_is_an_error(replay_buffer, name, fault, monkeypatch, capsys):
+    function = {
+        "split": "split_experience_batch",
+        "remove_padding": "remove_padding_in_sequences",
+        "append": "append_all",
+    }.get(name, "make_experience_batch")
+    right = getattr(replay_buffer, function)
+
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
+        if function == "make_experience_batch":
+            return fault(result) if kwargs.get("packing_samples", False) == (name == "make_packed") else result
+        return [*result[:-1], fault(result[-1])]
+
+    monkeypatch.setattr(replay_buffer, function, wrong)
+    with pytest.raises(SystemExit, match=f"^{name}: ours and the usual loop don't give the same"):
+        replay_buffer.main([*SMALL, "3", "--json"])
+    assert capsys.readouterr().out == ""  # nothing was reported
