@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..data.fetch import EndlessRows, Row
 from ..models.trainer_mixin import TrainerMixin
+from ..rollout.stream import RowBatch
 from .groups import Group, GroupBuffer, join_groups, split_groups
 
 
@@ -15,7 +15,6 @@ class GroupExchangeMixin(TrainerMixin):
 
     _replay: GroupBuffer
     _surplus: GroupBuffer
-    _extra_rows: EndlessRows | None
     _n_extra_prompts: int
     _draw: Any
     _loss_mask: Any
@@ -65,21 +64,11 @@ class GroupExchangeMixin(TrainerMixin):
             metrics["replay/age"].append(ages / n_replayed if n_replayed else 0.0)
         return result
 
-    def _draw_prompts(self, n: int) -> list[Row]:
+    def _draw_prompts(self, n: int) -> RowBatch:
         """This process's next rows of dynamic sampling, each as often as it has completions."""
-        if self._extra_rows is None:
-            dataset = self._remove_unused_columns(self.train_dataset, description="Training")
-            self._extra_rows = EndlessRows(dataset, self.args.seed + 1)
-        start = self._n_extra_prompts + self.accelerator.process_index * n
+        start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
-        rows = self._extra_rows.at(start, n)
-        return [row for row in rows for _ in range(self.num_generations)]
-
-    def _coming_extra_rows(self) -> list[int]:
-        if self._extra_rows is None:  # none were needed so far
-            return []
-        n = self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
-        return self._extra_rows.numbers(self._n_extra_prompts + self.accelerator.process_index * n, n)
+        return self._stream.further_rows(start, n)
 
 
 def _with_signal(groups: list[Group]) -> list[Group]:

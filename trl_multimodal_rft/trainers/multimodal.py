@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
+from datasets import IterableDataset
 from torch import nn
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
@@ -22,11 +23,13 @@ from trl.trainer.utils import (
 
 from ..algorithms.advantages import ESTIMATORS
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
-from ..data.features import restore_media, restore_rows
-from ..data.fetch import Row
+from ..data.features import restore_media, undecoded
+from ..data.rows import Row
 from ..data.unread import check_has_prompt, check_reward_columns
+from ..encoding.ablation import Ablation
+from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import check_processor, load_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention, original_attention
 from ..forward.head import add_fused_head, head_rule
@@ -49,13 +52,13 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import RewardModel, read_as_text
 from ..rewards.named import as_reward_funcs
+from ..rollout.stream import BatchShape, EncodedRow, RowStream, named_dataset, repeat_order, warn_of_positions
 from .arguments import KnownKeywords, check_arguments
 from .batch import Batch
 from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
-from .rows import RowsMixin
 from .self_check import SelfCheck, run_self_check
 from .setup import (
     check_engine_format,
@@ -88,7 +91,7 @@ logger = get_logger(__name__)
 
 
 class MultimodalMixin(
-    KnownKeywords, RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
+    KnownKeywords, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
 ):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
@@ -100,6 +103,7 @@ class MultimodalMixin(
     # Whether TRL's trainer takes log-probabilities beside sampled completions, and knows which tokens weren't sampled
     _sampling_logps_expected: Any
     _tool_mask_expected: Any
+    _warned_of_positions = False
     _batch: Any = None  # a `Batch` while TRL's code works on one, see `_at_hand`
 
     def __init__(
@@ -159,7 +163,6 @@ class MultimodalMixin(
             reward_processors = [reward_processors]
         loaded_rewards = [isinstance(f, str) for f in reward_funcs or []]
 
-        self._train_sampler = None
         self._self_check: SelfCheck | None = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
@@ -199,6 +202,16 @@ class MultimodalMixin(
             max_tokens=args.max_tokens_per_microbatch,
         )
         self._own_tokens = placeholder_tokens(model, self.processing_class)
+        self._signature_columns = ["prompt", *MEDIA_COLUMNS]  # where `remove_unused_columns` asks for it
+        encodes_rows = self.environment_factories is None and self.rollout_func is None
+        self._stream = RowStream(
+            args,
+            self.accelerator,
+            encode=self._encode_row if encodes_rows else None,
+            messages=self._messages,
+            metrics=self._metrics,
+            state=lambda: self.state,
+        )
         self.use_vllm = args.use_vllm
         if self.use_vllm:
             self._set_engine(placeholders, revision)
@@ -371,40 +384,108 @@ class MultimodalMixin(
             for name, value in media_contribution(self, batch, output).items():
                 self._metrics["train"][name].append(value)
 
+    def get_train_dataloader(self):
+        args, n = self.args, self.num_generations
+        dataset: Any = self.train_dataset
+        is_stream = isinstance(dataset, IterableDataset)
+        if is_stream and self.shuffle_dataset:
+            dataset = undecoded(dataset).shuffle(seed=args.seed)
+        ranks = self.accelerator.num_processes, self.accelerator.process_index
+        shape = BatchShape(args.generation_batch_size // ranks[0], n, self._steps_per_rollout, *ranks)
+        return self._stream.train_loader(
+            dataset if is_stream else self._remove_unused_columns(dataset, description="Training"),
+            shape,
+            order=repeat_order(0 if is_stream else len(dataset), args.seed, self.shuffle_dataset),
+            n_ahead=args.media_prefetch,
+            columns=self._signature_columns if args.remove_unused_columns else None,
+        )
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        args, dataset = self.args, named_dataset(self.eval_dataset, eval_dataset)
+        is_stream = isinstance(dataset, IterableDataset)
+        return self._stream.eval_loader(
+            dataset if is_stream else self._remove_unused_columns(dataset, description="Evaluation"),
+            args.eval_batch_size,
+            completions=self.num_generations_eval,
+            sampler=self._get_eval_sampler,
+            shuffle=True,
+            columns=self._signature_columns if args.remove_unused_columns else None,
+        )
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        """Micro-batches between one generation batch and the next."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _encode_row(self, row: Row) -> EncodedPrompt | None:
+        """The prompt of a row that has media."""
+        check_has_prompt(row)
+        (prompt,) = self._messages([row])
+        if next(iter_refs(prompt), None) is None:
+            self._checked_prompt(prompt, row.number)
+            return None
+        return self._encode(prompt, row.number)
+
+    def _messages(self, rows: list[Row]) -> list[Any]:
+        """The prompts of rows of a batch, with their media; `None` if environments make them."""
+        if "prompt" not in rows[0]:
+            return [None] * len(rows)
+        ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
+        return [each["prompt"] for each in rows_to_messages(rows, ignored, self._own_tokens, rules)]
+
+    def _encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs) -> EncodedPrompt:
+        return encode_prompt(
+            self._checked_prompt(prompt, row),
+            self.processing_class,
+            self._unwrapped(self.model),
+            template_kwargs={**self._template_kwargs(), **template_kwargs},
+            audio_overlong=self.args.audio_overlong,
+            keep_decoded=self.use_vllm,
+            engine_positions=self.use_vllm,
+            ablation=ablation,
+            row=row,
+        )
+
+    def _checked_prompt(self, prompt: Any, row: int) -> Any:
+        return checked_prompt(prompt, self.processing_class, self.args.special_tokens_in_text, row)
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}
+
     def _read_rows(self, inputs: Sequence[Any]) -> tuple[list, list, list, list]:
         """Rows with their media in the messages, as the dataset has them, their numbers, and encoded prompts."""
-        encoded: list[EncodedPrompt | None] = [None] * len(inputs)
-        if isinstance(inputs[0], Row) and self._encodes_rows:
-            inputs, encoded = self._encode_rows(inputs)
+        if isinstance(inputs[0], EncodedRow):
+            read: list[EncodedRow] = list(inputs)
+        else:
+            read = self._stream.without_prompts(inputs)
+        stored, originals = [each.stored for each in read], [each.row for each in read]
         if not all(isinstance(each, nn.Module) for each in self.reward_funcs):
-            check_reward_columns(inputs[0], 0)
+            check_reward_columns(stored[0], 0)
         if self.environment_factories is None:
-            for index, row in enumerate(inputs):
-                check_has_prompt(row, index)
+            for row in stored:
+                check_has_prompt(row)
             name = "train_dataset" if self.model.training else "eval_dataset"
             if name in self._unseen:
                 self._unseen.remove(name)
                 takes = modalities(self._unwrapped(self.model), self.args)
-                warn_of_unread(self.args, {name: [dict(row) for row in inputs]}, takes, extent="first")
-        rows = originals = restore_rows(inputs, self.args.media_rules)
+                warn_of_unread(self.args, {name: [dict(row) for row in stored]}, takes, extent="first")
+        rows: list[dict[str, Any]] = originals
         if "prompt" in originals[0]:
-            ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
-            placed = rows_to_messages(inputs, ignored, self._own_tokens, rules)
             rows = [
-                {**{key: original[key] for key in row}, "prompt": row["prompt"]}
-                for row, original in zip(placed, originals, strict=True)
+                {**{key: each.row[key] for key in each.row if key not in MEDIA_COLUMNS}, "prompt": each.messages}
+                for each in read
             ]
         self._columns_seen.update(originals[0])
         if len(self._asked) < 2:
             self._asked.update(conversation_of(row["prompt"]) for row in rows if "prompt" in row)
-        numbers = [getattr(row, "number", place) for place, row in enumerate(inputs)]
+        numbers = [each.number for each in read]
         if self.environment_factories is not None:
             wholes: list[Any] = list(zip(numbers, originals, strict=True))
             rows = [
                 {**{key: row[key] for key in row if key not in MEDIA_COLUMNS}, WHOLE_ROW: whole}
                 for row, whole in zip(rows, wholes, strict=True)
             ]
-        return rows, originals, numbers, encoded
+        return rows, originals, numbers, [each.prompt for each in read]
 
     def _tokenize_prompts(self, prompts: list):
         if self._batch is None:
@@ -425,7 +506,9 @@ class MultimodalMixin(
                 encoded.append(self._encode(prompt, self._batch.numbers[i], **self._environment_tools(i)))
         self._batch.prompts, self._batch.messages = encoded, prompts
         self._kinds_seen.update(*(each.modalities for each in encoded))
-        self._warn_of_positions(encoded, self._batch.numbers)
+        self._warned_of_positions = self._warned_of_positions or warn_of_positions(
+            encoded, self._batch.numbers, self._unwrapped(self.model)
+        )
         if self.args.self_check and self.model.training and self._needs_self_check(encoded):
             self._run_self_check(prompts, encoded)
         return [each.input_ids.tolist() for each in encoded], None, {}
@@ -704,26 +787,9 @@ class MultimodalMixin(
         source = self._processor_source
         return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
 
-    def _get_train_sampler(self, dataset=None):
-        self._train_sampler = super()._get_train_sampler(dataset)
-        if len(self._train_sampler) == 0:
-            prompts = self.args.generation_batch_size // self.num_generations
-            raise ValueError(
-                f"The training dataset has {len(self._train_sampler.data_source)} rows, fewer than the {prompts} "
-                "prompts of a generation batch, so there would be nothing to train on. Lower "
-                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`, raise "
-                "`num_generations`, or add rows."
-            )
-        return self._looking_ahead(self._train_sampler)
-
-    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+    def _init_training_state(self, *args):
         self._last_loaded_step = -1  # another run may start with other weights
-        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
-        # TRL's sampler draws one order after the other, and `Trainer` skips steps within an epoch only
-        if self.state.global_step < max_steps and self._train_sampler is not None and self.shuffle_dataset:
-            for _ in range(epochs_trained):
-                torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
-        return epochs_trained, steps_trained
+        return super()._init_training_state(*args)
 
 
 def _of_sampled(scores: Scores, tool_mask: Any, completion_ids: torch.Tensor) -> Scores:

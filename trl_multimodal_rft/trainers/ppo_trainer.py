@@ -24,8 +24,8 @@ from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 from ..algorithms.advantages import gae
 from ..algorithms.losses import LOSSES, explained_variance, log_ratios, value_loss
 from ..algorithms.returns import token_rewards, whiten
-from ..data.fetch import EndlessRows
 from ..data.fingerprint import fingerprint
+from ..data.rows import EndlessRows
 from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle

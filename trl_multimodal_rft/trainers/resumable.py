@@ -23,7 +23,7 @@ from .groups import SAVED_CLASSES
 from .manifest import missing_resume_state, saved_fingerprints, verify_checkpoint, write_manifest
 from .run_lock import holding
 from .self_check import SelfCheck
-from .signals import EndOnSignal, end_with_launcher, spare_workers
+from .signals import EndOnSignal, end_with_launcher
 
 
 logger = get_logger(__name__)
@@ -51,12 +51,6 @@ class ResumingMixin(TrainerMixin):
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(self._any_process)
             self.add_callback(self._end_on_signal)
-
-    def _get_dataloader(self, *args, **kwargs):
-        loader = super()._get_dataloader(*args, **kwargs)
-        if self._end_on_signal is not None:
-            spare_workers(loader)
-        return loader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -90,6 +84,7 @@ class ResumingMixin(TrainerMixin):
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
+            stack.callback(self._stream.close)
             return super().train(checkpoint, *args, **kwargs)
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
@@ -150,7 +145,7 @@ class ResumingMixin(TrainerMixin):
             "fallbacks": asdict(self._policy.fallbacks),
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
-            "skipped_rows": self._skipped,
+            "skipped_rows": self._stream.skipped,
         }
 
     def _checked(self) -> dict[str, Any]:
@@ -198,7 +193,7 @@ class ResumingMixin(TrainerMixin):
         for batch in self._buffered_inputs or ():
             batch["packed"] = [packed and self._policy.fallbacks.packing for packed in batch["packed"]]
         self._n_skipped = state["n_skipped"]
-        self._skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
+        self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

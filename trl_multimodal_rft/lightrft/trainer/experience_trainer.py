@@ -18,7 +18,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from ...algorithms.losses import LOSSES, explained_variance
 from ...data.features import undecoded
-from ...data.fetch import EndlessRows
+from ...data.rows import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...forward.scoring import left_pad
 from ...models.wrapped import is_unsharded
