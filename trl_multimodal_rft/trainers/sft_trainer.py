@@ -27,6 +27,7 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
+from ..data.batches import BatchShape, seeded_order
 from ..data.columns import MEDIA_COLUMNS, MediaError, rows_to_messages
 from ..data.features import undecoded
 from ..data.rows import Row
@@ -45,7 +46,7 @@ from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
-from ..rollout.stream import BatchShape, EncodedRow, RowStream, named_dataset, seeded_order, warn_of_positions
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import KnownKeywords, check_arguments
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
@@ -262,11 +263,14 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
             self.chat_template = _training_template(self.processing_class)
         own = self._unwrapped(self.model)
         self._own_tokens = placeholder_tokens(own, self.processing_class)
-        columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs"]
-        self._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*columns, *self._signature_columns, *MEDIA_COLUMNS]))
+        columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs", "input_ids", "labels"]
         self._stream = RowStream(
-            args, self.accelerator, encode=self._encode_row, metrics=self._metrics, state=lambda: self.state
+            args,
+            self.accelerator,
+            encode=self._encode_row,
+            columns=[*columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            metrics=self._metrics,
+            state=lambda: self.state,
         )
         self.data_collator = self._encode_batch  # for `predict`
         obstacle = sharing_obstacle(own)
@@ -345,31 +349,20 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
 
     def get_train_dataloader(self):
-        args, dataset = self.args, self.train_dataset
-        is_stream = isinstance(dataset, IterableDataset)
-        ranks = self.accelerator.num_processes, self.accelerator.process_index
-        seed = args.seed if args.data_seed is None else args.data_seed
-        shuffle = args.train_sampling_strategy == "random"
+        args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
+        order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
         return self._stream.train_loader(
-            dataset if is_stream else self._remove_unused_columns(dataset, description="Training"),
+            self.train_dataset,
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
-            order=seeded_order(0 if is_stream else len(dataset), seed, shuffle),
-            # An update reads its micro-batches before it forwards the first, to count their labels
-            n_ahead=args.media_prefetch * args.gradient_accumulation_steps,
-            columns=self._signature_columns if args.remove_unused_columns else None,
-            collate=partial(self._encode_batch, split="train"),
+            # An update reads its micro-batches before it forwards the first one, to count their labels
+            args.media_prefetch * args.gradient_accumulation_steps,
+            order if args.train_sampling_strategy == "random" else None,
+            collate_fn=partial(self._encode_batch, split="train"),
         )
 
     def get_eval_dataloader(self, eval_dataset=None):
-        args, dataset = self.args, named_dataset(self.eval_dataset, eval_dataset)
-        is_stream = isinstance(dataset, IterableDataset)
-        return self._stream.eval_loader(
-            dataset if is_stream else self._remove_unused_columns(dataset, description="Evaluation"),
-            args.eval_batch_size,
-            sampler=self._get_eval_sampler,
-            columns=self._signature_columns if args.remove_unused_columns else None,
-            collate=partial(self._encode_batch, split="eval"),
-        )
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=self._encode_batch)
 
     def _encode_row(self, row: Row) -> SupervisedSequence:
         if row.get("input_ids"):
