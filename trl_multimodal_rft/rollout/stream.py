@@ -126,8 +126,8 @@ class RowStream:
         self, dataset: Any, completions: int, sampler: Callable[[Any], Any], shuffle: bool = False, **options
     ) -> DataLoader:
         """
-        A loader of [`RowBatch`]es to evaluate. With `on_media_error="skip"`, all rows are read once, to leave out those
-        that can't be. `sampler` is for datasets, `shuffle` for streams.
+        A loader of [`RowBatch`]es to evaluate. With `on_media_error="skip"`, all rows are read once, to leave out
+        those that can't be. `sampler` is for datasets, `shuffle` for streams.
         """
         args, accelerator, size = self._args, self._accelerator, self._args.eval_batch_size
         if isinstance(dataset, IterableDataset):

@@ -225,7 +225,8 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
             measured_head(type(self)),
             patch.multiple(args, **_TO_TRL),
         ):
-            super().__init__(
+            parent: Any = super()  # of TRL's trainers, mixins name another one
+            parent.__init__(
                 model=model,
                 args=args,
                 data_collator=list,
