@@ -90,7 +90,8 @@ class EpochBatches:
         return self.n_batches * self._shape.repeats
 
     def __iter__(self) -> Iterator[RowBatch]:
-        for place in range(self.epoch * self.n_batches, (self.epoch + 1) * self.n_batches):
+        epoch, self.epoch = self.epoch, self.epoch + 1  # unless `set_epoch` is called
+        for place in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
             batch = RowBatch(self.keys(place), self._read, place)
             for _ in range(self._shape.repeats):
                 yield batch

@@ -109,10 +109,8 @@ class RowStream:
         self._completions, self._n_ahead, self._coming = shape.completions, n_ahead, []
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
-            self._rows, self._batches = (
-                None,
-                StreamBatches(undecoded(dataset), shape, self._read_training, self._columns),
-            )
+            self._rows, read = None, self._read_training
+            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns)
             return _batch_loader(self._batches, **options)
         dataset = self._select_columns(dataset)
         self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, self._args.seed + 1)
