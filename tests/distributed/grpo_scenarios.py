@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import shutil
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
