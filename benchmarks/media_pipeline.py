@@ -34,6 +34,7 @@ from policy_update import CASES, PRESETS, build_model, build_processor
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.rows import DatasetRows
 
 
 class Emulated(MultimodalGRPOTrainer):
@@ -44,8 +45,8 @@ class Emulated(MultimodalGRPOTrainer):
         self._wait, self._known = wait, known
         self.sampler = Sampling(self.sampler, self._wait_and_draw)
 
-    def _read(self, row):
-        return super()._read(row) if self._known is None else self._known[row.number]
+    def _encode_row(self, row):
+        return super()._encode_row(row) if self._known is None else self._known[row.number]
 
     def _wait_and_draw(self, model, prompts, *, step, **options):
         time.sleep(self._wait)
@@ -179,9 +180,8 @@ def run(args: argparse.Namespace) -> dict:
         blocks = [[video, {"type": "text", "text": question}] for video in videos]
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in blocks])
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
-        reader.get_train_dataloader()
         start = time.perf_counter()
-        known = {i: reader._read(reader._train_rows[i]) for i in range(n)}
+        known = {row.number: reader._encode_row(row) for row in DatasetRows(rows).__getitems__([*range(n)])}
         reading = (time.perf_counter() - start) / n * args.prompts
         wait = args.wait * reading
         for _ in range(args.repeats):

@@ -20,7 +20,7 @@ from helpers.trainer_utils import load, saved
 from trl_multimodal_rft.cli import arguments, main
 from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
-from trl_multimodal_rft.data.fetch import FetchOnce
+from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 
@@ -75,7 +75,7 @@ def truth(rows, **options):
     model, processor = load("qwen2_audio")
     ids = placeholder_token_ids(model, processor)["audio"]
     lengths, tokens, failed = {}, {}, {}
-    for i, row in enumerate(FetchOnce(rows)):
+    for i, row in enumerate(DatasetRows(rows)):
         try:
             prompt = rows_to_messages([row])[0]["prompt"]
             encoded = encode_prompt(prompt, processor, model, **options)

@@ -23,8 +23,8 @@ from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.columns import Encoded, MediaError, MediaRef, rows_to_messages
 from trl_multimodal_rft.data.encode import mp4
 from trl_multimodal_rft.data.features import Decoded, as_encoded, restore_media, restore_rows, undecoded
-from trl_multimodal_rft.data.fetch import FetchOnce
 from trl_multimodal_rft.data.loading import load_image
+from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.data.rules import MediaRules
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
@@ -199,7 +199,7 @@ def touched(value):
 @pytest.mark.parametrize("look", [lambda value: value[1].size, touched], ids=["one", "all"])
 def test_a_corrupt_file_that_only_rewards_touch(look, folders, tmp_path):
     dataset = with_corrupt(folders, "image", "table", tmp_path).rename_column("image", "picture")
-    rows = restore_rows(FetchOnce(dataset).__getitems__([0, 1]))
+    rows = restore_rows(DatasetRows(dataset).__getitems__([0, 1]))
     with pytest.raises(MediaError, match=r"row 1, column 'picture' \(1\.png\): cannot read this image"):
         look([row["picture"] for row in rows])
 
@@ -209,11 +209,11 @@ def test_rewards_open_nothing_that_the_rules_forbid(folders, tmp_path):
     features = Features({"image": Image(), "audio": Audio(), "video": Video()})
     playlist = f"#EXTM3U\n#EXTINF:10,\n{folders / 'video' / '0.mp4'}\n#EXT-X-ENDLIST\n".encode()
     row = {"image": {"bytes": program}, "audio": {"bytes": playlist}, "video": {"bytes": playlist}}
-    (row,) = restore_rows(FetchOnce(Dataset.from_list([row], features=features)).__getitems__([0]))
+    (row,) = restore_rows(DatasetRows(Dataset.from_list([row], features=features)).__getitems__([0]))
     for kind, medium in row.items():
         with pytest.raises(MediaError, match=f"row 0, column '{kind}'"):
             medium.__class__  # noqa: B018
-    rows = FetchOnce(loaded(folders, "image")).__getitems__([0])
+    rows = DatasetRows(loaded(folders, "image")).__getitems__([0])
     for rules, option in (
         (MediaRules(allowed_media_folders=("/nowhere",)), "allowed_media_folders"),
         (MediaRules(max_image_pixels=100), "max_image_pixels"),
@@ -347,13 +347,13 @@ def test_several_media_in_a_column_of_one():
 
 def test_decoded_media_behave_as_what_they_are(folders):
     dataset = loaded(folders, "image")
-    (row,) = restore_rows(FetchOnce(dataset).__getitems__([0]))
+    (row,) = restore_rows(DatasetRows(dataset).__getitems__([0]))
     lazy, expected = row["image"], dataset[0]["image"]
     assert type(lazy) is Decoded and isinstance(lazy, PIL.Image.Image) and lazy == expected == lazy
     assert lazy.convert("L") == expected.convert("L") and np.asarray(lazy).shape == (56, 84, 3)
     assert copy.deepcopy(lazy) is lazy and pickle.loads(pickle.dumps(lazy)) == expected
-    assert as_encoded([{"image": lazy}]) == [{"image": FetchOnce(dataset)[0]["image"]}]
+    assert as_encoded([{"image": lazy}]) == [{"image": DatasetRows(dataset)[0]["image"]}]
     lazy.info["seen"] = True
     assert lazy.info["seen"] and lazy != dataset[1]["image"] and lazy
-    (row,) = restore_rows(FetchOnce(loaded(folders, "video")).__getitems__([0]))
+    (row,) = restore_rows(DatasetRows(loaded(folders, "video")).__getitems__([0]))
     assert len(row["video"]) == 4 and [frame.shape for frame in row["video"]] == [(3, 56, 84)] * 4

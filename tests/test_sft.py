@@ -20,7 +20,7 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.data.fetch import FetchOnce
+from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.encoding.supervised import encode_sequence
 
 
@@ -206,7 +206,7 @@ def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
     options = {"packing": packing, "per_device_train_batch_size": len(rows), "gradient_accumulation_steps": 1}
     trainer = make("qwen2_5_omni", dataset, tmp_path, assistant_only_loss=True, **options)
     trainer.model.train()
-    batch = trainer._encode_batch(FetchOnce(dataset).__getitems__(list(range(len(rows)))))
+    batch = trainer._encode_batch(DatasetRows(dataset).__getitems__(list(range(len(rows)))))
     masks = [each.learned for each in batch["sequences"]]
     decode = trainer.processing_class.tokenizer.decode
     said = [decode(each.input_ids[each.learned]) for each in batch["sequences"]]
@@ -303,7 +303,9 @@ def test_streams_and_evaluation(tmp_path):
 
 def test_no_batch_is_an_error(tmp_path):
     trainer = make("qwen2_5_vl", text_rows(1), tmp_path, per_device_train_batch_size=2, dataloader_drop_last=True)
-    with pytest.raises(ValueError, match="`train_dataset` has fewer rows than a batch of 2, so nothing was trained"):
+    with pytest.raises(
+        ValueError, match="`train_dataset` has 1 rows, fewer than a batch of 2, so there is nothing to train on"
+    ):
         trainer.train()
 
 

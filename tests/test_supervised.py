@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.features import restore_rows
-from trl_multimodal_rft.data.fetch import EndlessRows
+from trl_multimodal_rft.data.rows import EndlessRows
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 from trl_multimodal_rft.forward.scoring import completion_scores
 

@@ -52,7 +52,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.fetch import FetchOnce
+from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.families import family_of
 
 
@@ -332,7 +332,7 @@ def test_only_media_become_arrays():
     ]
     columns = {"prompt": prompt, "solution": [1, 2], "audio": {"array": [0.5, 1.0]}}
     rows = Dataset.from_dict({"index": [0]}).with_transform(lambda batch: {k: [v] for k, v in columns.items()})
-    row = FetchOnce(rows)[0]
+    row = DatasetRows(rows)[0]
     assert row["solution"] == [1, 2]
     assert row["prompt"][1]["tool_calls"][0]["function"]["arguments"]["x"] == [1, 2, 3]
     assert isinstance(row["audio"]["array"], np.ndarray)
@@ -581,7 +581,7 @@ def test_prompts_that_are_none_are_named(prompt, message):
 
 
 def test_fewer_rows_than_a_generation_batch_raises():
-    with pytest.raises(ValueError, match="has 3 rows, fewer than the 4 prompts of a generation batch"):
+    with pytest.raises(ValueError, match="has 3 rows, fewer than a batch of 4"):
         run(InjectedOurs, "qwen2_audio", audio_rows(3), gradient_accumulation_steps=2)
 
 

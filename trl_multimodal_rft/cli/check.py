@@ -17,8 +17,8 @@ from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
 from ..data.features import undecoded
-from ..data.fetch import FetchOnce, Row
 from ..data.named import load_rows
+from ..data.rows import DatasetRows, Row
 from ..data.rules import RULE_NAMES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.control_tokens import checked_prompt
@@ -33,7 +33,7 @@ class RowChecker(torch.utils.data.Dataset):
     """Rows by their place, encoded as trainers encode them."""
 
     def __init__(self, rows: Dataset | IterableDataset | None, model: PreTrainedModel, processor: Any, args):
-        self.rows: Any = FetchOnce(rows) if isinstance(rows, Dataset) else None
+        self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.model = model
         self.processor = processor
         self.ignored = args.ignored_media_columns or ()
@@ -48,7 +48,7 @@ class RowChecker(torch.utils.data.Dataset):
     def __getitem__(self, place: int | tuple[int, dict[str, Any]]) -> CheckedRow:
         checked = CheckedRow(place if isinstance(place, int) else place[0])
         try:
-            row = self.rows[place] if isinstance(place, int) else Row(place[0], dict([place]).__getitem__)
+            row = self.rows[place] if isinstance(place, int) else Row(*place)
             self._encode(row, checked)
         except Exception as error:  # whatever it is, it would end a run
             text = without_credentials(str(error))

@@ -277,7 +277,7 @@ def rows_to_messages(
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], `None` where a row has
-            none. Errors name the `number` of a [`~data.fetch.Row`], and the place of other rows. They are not
+            none. Errors name the `number` of a [`~data.rows.Row`], and the place of other rows. They are not
             modified.
         ignored (`Collection[str]`, *optional*, defaults to `()`):
             Media columns that are not for the prompt.

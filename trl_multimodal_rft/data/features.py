@@ -106,7 +106,7 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
 
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
-            Rows of [`undecoded`]. Errors name the `number` of a [`~data.fetch.Row`], and the place of other rows.
+            Rows of [`undecoded`]. Errors name the `number` of a [`~data.rows.Row`], and the place of other rows.
         rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
 

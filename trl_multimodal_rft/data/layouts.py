@@ -14,7 +14,7 @@ from ..families import MODALITIES
 from .benchmarks import PROBLEM_TEMPLATE, _json_file, _read_dataset, _read_json, _required
 from .choices import without_letters
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, rows_to_messages, shortened
-from .fetch import Row
+from .rows import Row
 
 
 # As [`load_geo3k`] asks, after the options
@@ -436,7 +436,7 @@ def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], number: i
                 f"row {number}, column '{kind}s': there is none for '<{kind}>' in the text; add it, or write the text "
                 "without it."
             )
-    (placed,) = rows_to_messages([Row(number, lambda _: row)])
+    (placed,) = rows_to_messages([Row(number, row)])
     messages = []
     for message in placed["prompt"]:
         content = message["content"]

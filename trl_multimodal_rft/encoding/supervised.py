@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.columns import MediaError, check_decoded, iter_refs, rows_to_messages
-from ..data.fetch import Row
+from ..data.rows import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import family_of
 from .control_tokens import checked_prompt
@@ -83,7 +83,7 @@ def encode_sequence(
         row (`Mapping[str, Any]`):
             Row with `prompt` and `completion`, or with `messages`; and media columns. A prompt and a completion that
             are both text, without media, are taken as they are, and the completion's end is added; all others are
-            written by the chat template. Errors name the `number` of a [`~data.fetch.Row`].
+            written by the chat template. Errors name the `number` of a [`~data.rows.Row`].
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor.
         model ([`~transformers.PreTrainedModel`]):
@@ -127,10 +127,8 @@ def encode_sequence(
     else:
         chat, answer = _chat(row, f"row {number}", f"row {number}")
     try:
-        placed = {number: {**row, "prompt": [*chat, *answer]}}
-        (placed_row,) = rows_to_messages(
-            [Row(number, placed.__getitem__)], ignored_media_columns, own_tokens, rules=media_rules
-        )
+        whole_row = Row(number, {**row, "prompt": [*chat, *answer]})
+        (placed_row,) = rows_to_messages([whole_row], ignored_media_columns, own_tokens, rules=media_rules)
         messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, number)
         said = [message for message in messages if message["role"] == "assistant"]
         if (medium := next(iter_refs(said), None)) is not None:

@@ -42,7 +42,7 @@ from ..data.columns import (
     strip_media,
 )
 from ..data.features import restore_media, restore_rows
-from ..data.fetch import FetchOnce, Row
+from ..data.rows import DatasetRows, Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.ablation import Ablation
@@ -524,7 +524,7 @@ def _evaluate(
             logger.warning_once(warning)  # also of one evaluation after the other
 
     look(dataset, "all")
-    rows = FetchOnce(dataset) if is_table else _Rows(dataset)
+    rows = DatasetRows(dataset) if is_table else _Rows(dataset)
     if args.group_by is not None and args.group_by not in rows.__getitems__([0])[0]:
         raise ValueError(f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs.")
     if args.group_by in MEDIA_COLUMNS:
@@ -604,7 +604,7 @@ class _Rows:
         self._rows = rows
 
     def __getitems__(self, indices: list[int]) -> list[Row]:
-        return [Row(index, self._rows.__getitem__) for index in indices]
+        return [Row(index, self._rows[index]) for index in indices]
 
 
 def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:

@@ -1,10 +1,41 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows of a dataset and their prompts, read and encoded in worker processes ahead of the step that needs them."""
 
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, count
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerState
+
+from ..data.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
+from ..data.columns import MediaError
+from ..data.features import restore_rows, undecoded
+from ..data.prefetch import PrefetchPool
+from ..data.rows import DatasetRows, EndlessRows, Row
 from ..encoding.prompts import EncodedPrompt
+
+
+logger = get_logger(__name__)
+
+# In the output folder
+SKIPPED_ROWS = "skipped_rows.jsonl"
+
+# `max_skipped_rows` as a share is of this many rows of a stream
+_STREAM_LENGTH = 1000
 
 
 @dataclass(eq=False)
@@ -13,7 +44,322 @@ class EncodedRow:
 
     number: int  # of the row in its dataset
     row: dict[str, Any]  # all columns as the dataset has them; a feature decodes its medium when it is accessed
-    # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment or `rollout_func` has it
+    stored: Row  # the same, with media as they are stored
+    # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
     prompt: EncodedPrompt | None = None  # `None` without media: text is tokenized as the other rows of its batch are
-    error: str | None = None  # why the row can't be read, in which case it has neither messages nor prompt
+
+
+class RowStream:
+    """
+    Gives a trainer its rows with encoded prompts, in training with others in the place of those that can't be read.
+
+    `encode` makes the prompt of a row by itself, `None` where environments or `rollout_func` make prompts. `messages`
+    makes the messages of rows of a batch, which come out alike. `columns` are those to keep, by default all.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        *,
+        encode: Callable[[Row], Any] | None,
+        messages: Callable[[list[Row]], list[Any]] | None = None,
+        columns: Collection[str] | None = None,
+        metrics: Any,
+        state: Callable[[], TrainerState],
+    ):
+        self.skipped: dict[int, str] = {}  # training rows that can't be read, and why
+        self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
+        self._encode, self._messages, self._columns = encode, messages, columns
+        self._rows: DatasetRows | None = None  # to train on; `None` for a stream
+        self._batches: Any = None  # of these
+        self._completions = 1
+        self._last_row: Row | None = None  # of a stream, the last one that could be read
+        self._extra: EndlessRows | None = None
+        self._pool: PrefetchPool | None = None
+        self._n_ahead = 0  # batches
+        self._has_prompts = False  # until then, there is nothing for workers to do
+        self._coming: list[int] = []  # rows of the next batches
+        self._coming_extra: list[int] = []
+        # Of each dataset that was evaluated, rows that can't be read
+        self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    # Loaders
+
+    def train_loader(
+        self,
+        dataset: Any,
+        shape: BatchShape,
+        n_ahead: int,
+        order: Callable[[int, int], torch.Tensor] | None,
+        **options,
+    ) -> DataLoader:
+        """
+        A loader of [`RowBatch`]es of this rank, the rows of `n_ahead` of which are prefetched.
+
+        Accelerate doesn't prepare it: its loaders shard the batches again.
+        """
+        self.close()
+        self._completions, self._n_ahead, self._coming = shape.completions, n_ahead, []
+        if isinstance(dataset, IterableDataset):
+            self._check_whole_groups(shape)
+            self._rows, read = None, self._read_training
+            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns)
+            return _batch_loader(self._batches, **options)
+        dataset = self._select_columns(dataset)
+        self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, self._args.seed + 1)
+        self._batches = EpochBatches(len(dataset), shape, self._read_training, order)
+        if n_ahead > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
+            rows, n_workers = self._rows, max(1, self._args.dataloader_num_workers)
+            self._pool = PrefetchPool(lambda number: self._encoded(rows[number]), n_workers)
+        return _batch_loader(self._batches, len(dataset), **options)
+
+    def eval_loader(
+        self, dataset: Any, completions: int, sampler: Callable[[Any], Any], shuffle: bool = False, **options
+    ) -> DataLoader:
+        """
+        A loader of [`RowBatch`]es to evaluate. With `on_media_error="skip"`, all rows are read once, to leave out
+        those that can't be. `sampler` is for datasets, `shuffle` for streams.
+        """
+        args, accelerator, size = self._args, self._accelerator, self._args.eval_batch_size
+        if isinstance(dataset, IterableDataset):
+            stream = undecoded(dataset)
+            stream = stream.shuffle(seed=args.seed) if shuffle else stream
+            ranks = accelerator.num_processes, accelerator.process_index
+            shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
+            read = partial(self._read, completions=completions, rows=None)
+            batches = StreamBatches(stream, shape, read, self._columns, shards=False)
+            batches.left_out = self._find_unreadable(dataset, batches.rows())
+            return _batch_loader(batches, **options)
+        rows = DatasetRows(self._select_columns(dataset))
+        read = partial(self._read, completions=completions, rows=rows)
+        unreadable = self._find_unreadable(dataset, map(rows.__getitem__, range(len(rows))))
+        numbers: Any = [number for number in range(len(rows)) if number not in unreadable]
+        collate = options.pop("collate_fn", _unchanged)
+        loader = DataLoader(
+            numbers,
+            size,
+            sampler=sampler(numbers),
+            collate_fn=lambda keys: collate(RowBatch(keys, read)),
+            drop_last=args.dataloader_drop_last,
+        )
+        return accelerator.prepare_data_loader(loader, device_placement=False)
+
+    def draw(self, start: int, n: int) -> RowBatch:
+        """
+        This rank's `n` rows for more completions, after the `start` that all ranks drew before, in an endless order
+        that has nothing to do with the batches.
+        """
+        assert self._extra is not None
+        ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
+        numbers = self._extra.numbers(start + rank * n, n)
+        self._coming_extra = self._extra.numbers(start + (ranks + rank) * n, n)
+        return RowBatch([number for number in numbers for _ in range(self._completions)], self._read_training)
+
+    def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
+        """Rows that come from no loader, not encoded yet."""
+        return self._complete([(Row(getattr(row, "number", i), dict(row)), None) for i, row in enumerate(rows)])
+
+    def _select_columns(self, dataset: Dataset) -> Dataset:
+        if self._columns is None:
+            return dataset
+        return dataset.remove_columns([name for name in dataset.column_names if name not in self._columns])
+
+    def _check_whole_groups(self, shape: BatchShape) -> None:
+        if self._args.on_media_error == "skip" and shape.size % shape.completions != 0:
+            raise ValueError(
+                "With `on_media_error='skip'` and a stream, a process takes an earlier row of its own in the place of "
+                f"one that can't be read, so it must have whole groups: make `per_device_train_batch_size` * "
+                f"`steps_per_generation` ({shape.size}) a multiple of `num_generations` ({shape.completions})."
+            )
+
+    # Rows
+
+    def _read_training(self, batch: RowBatch) -> list[EncodedRow]:
+        read = self._read(batch, self._completions, self._rows, training=True)
+        self._has_prompts = self._has_prompts or any(each.prompt is not None for each in read)
+        if self._pool is not None and self._has_prompts:
+            if batch.place is not None:
+                steps = self._state().max_steps, self._args.gradient_accumulation_steps
+                self._coming = self._batches.coming(batch.place, self._n_ahead, *steps)
+            self._pool.want([*self._coming_extra, *self._coming])
+        return read
+
+    def _read(
+        self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
+    ) -> list[EncodedRow]:
+        """Reads the row of each group once. In training, others take the place of rows that can't be read."""
+        first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
+        numbers = [*map(_number, batch.keys)]
+        begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
+        skips, n_failed = training and self._args.on_media_error == "skip", 0
+        read: dict[int, tuple[Row, Any]] = {}  # by the place at which a group begins
+        while True:
+            failed = {}
+            for i in (i for i in range(len(batch)) if begins[i]):
+                key = self._replacement(batch.keys[i]) if training else batch.keys[i]
+                if i in read and read[i][0].number == _number(key):
+                    continue
+                try:
+                    read[i] = self._take(key, rows, training)
+                except MediaError as error:
+                    if not skips:
+                        raise
+                    failed[_number(key)] = str(error)
+            if skips:
+                failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
+                n_failed += len(failed)
+            if not failed:
+                break
+        if skips:
+            self._metrics["train"]["media/skipped"].append(float(n_failed))
+        groups = self._complete([read[i] for i in sorted(read)])
+        return [groups[group - 1] for group in accumulate(begins)]
+
+    def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> tuple[Row, Any]:
+        """A row and its prompt."""
+        if training and self._pool is not None and self._has_prompts:
+            row, prompt, decoded = self._pool.take(key)
+        else:
+            row, prompt, decoded = self._encoded(key if rows is None else rows[key])
+        if decoded:
+            prompt.decoded = decoded  # which isn't pickled with it
+        if training:
+            self._last_row = row
+        return row, prompt
+
+    def _encoded(self, row: Row) -> tuple[Row, Any, Any]:
+        prompt = None if self._encode is None else self._encode(row)
+        return row, prompt, getattr(prompt, "decoded", ())
+
+    def _complete(self, read: list[tuple[Row, Any]]) -> list[EncodedRow]:
+        rows = [row for row, _ in read]
+        messages = [None] * len(rows) if self._messages is None else self._messages(rows)
+        columns = restore_rows(rows, self._args.media_rules)
+        return [
+            EncodedRow(row.number, restored, row, placed, prompt)
+            for (row, prompt), restored, placed in zip(read, columns, messages, strict=True)
+        ]
+
+    # Rows that can't be read
+
+    def _replacement(self, key: Any) -> Any:
+        if _number(key) not in self.skipped:
+            return key
+        if self._rows is not None:
+            return other_row(key, self.skipped, len(self._rows), self._args.seed)
+        if self._last_row is None:
+            raise MediaError(f"{self.skipped[key.number]} (and no row before it can take its place)")
+        return self._last_row
+
+    def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
+        """Notes rows that failed, of the so many of a split. All that did, on any rank."""
+        failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
+        skipped.update(failures)
+        if failures and self._accelerator.is_main_process:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as lines:
+                for row, error in failures.items():
+                    entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
+                    lines.write(json.dumps(entry) + "\n")
+        if len(skipped) > skip_limit(self._args.max_skipped_rows, n_rows):
+            raise MediaError(
+                f"{len(skipped)} rows can't be read, more than `max_skipped_rows` ({self._args.max_skipped_rows:g}) "
+                f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
+            )
+        return failures
+
+    def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
+        """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
+        if self._args.on_media_error != "skip" or self._encode is None:
+            return {}
+        if dataset not in self._unreadable:
+            failed: dict[int, str] = {}
+            unreadable: dict[int, str] = {}
+            n_rows = 0
+            for n_rows, row in enumerate(rows, start=1):
+                if n_rows % self._accelerator.num_processes == self._accelerator.process_index:
+                    try:
+                        self._encoded(row)
+                    except MediaError as error:
+                        failed[row.number] = str(error)
+            self._skip(failed, unreadable, n_rows, "eval")
+            if unreadable and len(unreadable) == n_rows:
+                raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
+            self._unreadable[dataset] = unreadable
+        self._metrics["eval"]["media/skipped"] = [float(len(self._unreadable[dataset]))]
+        return self._unreadable[dataset]
+
+
+class _Unindexed:
+    """The dataset of a loader whose batch sampler makes the batches."""
+
+    def __init__(self, n_rows: int | None):
+        self._n_rows = n_rows
+
+    def __len__(self) -> int:
+        if self._n_rows is None:
+            raise TypeError("A stream has no length.")
+        return self._n_rows
+
+    def __getitems__(self, batch: RowBatch) -> RowBatch:
+        return batch
+
+
+def _batch_loader(batches: Any, n_rows: int | None = None, collate_fn: Callable | None = None) -> DataLoader:
+    dataset: Any = _Unindexed(n_rows)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or _unchanged)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _number(key: Any) -> int:
+    return getattr(key, "number", key)
+
+
+def named_dataset(datasets: Any, dataset: Any) -> Any:
+    """The dataset that `get_eval_dataloader` is called with: itself, or by its name among the trainer's."""
+    dataset = datasets if dataset is None else datasets[dataset] if isinstance(dataset, str) else dataset
+    if dataset is None:
+        raise ValueError("There is no dataset to evaluate; pass `eval_dataset` to the trainer or to `evaluate`.")
+    return dataset
+
+
+def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], model: PreTrainedModel) -> bool:
+    """Warns of the first row that is longer than the model was trained for. Whether it did."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+    for prompt, number in zip(prompts, numbers, strict=True):
+        taken = int(prompt.position_ids.max()) + 1
+        if taken > limit:
+            logger.warning(
+                f"Row {number} takes {taken} positions, more than the {limit} of the model "
+                "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their "
+                "media smaller, or scale its positions (`rope_scaling` of its config).",
+                main_process_only=False,
+            )
+            return True
+    return False
+
+
+def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int:
+    """The row that takes the place of another, the same on all ranks that skip the same rows."""
+    if row not in skipped:
+        return row
+    if len(skipped) >= n_rows:
+        raise ValueError("None of the dataset's rows can be read.")
+    drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
+    return next(each for each in drawn if each not in skipped)
+
+
+def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
+    """How many rows may be skipped."""
+    return int(max_skipped_rows) if max_skipped_rows >= 1 else max(1, int(max_skipped_rows * n_rows))

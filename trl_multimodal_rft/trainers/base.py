@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
+from datasets import IterableDataset
 from torch import nn
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from trl import is_conversational
@@ -25,12 +26,14 @@ from ..algorithms.metrics import log_metrics
 from ..checks.checks import Checks
 from ..checks.media_contribution import is_due, media_contribution
 from ..checks.self_check import RunSettings
-from ..data.columns import iter_refs, rows_to_messages, strip_media
-from ..data.features import restore_media, restore_rows
-from ..data.fetch import Row
+from ..data.batches import BatchShape, repeat_order
+from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
+from ..data.features import restore_media
+from ..data.rows import Row
 from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.ablation import Ablation
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
+from ..encoding.control_tokens import checked_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..forward.layout import group_by_prompt, micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
@@ -52,13 +55,12 @@ from ..rollout.reward import check_readers, reward_metrics, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import TransformersSampler, VLLMSampler
 from ..rollout.score import score_in_batches
-from ..rollout.stream import EncodedRow
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
 from .arguments import KnownKeywords, check_arguments
 from .engine import make_sampler, naming_checkpoint
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
-from .rows import RowsMixin
 from .setup import (
     around_trl_constructor,
     enable_packing,
@@ -82,7 +84,7 @@ from .setup import (
 logger = get_logger(__name__)
 
 
-class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
     """
     Base of the trainers that sample completions. Constructor, config, loop, engines and names of metrics are TRL's;
     rollout and loss are functions of a [`~rollout.rollout.Rollout`].
@@ -91,6 +93,7 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
     _micro_batch: Rollout | None = None  # while its loss is computed
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
+    _warned_of_positions = False
 
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
@@ -130,7 +133,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
             reward_processors = [reward_processors]
         loaded_rewards = [isinstance(f, str) for f in reward_funcs]
 
-        self._train_sampler = None
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
@@ -163,6 +165,16 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         )
         self.checks = Checks(self._policy, self.accelerator, self._any_process)
         self._own_tokens = placeholder_tokens(self._unwrapped(self.model), self.processing_class)
+        makes_prompts = bool(self.toolbox) or rollout_func is not None
+        self._stream = RowStream(
+            args,
+            self.accelerator,
+            encode=None if makes_prompts else self._encode_row,
+            messages=self._messages,
+            columns=["prompt", *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            metrics=self._metrics,
+            state=lambda: self.state,
+        )
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
         set_tools(self, of_environments)
         if loaded.ref_model is not None:
@@ -222,6 +234,62 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         ):
             yield model
 
+    # Rows and prompts
+
+    def get_train_dataloader(self):
+        args, dataset = self.args, self.train_dataset
+        if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        ranks = self.accelerator.num_processes, self.accelerator.process_index
+        size = args.generation_batch_size // ranks[0]
+        shape = BatchShape(size, self.num_generations, self._steps_per_rollout, *ranks)
+        order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
+        return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        """Micro-batches between one generation batch and the next."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _encode_row(self, row: Row) -> EncodedPrompt | None:
+        """The prompt of a row that has media."""
+        check_has_prompt(row)
+        (prompt,) = self._messages([row])
+        if next(iter_refs(prompt), None) is None:
+            self._checked_prompt(prompt, row.number)
+            return None
+        return self._encode(prompt, row.number)
+
+    def _messages(self, rows: list[Row]) -> list[Any]:
+        """The prompts of rows of a batch, with their media; `None` if environments make them."""
+        if "prompt" not in rows[0]:
+            return [None] * len(rows)
+        ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
+        return [each["prompt"] for each in rows_to_messages(rows, ignored, self._own_tokens, rules)]
+
+    def _encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs) -> EncodedPrompt:
+        return encode_prompt(
+            self._checked_prompt(prompt, row),
+            self.processing_class,
+            self._unwrapped(self.model),
+            template_kwargs={**self._template_kwargs(), **template_kwargs},
+            audio_overlong=self.args.audio_overlong,
+            keep_decoded=self.use_vllm,
+            engine_positions=self.use_vllm,
+            ablation=ablation,
+            row=row,
+        )
+
+    def _checked_prompt(self, prompt: Any, row: int) -> Any:
+        return checked_prompt(prompt, self.processing_class, self.args.special_tokens_in_text, row)
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}
+
     # The stages of a rollout, in the order in which a trainer's `_generate_and_score_completions` calls them
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
@@ -247,8 +315,8 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         if len(self._asked) < 2:
             self._asked.update(map(conversation_of, messages))
         self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
-        if prompts:  # of `rollout_func` otherwise
-            self._warn_of_positions(prompts, numbers)
+        if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
+            self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
         rollout = Rollout(
             prompts,
             group_ids.to(self.accelerator.device),
@@ -266,26 +334,19 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         return rollout
 
     def _read_rows(self, inputs: Sequence[Any]) -> list[EncodedRow]:
-        encoded: list[EncodedPrompt | None] = [None] * len(inputs)
-        if isinstance(inputs[0], Row) and self._encodes_rows:
-            inputs, encoded = self._encode_rows(inputs)
+        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
+        stored = [row.stored for row in rows]
         if not all(isinstance(each, nn.Module) for each in self.reward_funcs):
-            check_reward_columns(inputs[0], 0)
+            check_reward_columns(stored[0], 0)
         if not self.toolbox:
-            for index, row in enumerate(inputs):
-                check_has_prompt(row, index)
+            for row in stored:
+                check_has_prompt(row)
             name = "train_dataset" if self.model.training else "eval_dataset"
             if name in self._unseen:
                 self._unseen.remove(name)
                 takes = modalities(self._unwrapped(self.model), self.args)
-                warn_of_unread(self.args, {name: [dict(row) for row in inputs]}, takes, extent="first")
-        originals = restore_rows(inputs, self.args.media_rules)
-        messages = [None] * len(inputs)
-        if "prompt" in originals[0]:
-            ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
-            messages = [row["prompt"] for row in rows_to_messages(inputs, ignored, self._own_tokens, rules)]
-        numbers = [getattr(row, "number", place) for place, row in enumerate(inputs)]
-        return [EncodedRow(*each) for each in zip(numbers, originals, messages, encoded, strict=True)]
+                warn_of_unread(self.args, {name: [dict(row) for row in stored]}, takes, extent="first")
+        return rows
 
     def _tools_of(self, environments: list[Any] | None, index: int) -> dict[str, Any]:
         """Arguments for the chat template of a prompt whose tools are those of its environment."""
@@ -658,23 +719,6 @@ class MultimodalTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, Pu
         source = self._processor_source
         return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
 
-    def _get_train_sampler(self, dataset=None):
-        self._train_sampler = super()._get_train_sampler(dataset)
-        if len(self._train_sampler) == 0:
-            prompts = self.args.generation_batch_size // self.num_generations
-            raise ValueError(
-                f"The training dataset has {len(self._train_sampler.data_source)} rows, fewer than the {prompts} "
-                "prompts of a generation batch, so there would be nothing to train on. Lower "
-                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`, raise "
-                "`num_generations`, or add rows."
-            )
-        return self._looking_ahead(self._train_sampler)
-
-    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+    def _init_training_state(self, *args):
         self.sampler.invalidate_weights()  # another run may start with other weights
-        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
-        # TRL's sampler draws one order after the other, and `Trainer` skips steps within an epoch only
-        if self.state.global_step < max_steps and self._train_sampler is not None and self.shuffle_dataset:
-            for _ in range(epochs_trained):
-                torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
-        return epochs_trained, steps_trained
+        return super()._init_training_state(*args)

@@ -20,7 +20,6 @@ from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LOSSES, LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.shaping import RunningScale
-from ..data.fetch import EndlessRows
 from ..forward.scores import Scores
 from ..rewards.checks import distinct_names
 from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
@@ -194,7 +193,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
-        self._extra_rows: EndlessRows | None = None
 
     @property
     def kl_coef(self) -> float:
@@ -321,19 +319,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _draw_extra(self, n: int) -> Rollout:
         """Completions of this rank's next `n` prompts of dynamic sampling."""
-        if self._extra_rows is None:
-            dataset = self._remove_unused_columns(self.train_dataset, description="Training")
-            self._extra_rows = EndlessRows(dataset, self.args.seed + 1)
-        start = self._n_extra_prompts + self.accelerator.process_index * n
+        start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
-        rows = self._extra_rows.at(start, n)
-        return self._draw([row for row in rows for _ in range(self.num_generations)])
-
-    def _coming_extra_rows(self) -> list[int]:
-        if self._extra_rows is None:  # none were needed so far
-            return []
-        n = self.args.per_device_train_batch_size * self.args.steps_per_generation // self.num_generations
-        return self._extra_rows.numbers(self._n_extra_prompts + self.accelerator.process_index * n, n)
+        return self._draw(self._stream.draw(start, n))
 
     @contextmanager
     def _extra_time(self):

@@ -22,7 +22,7 @@ from ..rollout.groups import SAVED_CLASSES
 from .checkpoint import checkpoints, load_rollout_state, load_unsharded, save_rollout_state, save_unsharded, step_of
 from .manifest import missing_resume_state, saved_fingerprints, verify_checkpoint, write_manifest
 from .run_lock import holding
-from .signals import EndOnSignal, end_with_launcher, spare_workers
+from .signals import EndOnSignal, end_with_launcher
 
 
 logger = get_logger(__name__)
@@ -50,12 +50,6 @@ class ResumingMixin(TrainerMixin):
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(self._any_process)
             self.add_callback(self._end_on_signal)
-
-    def _get_dataloader(self, *args, **kwargs):
-        loader = super()._get_dataloader(*args, **kwargs)
-        if self._end_on_signal is not None:
-            spare_workers(loader)
-        return loader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -89,6 +83,7 @@ class ResumingMixin(TrainerMixin):
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
+            stack.callback(self._stream.close)
             return super().train(checkpoint, *args, **kwargs)
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
@@ -149,7 +144,7 @@ class ResumingMixin(TrainerMixin):
             "fallbacks": asdict(self._policy.fallbacks),
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
-            "skipped_rows": self._skipped,
+            "skipped_rows": self._stream.skipped,
         }
 
     def _checked(self) -> dict[str, Any]:
@@ -194,7 +189,7 @@ class ResumingMixin(TrainerMixin):
         for batch in self._buffered_inputs or ():
             batch.packed = batch.packed and self._policy.fallbacks.packing
         self._n_skipped = state["n_skipped"]
-        self._skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
+        self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

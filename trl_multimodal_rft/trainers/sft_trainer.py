@@ -5,16 +5,14 @@ import json
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import RandomSampler
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -29,11 +27,13 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
+from ..data.batches import BatchShape, seeded_order
 from ..data.columns import MEDIA_COLUMNS, MediaError, rows_to_messages
-from ..data.fetch import Row
+from ..data.features import undecoded
+from ..data.rows import Row
 from ..data.unread import columns_known, other_layout, prepared
 from ..encoding.processors import check_processor, load_processor
-from ..encoding.prompts import DecodedPrompt, placeholder_tokens
+from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import SupervisedSequence, encode_sequence, given_sequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
@@ -46,10 +46,10 @@ from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import KnownKeywords, check_arguments
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
-from .rows import RowsMixin
 from .setup import (
     check_family,
     check_processor_name,
@@ -93,7 +93,7 @@ def _is_general(args: TrainingArguments) -> bool:
     return not isinstance(args, SFTConfig) and all(name in of_sft for name in args.__dataclass_fields__)
 
 
-class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
+class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
@@ -160,7 +160,7 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_length = 256  # of the code on the card
-    _steps_per_rollout = 1
+    _warned_of_positions = False
 
     def __init__(
         self,
@@ -213,7 +213,6 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
         check_family(model, processing_class, max_completion_length=0)
         check_processor(processing_class)
 
-        self._train_sampler: Any = None
         self._kinds_seen: set[str] = set()  # media of the rows so far, for the model card
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
@@ -225,12 +224,13 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
             measured_head(type(self)),
             patch.multiple(args, **_TO_TRL),
         ):
-            super().__init__(
+            parent: Any = super()  # of TRL's trainers, mixins name another one
+            parent.__init__(
                 model=model,
                 args=args,
                 data_collator=list,
-                train_dataset=stand_in if isinstance(train_dataset, Dataset) else train_dataset,
-                eval_dataset=eval_dataset,
+                train_dataset=stand_in if isinstance(train_dataset, Dataset) else _undecoded_streams(train_dataset),
+                eval_dataset=_undecoded_streams(eval_dataset),
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -263,6 +263,16 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
             self.chat_template = _training_template(self.processing_class)
         own = self._unwrapped(self.model)
         self._own_tokens = placeholder_tokens(own, self.processing_class)
+        columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs", "input_ids", "labels"]
+        self._stream = RowStream(
+            args,
+            self.accelerator,
+            encode=self._encode_row,
+            columns=[*columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            metrics=self._metrics,
+            state=lambda: self.state,
+        )
+        self.data_collator = self._encode_batch  # for `predict`
         obstacle = sharing_obstacle(own)
         if obstacle and (args.packing or args.eval_packing):
             logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
@@ -338,41 +348,25 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
             )
         return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs"]
-        self._signature_columns = list(dict.fromkeys([*columns, *self._signature_columns]))
+    def get_train_dataloader(self):
+        args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
+        order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
+        return self._stream.train_loader(
+            self.train_dataset,
+            BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
+            # An update reads its micro-batches before it forwards the first one, to count their labels
+            args.media_prefetch * args.gradient_accumulation_steps,
+            order if args.train_sampling_strategy == "random" else None,
+            collate_fn=partial(self._encode_batch, split="train"),
+        )
 
-    def _get_train_sampler(self, train_dataset=None):
-        sampler = super()._get_train_sampler(train_dataset)
-        if isinstance(sampler, RandomSampler):
-            # What Accelerate puts in its place, the same on all processes
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler = SeedableRandomSampler(sampler.data_source, generator=torch.Generator(), data_seed=seed)
-        self._train_sampler = sampler
-        return None if sampler is None else self._looking_ahead(sampler)
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=self._encode_batch)
 
-    def _init_training_state(self, *args):
-        epochs_trained, steps_trained = super()._init_training_state(*args)
-        if isinstance(self._train_sampler, SeedableRandomSampler):
-            self._train_sampler.set_epoch(epochs_trained)
-        return epochs_trained, steps_trained
-
-    @property
-    def _rows_per_block(self) -> int:
-        return self.args.per_device_train_batch_size * self.accelerator.num_processes
-
-    @property
-    def _blocks_ahead(self) -> int:
-        return self.args.media_prefetch * self.args.gradient_accumulation_steps
-
-    @property
-    def _blocks_left(self) -> int:
-        return (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
-
-    def _read_row(self, row: Row) -> tuple[Row, SupervisedSequence, DecodedPrompt | None]:
+    def _encode_row(self, row: Row) -> SupervisedSequence:
         if row.get("input_ids"):
-            return row, given_sequence(row, self.processing_class, self._unwrapped(self.model)), None
+            return given_sequence(row, self.processing_class, self._unwrapped(self.model))
         args, tools = self.args, row.get("tools")
         own = row.get("chat_template_kwargs") or {}
         template = {"chat_template": self.chat_template, "tools": _parsed(tools) or None, **own}
@@ -397,23 +391,27 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
                     "out with `on_media_error='skip'`"
                 )
             sequence = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
-        return row, sequence, None
+        return sequence
 
-    def _encode_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def _encode_batch(self, rows: Sequence[Any], split: str = "eval") -> dict[str, Any]:
         """A micro-batch: sequences, and the labels that `Trainer` counts."""
-        name = "train_dataset" if self.model.training else "eval_dataset"
-        read, sequences = cast(tuple[list[Row], list[SupervisedSequence]], self._encode_rows(rows))
+        name, model = f"{split}_dataset", self._unwrapped(self.model)
+        if isinstance(rows[0], EncodedRow):
+            read, sequences = [each.stored for each in rows], [each.prompt for each in rows]
+        else:  # of `predict`
+            read = [each.stored for each in self._stream.without_prompts(rows)]
+            sequences = [self._encode_row(row) for row in read]
         if name in self._unseen:
             self._unseen.remove(name)
-            takes = modalities(self._unwrapped(self.model), self.args)
             first = {name: [dict(row) for row in read]}
-            warn_of_unread(self.args, first, takes, extent="first", supervised=True)
+            warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
         self._kinds_seen.update(*(each.modalities for each in sequences))
-        self._warn_of_positions(sequences, [row.number for row in read])
+        numbers = [row.number for row in read]
+        self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
         self._columns_seen.update(*read)
         if len(self._asked) < 2 and "input_ids" not in read[0]:
             self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)
-        if self.model.training:
+        if split == "train":
             self._show_first(read[0], sequences[0])
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
         return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
@@ -432,16 +430,6 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
                 messages = placed["prompt"]
             ids, learned = sequence.input_ids, sequence.learned
             display.show_example(ids[: int(learned.int().argmax())].tolist(), messages, ids[learned].tolist())
-
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        self.model.train()  # which `training_step` does later: these are rows to train on
-        # Labels are counted over the micro-batches of an update before the first one is forwarded
-        return super().get_batch_samples(map(self._encode_batch, epoch_iterator), num_batches, device)
-
-    def _prepare_inputs(self, inputs):
-        if isinstance(inputs, list):  # rows to evaluate
-            inputs = self._encode_batch(inputs)
-        return super()._prepare_inputs(inputs)
 
     # Update
 
@@ -525,13 +513,13 @@ class MultimodalSFTTrainer(KnownKeywords, RowsMixin, ResumingMixin, FiniteMixin,
         return {
             "metrics": dict(self._metrics["train"]),
             "n_skipped": self._n_skipped,
-            "skipped_rows": self._skipped,
+            "skipped_rows": self._stream.skipped,
             "num_tokens": self._total_train_tokens,
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._metrics["train"].update(state["metrics"])
-        self._n_skipped, self._skipped = state["n_skipped"], state["skipped_rows"]
+        self._n_skipped, self._stream.skipped = state["n_skipped"], state["skipped_rows"]
         self._total_train_tokens = state["num_tokens"]
 
     def _training_lines(self) -> list[tuple[str, str]]:
@@ -552,3 +540,10 @@ def _training_template(processing_class) -> str | None:
 
 def _parsed(tools: Any) -> Any:
     return json.loads(tools) if isinstance(tools, str) else tools
+
+
+def _undecoded_streams(datasets: Any) -> Any:
+    """Streams, or a dictionary of them, before TRL maps them, after which their features are unknown."""
+    if isinstance(datasets, dict):
+        return type(datasets)({name: _undecoded_streams(each) for name, each in datasets.items()})
+    return undecoded(datasets) if isinstance(datasets, IterableDataset) else datasets

@@ -7,12 +7,10 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from accelerate.logging import get_logger
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyrefly: ignore[missing-module-attribute]
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 
@@ -93,23 +91,6 @@ class EndOnSignal(TrainerCallback):
             if state.epoch % 1 != 0:  # `Trainer` gets here from within an epoch, too
                 control.should_log = control.should_evaluate = False
             control.should_save = control.should_evaluate or not self._saved
-
-
-def spare_workers(loader: DataLoader) -> None:
-    """
-    Lets the workers of a loader ignore the signals that ask a run to end: launchers and terminals send them to all
-    processes, but without its workers a run couldn't finish its step.
-    """
-    loader = getattr(loader, "base_dataloader", loader)
-    if loader.num_workers:
-        loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn)
-
-
-def _start_worker(init: Callable[[int], None] | None, index: int) -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    if init is not None:
-        init(index)
 
 
 def end_with_launcher() -> None:

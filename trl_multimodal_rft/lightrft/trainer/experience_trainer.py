@@ -19,7 +19,7 @@ from transformers.trainer_callback import ProgressCallback
 from ...algorithms.critic import explained_variance
 from ...algorithms.losses import LOSSES
 from ...data.features import undecoded
-from ...data.fetch import EndlessRows
+from ...data.rows import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...forward.scoring import left_pad
 from ...models.wrapped import is_unsharded
