@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from datasets import IterableDataset
 from torch import nn
-from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -54,7 +54,7 @@ from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.reward import check_readers, reward_metrics, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import TransformersSampler, VLLMSampler
-from ..rollout.score import score_in_batches
+from ..rollout.score import engine_correction, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
 from .arguments import KnownKeywords, check_arguments
@@ -451,6 +451,38 @@ class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMix
             anyone=self._any_process if self.sampler.is_collective else bool,
             **options,
         )
+
+    def _sample_with(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool):
+        """What transformers samples, for the self-check."""
+        return self._policy.sample(
+            self.model_wrapped,
+            prompts,
+            config,
+            self._tokenizer.pad_token_id,
+            shared_prefill=shared_prefill,
+            generating=self._generating,
+        )
+
+    def _complete(
+        self, prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
+    ) -> list[list[int]]:
+        """Completions under another config than that of training, each up to its end."""
+        step = self.state.global_step
+        return self.sampler(self.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
+
+    def _engine_ratios(self, rollout: Rollout) -> torch.Tensor:
+        """Importance ratios of the policy to the engine, `(N, C)` or `(N, 1)`, and TRL's metrics of them."""
+        ratios, metrics = engine_correction(
+            rollout.old_per_token_logps,
+            rollout.sampling_per_token_logps,
+            rollout.loss_mask,
+            self.args.vllm_importance_sampling_mode,
+            self.args.vllm_importance_sampling_clip_min,
+            self.args.vllm_importance_sampling_clip_max,
+        )
+        for name, (value, combine) in metrics.items():
+            self._mode_metrics[name].append(combine(self.accelerator.gather(value)).item())
+        return ratios
 
     def _log_continuation_mode(self, obstacle: str | None) -> None:
         how = "continues from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
