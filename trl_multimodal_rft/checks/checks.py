@@ -78,10 +78,9 @@ class Checks:
         logit_bias: dict[int, float],
         has_tools: bool,
     ) -> None:
-        """Compares an engine's log-probabilities with recomputed ones, on its first rollout and after an update."""
+        """Compares an engine's log-probabilities, after the self-check: on its first rollout, and after an update."""
         check = self.self_check
-        if check is None:
-            return
+        assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
         is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)

@@ -705,7 +705,7 @@ class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMix
         # Other options of sampling make another distribution than the policy's
         if not (self.use_vllm and self.model.training) or sampling_changes(self.args):
             return
-        if rollout.sampling_per_token_logps is not None:
+        if self.checks.self_check is not None and rollout.sampling_per_token_logps is not None:
             engine: Any = self.vllm_generation
             self.checks.on_engine(
                 self.model,
