@@ -26,7 +26,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 
 
 class RecordingPPO(Recording, MultimodalPPOTrainer):

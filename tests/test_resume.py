@@ -24,7 +24,7 @@ from transformers import Trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.fingerprint import differences, fingerprint
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 from trl_multimodal_rft.trainers.multimodal import MultimodalMixin
 
 

@@ -16,7 +16,7 @@ from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import computing_dtype, unwrapped
-from .checkpoint import checkpoints, step_of
+from .checkpoint_files import checkpoints, step_of
 from .self_check import EngineCheck
 from .setup import media_limits, sampling_changes
 

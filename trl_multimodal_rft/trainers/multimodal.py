@@ -43,18 +43,17 @@ from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
-from ..reporting.hub import PublishingMixin
-from ..reporting.media_logs import MediaLog, MediaLogMixin
+from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import RewardModel, read_as_text
 from ..rewards.named import as_reward_funcs
 from .arguments import KnownKeywords, check_arguments
 from .batch import Batch
+from .checkpoints import CheckpointMixin
 from .contribution import is_due, media_contribution
 from .engine import EngineMixin, as_tensor
-from .finite_updates import FiniteMixin
-from .resumable import ResumingMixin
+from .finite import naming_broken_logits
 from .rows import RowsMixin
 from .self_check import SelfCheck, run_self_check
 from .setup import (
@@ -87,9 +86,7 @@ from .tools import WHOLE_ROW, ToolsMixin, with_media, with_whole_rows
 logger = get_logger(__name__)
 
 
-class MultimodalMixin(
-    KnownKeywords, RowsMixin, ToolsMixin, EngineMixin, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin
-):
+class MultimodalMixin(KnownKeywords, RowsMixin, ToolsMixin, EngineMixin, CheckpointMixin):
     """
     Gives a TRL trainer that samples completions media of every kind, encoded and forwarded once per prompt.
 
@@ -223,7 +220,9 @@ class MultimodalMixin(
             self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
         keep_differentiable(self.model)
         self._set_packing()
-        self._set_signals()
+        self._add_checkpoint_callbacks()
+        if self._media_log is not None:
+            self.add_callback(MediaLogCallback(self, self._media_log))
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
@@ -482,7 +481,10 @@ class MultimodalMixin(
     def _sample_completions(
         self, prompts, generation_config, shared_prefill: bool | None = None, branches: Branches | None = None
     ):
-        with profiling_context(self, "transformers.generate"), self._naming_broken_logits():
+        with (
+            profiling_context(self, "transformers.generate"),
+            naming_broken_logits(self.state.global_step, self.model.dtype),
+        ):
             return self._policy.sample(
                 self.model_wrapped,
                 prompts,

@@ -28,6 +28,7 @@ from ..encoding.control_tokens import checked_prompt
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt, encode_prompt
 from ..models.trainer_mixin import TrainerMixin
 from ..models.wrapped import unwrapped
+from .signals import spare_workers
 
 
 logger = get_logger(__name__)
@@ -117,6 +118,8 @@ class RowsMixin(TrainerMixin):
             self.args.dataloader_num_workers, self.data_collator = num_workers, collator
         if leaves_out and given in self._unreadable:
             self._unreadable[loader] = self._unreadable[given]
+        if self._end_on_signal is not None:
+            spare_workers(loader)
         return loader
 
     def get_eval_dataloader(self, eval_dataset=None):
