@@ -536,7 +536,7 @@ def test_tables_hold_what_tools_showed(tmp_path):
     options = {**LONG, "log_completions": True, "max_logged_media": 8, "num_completions_to_print": 1}
     trainer = make_trainer(Talking, "qwen2_5_omni", image_rows(), tmp_path, objects=objects, **options)
     trainer.train()
-    (file,) = tmp_path.glob("completions/*.parquet")
+    (file,) = tmp_path.glob("_private/completions/*.parquet")
     table = load_dataset("parquet", data_files=str(file), split="train")
     for i, n_calls in enumerate(Talking.turns):
         row = table[i]

@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 logger = get_logger(__name__)
 
-# Of the output folder, `Trainer` publishes nothing whose path begins with `_`. Prompts, completions and media are here.
+# Where prompts, completions and media are in the output folder: `Trainer` publishes no path that begins with `_`
 PRIVATE = "_private"
 _LEFT_OUT = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 
@@ -34,10 +34,8 @@ def warn_of_failures(push: Any, checkpoint: Path) -> None:
 
     def warn(job: Future) -> None:
         if not job.cancelled() and job.exception() is not None:
-            logger.warning(
-                f"{checkpoint} was not published, or not all of it: {job.exception()} Training continues.",
-                main_process_only=False,
-            )
+            reason = " ".join(str(job.exception()).split())
+            logger.warning(f"{checkpoint} was not published, or not all of it: {reason} Training continues.")
 
     for job in push.jobs:
         job.add_done_callback(warn)

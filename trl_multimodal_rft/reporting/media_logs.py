@@ -383,7 +383,13 @@ class MediaLogCallback(TrainerCallback):
                 require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                if self._writer is None:
-                    name = Path(callback.logging_dir or "runs").name
-                    self._writer = type(callback.tb_writer)(str(self.folder / "runs" / name))
-                write_tensorboard(self._writer, frame, media, step)
+                write_tensorboard(self._private_writer(callback), frame, media, step)
+
+    def _private_writer(self, callback: TensorBoardCallback) -> Any:
+        """TensorBoard's writer for tables: the callback's, unless its files are published with the output folder."""
+        place = Path(callback.logging_dir or "runs").absolute()
+        if not place.is_relative_to(Path(self.trainer.args.output_dir).absolute()):
+            return callback.tb_writer
+        if self._writer is None:
+            self._writer = type(callback.tb_writer)(str(self.folder / "runs" / place.name))
+        return self._writer

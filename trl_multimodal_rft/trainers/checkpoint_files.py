@@ -2,7 +2,7 @@
 """Folders and files of checkpoints."""
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 from trl.distributed import DistributedBackend
@@ -88,7 +89,18 @@ def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None
         ) from error
 
 
-# State of the rollouts
+# State
+
+
+def export_state(states: Any, objects: Iterable[Any]) -> None:
+    """Puts the states of callbacks and of the control where `Trainer` reads them when it resumes."""
+    for each in objects:
+        if isinstance(each, ExportableState):
+            name = type(each).__name__
+            if isinstance(states[name], list):  # of several callbacks of a class
+                states[name].append(each.state())
+            else:
+                states[name] = each.state()
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:

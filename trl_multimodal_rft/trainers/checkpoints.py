@@ -13,10 +13,9 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from ..data.fingerprint import differences, fingerprint
+from ..data.fingerprint import fingerprint
 from ..models.critic import policy_alone
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import Fallbacks
@@ -25,6 +24,7 @@ from ..reporting.model_card import in_code, training_lines, write_card
 from .checkpoint_files import (
     PARTIAL,
     checkpoints,
+    export_state,
     load_rollout_state,
     load_unsharded,
     naming_write_errors,
@@ -35,7 +35,7 @@ from .checkpoint_files import (
 )
 from .finite import refuse_broken_weights
 from .groups import SAVED_CLASSES
-from .manifest import missing_resume_state, saved_fingerprints, verify_checkpoint, write_manifest
+from .manifest import resume_warnings, verify_checkpoint, write_manifest
 from .run_lock import holding
 from .self_check import SelfCheck
 from .signals import EndOnSignal, end_with_launcher
@@ -57,8 +57,8 @@ class CheckpointMixin(Trainer):
     """
     Saves, resumes and publishes a run of TRL's trainers.
 
-    A checkpoint is there whole or not at all, also when the run is killed. What a resumed run does is, bit for bit,
-    what the interrupted run would have done. Updates that aren't finite are skipped, weights that aren't are not saved.
+    A checkpoint is there whole or not at all, also when the run is killed. A resumed run is, bit for bit, the run that
+    wasn't interrupted. Updates that aren't finite are skipped, and weights that aren't are not saved.
     """
 
     args: Any
@@ -133,8 +133,8 @@ class CheckpointMixin(Trainer):
             verifies = self.args.checkpoint_manifest and self.args.should_save
             found = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if verifies else [])))
             if not found:
-                if verifies:
-                    self._warn_of_missing_state(folder)
+                for warning in resume_warnings(folder, self._fingerprints()) if verifies else ():
+                    logger.warning(warning)
                 return folder
             passed_over.append(f"{folder} isn't whole: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.")
             if resume_from is True:
@@ -145,19 +145,6 @@ class CheckpointMixin(Trainer):
             f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
             "`output_dir`), or from what is left with `checkpoint_manifest=False`."
         )
-
-    def _warn_of_missing_state(self, folder: str) -> None:
-        lack = missing_resume_state(folder)
-        if lack is not None:
-            logger.warning(f"{folder} {lack}.")
-        saved, now = saved_fingerprints(folder), self._fingerprints()
-        for name in saved.keys() & now.keys():
-            found = differences(saved[name], now[name])
-            if found:
-                logger.warning(
-                    f"`{name}` has changed since {folder} was saved: {'; '.join(found)}. The run continues on other "
-                    "data than an uninterrupted one would; pass the dataset as it was to resume exactly."
-                )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
@@ -355,14 +342,7 @@ class CheckpointMixin(Trainer):
             self._save_state(folder)
         self.accelerator.wait_for_everyone()
         if args.should_save:
-            exported: Any = state.stateful_callbacks
-            for each in (*self.callback_handler.callbacks, self.control):
-                if isinstance(each, ExportableState):
-                    saved = exported[type(each).__name__]
-                    if isinstance(saved, list):
-                        saved.append(each.state())
-                    else:
-                        exported[type(each).__name__] = each.state()
+            export_state(state.stateful_callbacks, [*self.callback_handler.callbacks, self.control])
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
