@@ -235,7 +235,16 @@ class Critic(nn.Module):
 
 
 def add_critic(policy: nn.Module, critic: nn.Module) -> None:
-    """Makes a critic a submodule of its policy, so that one engine and one optimizer train both."""
+    """
+    Makes a critic a submodule of its policy, so that one engine and one optimizer train both. The policy's
+    `save_pretrained` leaves it out.
+
+    Args:
+        policy (`torch.nn.Module`):
+            The policy.
+        critic (`torch.nn.Module`):
+            The critic.
+    """
     policy.critic = critic
     if isinstance(policy, PreTrainedModel):  # adapters save nothing but themselves
         left_out = {f"critic.{name}" for name in critic.state_dict()}
@@ -243,7 +252,17 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
 
 
 def policy_alone(policy: nn.Module) -> Any:
-    """A policy without its critic: a module of its class that shares all others of its modules, and its weights."""
+    """
+    A policy without its critic, for what saves, loads or synchronizes the policy's weights.
+
+    Args:
+        policy (`torch.nn.Module`):
+            The policy, within no wrapper of an engine.
+
+    Returns:
+        `torch.nn.Module`: A module of the policy's class that shares all of its other modules; the policy itself if it
+            has no critic.
+    """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
     policy_class: Any = next(each for each in type(policy).__mro__ if not issubclass(each, FSDPModule))
