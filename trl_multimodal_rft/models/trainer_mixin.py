@@ -30,10 +30,7 @@ if TYPE_CHECKING:
         # Of one mixin for another
         _policy: Any
         _self_check: Any
-        _check_weights: Any
         _any_process: Any
-        _pushes: Any
-        _uploaded: Any
 
 else:
     TrainerMixin = object
