@@ -9,7 +9,6 @@ import functools
 import json
 import shutil
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +47,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_t
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.models.critic import policy_alone
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 
@@ -442,8 +442,7 @@ def test_a_released_omni_model_trains_as_its_thinker(trainer_class, family, tmp_
     is_ppo = trainer_class is MultimodalPPOTrainer
     objects = {"model": folder, **({"value_model": folder} if is_ppo else {})}
     trainer = make_trainer(trainer_class, family, rows(OMNI), tmp_path, objects=objects, beta=0.1, **STEP)
-    with trainer._policy_alone() if is_ppo else nullcontext():
-        assert_equal_weights(trainer.model, thinker)
+    assert_equal_weights(policy_alone(trainer.model), thinker)
     assert_equal_weights(trainer.ref_model, thinker)
     if is_ppo:
         expected = thinker.model.state_dict()
@@ -452,8 +451,7 @@ def test_a_released_omni_model_trains_as_its_thinker(trainer_class, family, tmp_
     trainer.save_model(tmp_path)
     again, info = type(thinker).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    with trainer._policy_alone() if is_ppo else nullcontext():
-        assert_equal_weights(again, trainer.model)
+    assert_equal_weights(again, policy_alone(trainer.model))
     assert any(not torch.equal(a, b) for a, b in zip(again.parameters(), thinker.parameters(), strict=True))
     assert_saved_as_it_was(tmp_path, folder)
 

@@ -60,29 +60,18 @@ OVERRIDDEN = {
     GRPO + "_load_optimizer_and_scheduler": "self checkpoint",
     GRPO + "_save_checkpoint": "self model trial",
     GRPO + "compute_loss": "self model inputs return_outputs num_items_in_batch",
-    GRPO + "log": "self logs start_time",
-    "transformers:Trainer._maybe_log_save_evaluate": (
-        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
-    ),
     "transformers:Trainer.evaluation_loop": (
         "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"
     ),
     "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
-    "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._get_grad_norm": "self model grad_norm",
     "transformers:Trainer.save_model": "self output_dir _internal_call",
-    "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
-    "transformers:Trainer._finish_current_push": "self",
-    "transformers:Trainer.init_hf_repo": "self token private",
-    "transformers:Trainer.push_to_hub": "self commit_message blocking token revision private kwargs",
 }
 OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
 # Methods that the PPO trainer overrides beside those
 OVERRIDDEN_PPO = {
-    "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
     "transformers:Trainer.create_optimizer": "self model",
     "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
-    "transformers:Trainer._save": "self output_dir state_dict",
 }
 
 # Methods that the trainer for supervised rows overrides
@@ -97,8 +86,6 @@ OVERRIDDEN_SFT = {
     SFT + "_load_optimizer_and_scheduler": "self checkpoint",
     SFT + "create_model_card": "self model_name dataset_name tags",
 }
-for name in ("_maybe_log_save_evaluate", "evaluation_loop"):  # which only tables of completions need
-    del OVERRIDDEN_SFT[f"transformers:Trainer.{name}"]
 
 # Functions and methods that are called: parameters that are given
 CALLED = {
@@ -115,6 +102,14 @@ CALLED = {
     SFT + "_get_eval_sampler": "eval_dataset",
     "accelerate:Accelerator.prepare_data_loader": "data_loader device_placement",
     "transformers:Trainer._get_output_dir": "trial",
+    # What a checkpoint is made of, and pushed by
+    "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
+    "transformers:Trainer._save_scaler": "output_dir",
+    "transformers:Trainer._save_rng_state": "output_dir",
+    "transformers:Trainer.store_flos": "",
+    "transformers:Trainer._push_from_checkpoint": "checkpoint_folder",
+    "transformers:Trainer._finish_current_push": "",
+    "transformers.trainer_utils:sort_checkpoints": "output_dir use_mtime",
     "trl.rewards:get_soft_overlong_punishment": "max_completion_len soft_punish_cache",
     "trl.trainer.utils:use_adapter": "model adapter_name",
     "trl.trainer.utils:print_prompt_completions_sample": (
@@ -241,7 +236,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     own_classes = [each for each in ours.__mro__ if each.__module__.startswith("trl_multimodal_rft")]
     source = "".join(map(inspect.getsource, own_classes))
     read = set(re.findall(r"\bself\.(\w+)", source))
-    for function in (media_logs.log_completions, model_card.write_card):
+    for function in (media_logs.MediaLogCallback, model_card.write_card):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
     own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
     own |= set().union(*map(vars, own_classes))
@@ -250,6 +245,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)
     # Set with an environment only, and when training starts
     later = {"_env_tools", "_batch_environments", "current_gradient_accumulation_steps", "_initial_global_step"}
+    later |= {"commit_scheduler", "entropy_coef", "_last_world_entropy"}  # with their options only
     later |= {"_sync_tool_dicts", "_async_tool_dicts", "async_loop", "max_tool_calling_iterations"}  # with tools only
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
@@ -257,6 +253,33 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     assert {"steps_per_generation", "packing"} <= arguments
     missing = {name for name in arguments if not hasattr(our_config(str(tmp_path), use_cpu=True, bf16=False), name)}
     assert not missing
+
+
+def test_a_checkpoint_is_made_of_nothing_else():
+    """What `CheckpointMixin._save_checkpoint` does in place of transformers' and TRL's methods."""
+
+    def used(function) -> set[str]:
+        return set(re.findall(r"self\.(\w+)", inspect.getsource(function)))
+
+    written = {
+        "model",
+        "save_model",
+        "_save_optimizer_and_scheduler",
+        "_save_scaler",
+        "_save_rng_state",
+        "store_flos",
+        "state",
+    }
+    pushed = {"_get_output_dir", "_push_from_checkpoint", "callback_handler", "control", "args", "hp_search_backend"}
+    assert used(Trainer._save_checkpoint) == written | pushed
+    entropy = {"use_adaptive_entropy", "entropy_coef", "_last_world_entropy", "_get_output_dir", "state"}
+    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer):
+        assert used(trl._save_checkpoint) - {"args", "create_model_card"} <= entropy, trl
+
+
+def test_what_begins_with_an_underscore_is_not_published():
+    for push in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
+        assert 'ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"]' in inspect.getsource(push)
 
 
 def test_torch_can_tie_a_process_to_its_parent():

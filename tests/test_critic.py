@@ -1,20 +1,28 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The critic: values of the states before the actions, packed as padded, and no value without its media."""
 
+import copy
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, every_family
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from trl_multimodal_rft import models
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.scoring import completion_values
 from trl_multimodal_rft.lightrft import Actor, Critic
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.models.critic import add_critic, policy_alone
 
 
 def build(name):
@@ -134,3 +142,44 @@ def test_wrong_input_is_refused():
         critic(prompt.input_ids[None], 2)
     with pytest.raises(ValueError, match="`num_actions`"):
         critic(torch.ones(1, 3, dtype=torch.long), 3)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])  # of which one has tied weights
+def test_policy_without_its_critic(name, tmp_path):
+    """It has the weights of the policy, and no others; so have the policy's files."""
+    policy = load(name)[0]
+    weights = dict(policy.named_parameters())
+    policy.save_pretrained(tmp_path / "alone")
+    assert policy_alone(policy) is policy
+    add_critic(policy, models.Critic(copy.deepcopy(policy)))
+    alone = policy_alone(policy)
+    assert type(alone) is type(policy) and policy.critic is not None and not hasattr(alone, "critic")
+    found = dict(alone.named_parameters())
+    assert found.keys() == weights.keys() < dict(policy.named_parameters()).keys()
+    assert all(found[each] is weights[each] for each in weights)
+    policy.save_pretrained(tmp_path / "with critic")
+    contents = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("alone", "with critic")]
+    assert contents[0] == contents[1]
+    ids = torch.arange(60, 75)[None]
+    assert torch.equal(alone(input_ids=ids).logits, policy(input_ids=ids).logits)
+
+
+@contextmanager
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_policy_within_fsdp_without_its_critic():
+    """FSDP makes a class of its own of the model's, whose instances can't be copied."""
+    with one_process():
+        policy = load("qwen2_5_vl")[0]
+        add_critic(policy, models.ValueHead(policy.config.get_text_config().hidden_size))
+        names = set(dict(policy.named_parameters())) - {"critic.weight", "critic.bias"}
+        fully_shard(policy, mesh=init_device_mesh("cpu", (1,)))
+        alone = policy_alone(policy)
+        assert {*dict(alone.named_parameters())} == names
+        assert all(isinstance(each, DTensor) for each in alone.parameters())

@@ -61,7 +61,7 @@ def train(kind, folder, trainer_class=InjectedOurs, rows=None, **options):
 
 def table(folder, step, **features):
     """A table as users load it."""
-    path = folder / "completions" / f"completions_{step:05d}.parquet"
+    path = folder / "_private" / "completions" / f"completions_{step:05d}.parquet"
     rows = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
     for column, feature in features.items():
         rows = rows.cast_column(column, feature)
@@ -144,7 +144,8 @@ def test_other_columns_are_those_of_trl(tmp_path):
     frames = {}
     for name, trainer_class in {"theirs": InjectedTRL, "ours": InjectedOurs}.items():
         train("qwen2_5_vl", tmp_path / name, trainer_class, text_rows(), reward=reward)
-        paths = sorted((tmp_path / name / "completions").iterdir())
+        folder = tmp_path / name if name == "theirs" else tmp_path / name / "_private"
+        paths = sorted((folder / "completions").iterdir())
         assert [path.name for path in paths] == ["completions_00001.parquet", "completions_00002.parquet"]
         frames[name] = pd.concat([pd.read_parquet(path) for path in paths])
     assert frames["theirs"]["reward"].isna().any() and frames["theirs"]["reward"].notna().any()
@@ -163,7 +164,7 @@ def test_all_files_load_together(tmp_path):
         max_steps=4,
         shuffle_dataset=False,
     )
-    files = str(tmp_path / "completions" / "*.parquet")
+    files = str(tmp_path / "_private" / "completions" / "*.parquet")
     rows = load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     features = rows.features["audio"], rows.features["images"], rows.features["video"]
     assert features == (Audio(), List(Image()), Video())
@@ -491,10 +492,8 @@ def test_unique_prompts_are_told_apart_by_their_media(tmp_path):
     rows = Dataset.from_list([{"prompt": "Who speaks?"}] * 8)
     rows = with_media(rows, "audio", [sound(0.3, seed=i) for i in range(8)])
     options = {"report_to": ["tensorboard"], "log_unique_prompts": True, "per_device_train_batch_size": 16}
-    folder = tmp_path / "tensorboard"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder))
-        train("audio", tmp_path, rows=rows, max_steps=1, max_logged_media=3, **options)
+    train("audio", tmp_path, rows=rows, max_steps=1, max_logged_media=3, **options)
+    (folder,) = (tmp_path / "_private" / "runs").iterdir()
     events = EventAccumulator(str(folder))
     events.Reload()
     (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary"))
@@ -594,7 +593,7 @@ def test_off_switch(tmp_path, decodes):
     assert trainer._media_log.rows() == [{}] * 8
     assert decodes == {"train": 4, "log": 0}
     trainer = train("image", tmp_path / "none", log_completions=False, **HERE)
-    assert trainer._media_log is None and not (tmp_path / "none" / "completions").exists()
+    assert trainer._media_log is None and not (tmp_path / "none" / "_private").exists()
     assert decodes == {"train": 8, "log": 0}
 
 
@@ -607,7 +606,7 @@ def test_only_what_is_logged_is_decoded(tmp_path, decodes):
 def test_the_last_log_is_no_second_table(tmp_path, decodes):
     """Training ends with a log, which has rows that no table has yet, or not."""
     train("image", tmp_path, max_steps=3, logging_steps=2, **HERE)
-    assert [path.name for path in sorted((tmp_path / "completions").iterdir())] == [
+    assert [path.name for path in sorted((tmp_path / "_private" / "completions").iterdir())] == [
         "completions_00002.parquet",
         "completions_00003.parquet",
     ]
@@ -657,7 +656,7 @@ def test_two_processes_write_what_one_does(tmp_path):
         folder.mkdir()
         output = launch("processes", folder, processes)
         assert output.count("Of 3 prompts with media in the table of completions, 2 are logged with them") == 1
-        names = sorted(path.name for path in (folder / "all" / "completions").iterdir())
+        names = sorted(path.name for path in (folder / "all" / "_private" / "completions").iterdir())
         assert names == [f"completions_{step:05d}.parquet" for step in (1, 2, 3)]
         tables[processes] = [table(folder / "all", step) for step in (1, 2, 3)] + [table(folder / "bound", 1)]
         counts = [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))]

@@ -230,7 +230,7 @@ class BreakFrozen(TrainerCallback):
     [
         (
             Poison(2),
-            "Weights aren't finite after step 2, such as 'lm_head.weight', so no completions can be sampled. Go on "
+            "Weights aren't finite after step 2, such as 'lm_head.weight', so no completions can be sampled. Resume "
             "from an earlier checkpoint, with a lower `learning_rate`",
         ),
         (

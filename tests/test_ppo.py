@@ -38,6 +38,7 @@ from torch.testing import assert_close
 from transformers import Trainer
 
 from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.models.critic import policy_alone
 
 
 SLOW = pytest.mark.slow
@@ -516,8 +517,7 @@ def test_critic_is_a_copy_of_the_policy(peft, tmp_path):
     assert not any(parameter.any() for parameter in trainer.critic.head.parameters())
     assert all(parameter.requires_grad for parameter in trainer.critic.parameters())
     assert not any("lora" in name for name, _ in trainer.critic.named_parameters())
-    with trainer._policy_alone():
-        own = {parameter.data_ptr() for parameter in trainer.model.parameters()}
+    own = {parameter.data_ptr() for parameter in policy_alone(trainer.model).parameters()}
     assert own.isdisjoint(parameter.data_ptr() for parameter in trainer.critic.parameters())
 
 

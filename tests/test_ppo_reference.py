@@ -65,7 +65,7 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     zero_pad_sequences,
 )
 from trl_multimodal_rft.reporting.curves import figure_of
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, save_rollout_state
+from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, save_rollout_state
 
 
 pytestmark = pytest.mark.lightrft

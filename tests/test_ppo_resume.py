@@ -27,7 +27,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state
+from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 
 
 class RecordingPPO(Recording, MultimodalPPOTrainer):
@@ -226,7 +226,7 @@ def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
 
 def test_run_differs_without_the_critic_of_the_checkpoint(straight, tmp_path, monkeypatch):
     """And with it alone: each of the two is restored."""
-    monkeypatch.setattr(MultimodalPPOTrainer, "_reload_critic", lambda trainer, checkpoint: None)
+    monkeypatch.setattr(MultimodalPPOTrainer, "_load_parts", lambda trainer, folder: None)
     uninterrupted = straight("audio")
     resumed = resume("audio", checkpoint(uninterrupted, 3), tmp_path)
     assert not same_weights(uninterrupted, resumed)

@@ -518,7 +518,7 @@ def test_tables_hold_what_tools_showed(tmp_path):
         MultimodalGRPOTrainer, "qwen2_5_omni", image_rows(), tmp_path, objects=objects, sampler=Scripted, **options
     )
     trainer.train()
-    (file,) = tmp_path.glob("completions/*.parquet")
+    (file,) = tmp_path.glob("_private/completions/*.parquet")
     table = load_dataset("parquet", data_files=str(file), split="train")
     for i, n_calls in enumerate(Scripted.turns):
         row = table[i]

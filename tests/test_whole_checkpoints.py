@@ -264,8 +264,8 @@ class Removed(MultimodalGRPOTrainer):
         self._remove("weights written")
         super()._save_optimizer_and_scheduler(output_dir)
 
-    def _save_beside_model(self, folder):
-        super()._save_beside_model(folder)
+    def _save_state(self, folder):
+        super()._save_state(folder)
         self._remove("all written")
 
 

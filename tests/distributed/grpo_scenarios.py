@@ -37,7 +37,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.lightrft import Actor
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
-from trl_multimodal_rft.trainers.checkpoint import load_rollout_state, local_part, save_rollout_state
+from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, local_part, save_rollout_state
 
 
 # Scenarios that one process and two train alike

@@ -38,6 +38,7 @@ from helpers.trainer_utils import (
 )
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.models.critic import policy_alone
 
 
 PUSHED = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
@@ -185,10 +186,9 @@ def ppo_image(folder: Path) -> dict:
         trainer.train()
         trainer.push_to_hub()
     model_class = type(trainer._unwrapped(trainer.model))
-    with trainer._policy_alone():
-        trained = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with trainer._policy_alone(), trainer.ema_weights():
-        averaged = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trained = {name: value.clone() for name, value in policy_alone(trainer.model).state_dict().items()}
+    with trainer.ema_weights():
+        averaged = {name: value.clone() for name, value in policy_alone(trainer.model).state_dict().items()}
 
     def equal(loaded, expected):
         return all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
@@ -211,8 +211,7 @@ def ppo_image(folder: Path) -> dict:
     options |= {"push_to_hub": False, "save_strategy": "no"}
     resumed = make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", image_rows(16), folder / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(Path(downloaded, "last-checkpoint")))
-    with resumed._policy_alone():
-        result["resumed"] = equal(resumed.model, trained) and same(resumed.critic, trainer.critic)
+    result["resumed"] = equal(policy_alone(resumed.model), trained) and same(resumed.critic, trainer.critic)
     result["resumed_steps"] = [entry["step"] for entry in resumed.state.log_history if "reward" in entry]
     return result
 

@@ -47,7 +47,7 @@ def boards(folder: Path) -> None:
 
     options = {"report_to": ["trackio", "wandb", "tensorboard"], "project": "logs", "run_name": "run"}
     options |= {"per_device_train_batch_size": 16, "max_steps": 2, **OPTIONS}
-    trainer = make_trainer(InjectedOurs, "qwen2_5_omni", dataset(), folder, **options)
+    trainer = make_trainer(InjectedOurs, "qwen2_5_omni", dataset(), folder / "output", **options)
     trainer.train()
     (run,) = trackio.Api().runs("logs")
     logs = trackio.sqlite_storage.SQLiteStorage.get_logs(run.project, run.name)

@@ -2,11 +2,13 @@
 """A value model that sees and hears what the policy does."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -139,6 +141,23 @@ class Critic(nn.Module):
         self.model.base_model.save_pretrained(folder, state_dict=backbone)
         self.head.save_pretrained(folder, head)
 
+    def load(self, folder: str | Path) -> bool:
+        """
+        Takes back what [`save_pretrained`] wrote.
+
+        Args:
+            folder (`str` or `Path`):
+                Folder.
+
+        Returns:
+            `bool`: Whether there was a head. Without one the weights stay as they are.
+        """
+        if not self.head.load(folder):
+            return False
+        saved = Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype)
+        self.load_state_dict(saved.state_dict())
+        return True
+
     @classmethod
     def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
         """
@@ -213,6 +232,44 @@ class Critic(nn.Module):
         with torch.no_grad():
             critic.head.weight.copy_(model.get_parameter("score.weight"))
         return critic
+
+
+def add_critic(policy: nn.Module, critic: nn.Module) -> None:
+    """
+    Makes a critic a submodule of its policy, so that one engine and one optimizer train both. The policy's
+    `save_pretrained` leaves it out.
+
+    Args:
+        policy (`torch.nn.Module`):
+            The policy.
+        critic (`torch.nn.Module`):
+            The critic.
+    """
+    policy.critic = critic
+    if isinstance(policy, PreTrainedModel):  # adapters save nothing but themselves
+        left_out = {f"critic.{name}" for name in critic.state_dict()}
+        policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *left_out}
+
+
+def policy_alone(policy: nn.Module) -> Any:
+    """
+    A policy without its critic, for what saves, loads or synchronizes the policy's weights.
+
+    Args:
+        policy (`torch.nn.Module`):
+            The policy, within no wrapper of an engine.
+
+    Returns:
+        `torch.nn.Module`: A module of the policy's class that shares all of its other modules; the policy itself if it
+            has no critic.
+    """
+    if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
+        return policy
+    policy_class: Any = next(each for each in type(policy).__mro__ if not issubclass(each, FSDPModule))
+    alone = policy_class.__new__(policy_class)
+    modules = {name: module for name, module in policy._modules.items() if name != "critic"}
+    vars(alone).update({**vars(policy), "_modules": modules})
+    return alone
 
 
 def _other_family(found: str, model_class: type[PreTrainedModel]) -> ValueError:

@@ -5,6 +5,7 @@ import html
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Audio, Features, Image, List, Video
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
@@ -23,7 +25,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio, require_module
-from ..models.trainer_mixin import TrainerMixin
+from .hub import PRIVATE
 
 
 logger = get_logger(__name__)
@@ -81,7 +83,6 @@ class MediaLog:
         self._with_media: set[int] = set()
         self._media: dict[int, PromptMedia] = {}
         self._said: set[str] = set()
-        self.logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
         """Remembers a batch."""
@@ -99,9 +100,14 @@ class MediaLog:
                 self._refs[start + i] = refs if n_kept < self.max_prompts else None
                 n_kept += 1
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the main process has the media of the latest rows."""
+        return self._gathered == self.n_seen
+
     def gather(self) -> None:
         """Encodes the media of the first prompts and brings them to the main process. All processes call it."""
-        if self._gathered == self.n_seen:
+        if self.is_gathered:
             return
         self._gathered = self.n_seen
         own = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
@@ -288,69 +294,102 @@ def _markdown(value: Any) -> str:
     return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
 
 
-def log_completions(trainer, log: MediaLog) -> None:
+class MediaLogCallback(TrainerCallback):
     """
-    Prints the table of completions, writes it to the output folder and sends it where the metrics go. Main process
-    only.
+    Logs the completions of a trainer with their media, in place of TRL's tables, which hold no audio or video.
+
+    All processes bring media together where all of them are for sure, which a call of `log` needn't be.
     """
-    args, step = trainer.args, trainer.state.global_step
-    if log.logged == (step, log.n_seen):  # at the end of training, which logs once more
-        return
-    log.logged = step, log.n_seen
-    if is_rich_available():
-        print_prompt_completions_sample(
-            trainer._logs["prompt"],
-            trainer._logs["completion"],
-            trainer._logs["rewards"],
-            trainer._logs["advantages"],
-            step,
-            trainer.num_completions_to_print,
-            extra=dict(trainer._logs["extra"]),
-        )
-    frame, media = completions_frame(trainer._logs, step), log.rows()
-    path = Path(args.output_dir, "completions", f"completions_{step:05d}.parquet")
-    columns = [*trainer._columns_seen, *(_TOOL_COLUMNS if trainer.tools else ())] if trainer.log_multimodal else ()
-    write_parquet(frame, media, path, columns)
 
-    if trainer.log_unique_prompts:
-        # Prompts with media may share their text
-        keys = pd.Series(list(zip(frame["prompt"].astype(str), log.groups(), strict=True)))
-        kept = ~keys.duplicated()
-        frame, media = frame[kept].reset_index(drop=True), [row for row, keep in zip(media, kept, strict=True) if keep]
-    numbers = frame.select_dtypes("float")
-    shown = {name: numbers[name].map(lambda value: float(f"{value:.6g}")) for name in numbers}
-    texts = {name: frame[name].map(as_text) for name in ("prompt", "completion")}
-    frame = frame.assign(**shown, **texts)
-    with TemporaryDirectory() as folder:
-        if "wandb" in args.report_to:
-            wandb = require_module("wandb", "logging")
-            if wandb.run is not None:
-                wandb.log(wandb_table(frame, media, Path(folder)))
-        if "trackio" in args.report_to:
-            require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            write_tensorboard(callback.tb_writer, frame, media, step)
+    def __init__(self, trainer: Any, log: MediaLog):
+        self.trainer, self.log = trainer, log
+        self.folder = Path(trainer.args.output_dir, PRIVATE)
+        self._writer: Any = None  # TensorBoard's, for what isn't published with its scalars
+        self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
+        if trainer.accelerator.is_main_process:
+            tables = self.folder / "completions"
+            tables.mkdir(parents=True, exist_ok=True)
+            if getattr(trainer, "commit_scheduler", None) is not None:  # TRL's, for `log_completions_hub_repo`
+                trainer.commit_scheduler.folder_path = tables.resolve()
+            with suppress(OSError):
+                Path(trainer.args.output_dir, tables.name).rmdir()  # TRL's empty one
 
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_log or control.should_training_stop:
+            self.log.gather()
 
-class MediaLogMixin(TrainerMixin):
-    """A trainer's logs of completions with their media, in the place of TRL's tables, which hold no audio or video."""
+    on_epoch_end = on_step_end
 
-    _media_log: MediaLog | None = None  # what the tables of completions show
+    def on_log(self, args, state, control, **kwargs):
+        if self.log.num_processes == 1:
+            self.log.gather()
+        if self.log.is_gathered:
+            self._write(state.global_step)
 
-    def log(self, logs, start_time=None):
-        super().log(logs, start_time)
-        if self._media_log is not None and self.accelerator.is_main_process and self._logs["prompt"]:
-            log_completions(self, self._media_log)
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.log.gather()
+        self._write(state.global_step)
 
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
-        # Media are gathered where all processes are, as they needn't be where `log` is called
-        if self._media_log is not None and (self.control.should_log or self.control.should_training_stop):
-            self._media_log.gather()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
-    def evaluation_loop(self, *args, **kwargs):
-        output = super().evaluation_loop(*args, **kwargs)
-        if self._media_log is not None:
-            self._media_log.gather()
-        return output
+    def _write(self, step: int) -> None:
+        """Prints the table of completions, writes it to the output folder and sends it where the metrics go."""
+        trainer, log = self.trainer, self.log
+        if not trainer.accelerator.is_main_process or not trainer._logs["prompt"]:
+            return
+        if self._logged == (step, log.n_seen):  # at the end of training, which logs once more
+            return
+        self._logged = step, log.n_seen
+        if is_rich_available():
+            print_prompt_completions_sample(
+                trainer._logs["prompt"],
+                trainer._logs["completion"],
+                trainer._logs["rewards"],
+                trainer._logs["advantages"],
+                step,
+                trainer.num_completions_to_print,
+                extra=dict(trainer._logs["extra"]),
+            )
+        frame, media = completions_frame(trainer._logs, step), log.rows()
+        columns = [*trainer._columns_seen, *(_TOOL_COLUMNS if trainer.tools else ())]
+        path = self.folder / "completions" / f"completions_{step:05d}.parquet"
+        write_parquet(frame, media, path, columns if trainer.log_multimodal else ())
+        self._send(*self._shown(frame, media), step)
+
+    def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
+        """The table as boards show it."""
+        if self.trainer.log_unique_prompts:
+            # Prompts with media may share their text
+            keys = pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True)))
+            kept = ~keys.duplicated()
+            frame = frame[kept].reset_index(drop=True)
+            media = [row for row, keep in zip(media, kept, strict=True) if keep]
+        numbers = frame.select_dtypes("float")
+        rounded = {name: numbers[name].map(lambda value: float(f"{value:.6g}")) for name in numbers}
+        texts = {name: frame[name].map(as_text) for name in ("prompt", "completion")}
+        return frame.assign(**rounded, **texts), media
+
+    def _send(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+        trackers = self.trainer.args.report_to
+        with TemporaryDirectory() as folder:
+            if "wandb" in trackers:
+                wandb = require_module("wandb", "logging")
+                if wandb.run is not None:
+                    wandb.log(wandb_table(frame, media, Path(folder)))
+            if "trackio" in trackers:
+                require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                write_tensorboard(self._private_writer(callback), frame, media, step)
+
+    def _private_writer(self, callback: TensorBoardCallback) -> Any:
+        """TensorBoard's writer for tables: the callback's, unless its files are published with the output folder."""
+        place = Path(callback.logging_dir or "runs").absolute()
+        if not place.is_relative_to(Path(self.trainer.args.output_dir).absolute()):
+            return callback.tb_writer
+        if self._writer is None:
+            self._writer = type(callback.tb_writer)(str(self.folder / "runs" / place.name))
+        return self._writer

@@ -17,7 +17,7 @@ from trl import ModelConfig
 
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
-from ..reporting.hub import how_to_upload, private_files
+from ..reporting.hub import how_to_upload
 from .arguments import RunArguments
 from .inputs import trainer_inputs
 from .run_file import NAME, write_run_file
@@ -125,7 +125,7 @@ def next_lines(trainer: Any, script_args: Any) -> list[str]:
     if getattr(script_args, "reward_funcs", None):
         data += ["--reward_funcs", *script_args.reward_funcs]
     name = args.hub_model_id or f"USER/{Path(folder).name}"
-    publish = how_to_upload(name, folder, private_files(args), args.hub_private_repo or False)
+    publish = how_to_upload(name, folder, args.hub_private_repo or False)
     if args.push_to_hub:
         publish = f"https://huggingface.co/{trainer.hub_model_id}"
     return [

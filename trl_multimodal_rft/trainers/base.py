@@ -43,8 +43,7 @@ from ..models.wrapped import unwrapped
 from ..policy import PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
-from ..reporting.hub import PublishingMixin
-from ..reporting.media_logs import MediaLog, MediaLogMixin
+from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import read_as_text
@@ -58,9 +57,9 @@ from ..rollout.score import engine_correction, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
 from .arguments import KnownKeywords, check_arguments
+from .checkpoints import CheckpointMixin
 from .engine import make_sampler, naming_checkpoint
-from .finite_updates import FiniteMixin
-from .resumable import ResumingMixin
+from .finite import naming_broken_logits
 from .setup import (
     around_trl_constructor,
     enable_packing,
@@ -84,7 +83,7 @@ from .setup import (
 logger = get_logger(__name__)
 
 
-class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMixin, MediaLogMixin):
+class MultimodalTrainer(KnownKeywords, CheckpointMixin):
     """
     Base of the trainers that sample completions. Constructor, config, loop, engines and names of metrics are TRL's;
     rollout and loss are functions of a [`~rollout.rollout.Rollout`].
@@ -202,7 +201,9 @@ class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMix
         self.sampler: Any = make_sampler(self, placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self._unwrapped(self.model), self.ref_model, args)
-        self._set_signals()
+        self._add_checkpoint_callbacks()
+        if self._media_log is not None:
+            self.add_callback(MediaLogCallback(self, self._media_log))
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
@@ -230,7 +231,7 @@ class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMix
             ) as model,
             torch.no_grad(),
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
-            self._naming_broken_logits(),
+            naming_broken_logits(self.state.global_step, self.model.dtype),
         ):
             yield model
 
@@ -750,7 +751,3 @@ class MultimodalTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMix
         """The processor as transformers loads it, to compare with; a processor that was passed stays as it is."""
         source = self._processor_source
         return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
-
-    def _init_training_state(self, *args):
-        self.sampler.invalidate_weights()  # another run may start with other weights
-        return super()._init_training_state(*args)

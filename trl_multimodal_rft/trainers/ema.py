@@ -5,15 +5,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.utils import extract_model_from_parallel
+from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers import TrainerCallback
 
 
-class MovingAverage:
+class MovingAverage(TrainerCallback):
     r"""
-    Follows weights: $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in float32.
+    Follows weights after each update: $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in float32.
 
     Where processes hold weights in part, so do they hold the average.
     """
@@ -23,11 +26,16 @@ class MovingAverage:
         self._parameters = parameters
         self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
-    def follow(self, parameters: dict[str, nn.Parameter]) -> None:
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.follow(model)
+        self.update()
+
+    def follow(self, model: nn.Module) -> None:
         """
-        Goes on with the same weights, where an engine has moved them or split them among processes. All processes have
-        to call this.
+        Takes the same weights of a model, where an engine has moved, replaced or sharded them. All processes have to
+        call this.
         """
+        parameters = fsdp2_canonicalize_names(dict(extract_model_from_parallel(model).named_parameters()))
         for name, average in self._average.items():
             self._parameters[name] = parameters[name]
             self._average[name] = _placed(average, parameters[name])
@@ -39,7 +47,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self):
-        """Puts the average in the place of the weights within the context."""
+        """Gives the weights the values of the average within the context."""
         saved = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._write(self._average)
         try:
@@ -65,7 +73,7 @@ class MovingAverage:
 
 
 def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, or one split already, where another is."""
+    """A whole tensor, or one that is sharded already, on the device and the mesh of another."""
     value = value.to(like.device)
     if isinstance(like, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value, like.device_mesh, like.placements)

@@ -18,7 +18,7 @@ from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
-from .checkpoint import checkpoints, step_of
+from .checkpoint_files import checkpoints, step_of
 from .setup import media_limits
 
 

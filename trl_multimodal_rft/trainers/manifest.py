@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..data.fingerprint import differences
+
 
 _MANIFEST = "manifest.json"
 
@@ -46,6 +48,21 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     kept = [name for name in expected if name in found]
     changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
+
+
+def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
+    """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
+    lack = missing_resume_state(checkpoint)
+    warnings = [] if lack is None else [f"{checkpoint} {lack}."]
+    saved = saved_fingerprints(checkpoint)
+    for name in saved.keys() & fingerprints.keys():
+        found = differences(saved[name], fingerprints[name])
+        if found:
+            warnings.append(
+                f"`{name}` has changed since {checkpoint} was saved: {'; '.join(found)}. The run continues on other "
+                "data than an uninterrupted one would; pass the dataset as it was to resume exactly."
+            )
+    return warnings
 
 
 def missing_resume_state(checkpoint: str | Path) -> str | None:

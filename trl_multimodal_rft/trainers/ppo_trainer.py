@@ -2,8 +2,10 @@
 """PPO: a critic beside the policy, in one module, one forward and one backward."""
 
 import copy
+import json
 import textwrap
-from contextlib import ExitStack
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    Trainer,
     TrainerCallback,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -33,17 +36,18 @@ from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
-from ..models.critic import Critic, ValueHead
+from ..models.critic import Critic, ValueHead, add_critic, policy_alone
 from ..models.modes import fix_encoders
 from ..models.towers import freeze_as_built
+from ..reporting.model_card import in_code
 from ..rollout.rollout import Rollout
 from .arguments import check_arguments
+from .checkpoint_files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer, old_logps
+from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
-from .saved_parts import SavedPartsMixin
 from .setup import resolve_config, warn_of_unread
-from .two_part_optimizer import TwoPartOptimizerMixin
 
 
 if TYPE_CHECKING:
@@ -51,7 +55,12 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRPOTrainer):
+# Folders beside the policy, in a checkpoint and in what is saved at the end
+_CRITIC = "critic"
+_AVERAGE = "ema"
+
+
+class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     """
     Trainer for Proximal Policy Optimization (PPO) of models that see and hear, see
     [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347).
@@ -134,6 +143,11 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
                 eprint  = {arXiv:1707.06347},
             }"""),
     }
+    critic: Any = None  # a `Critic`, a `ValueHead` or none
+    ema: Any = None  # a `MovingAverage`
+    _folders_of_model = (_CRITIC,)
+    _critic_groups: tuple[bool, ...] = ()  # which parameter groups of the optimizer are the critic's
+    _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # what an update may change
 
     def __init__(
         self,
@@ -200,12 +214,12 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)
-            # After TRL's constructor, so that no adapter is put into it
-            self.model.critic = self.critic
+            add_critic(self.model, self.critic)  # after TRL's constructor, so that no adapter is put into it
+            if self.use_vllm:
+                self.vllm_generation.model = policy_alone(self.model)
             if args.activation_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
                 # PEFT switches it on in the model that it wraps, where the critic isn't
                 self.critic.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
-        self.ema: Any = None  # a `MovingAverage`
         if args.ema_decay is not None:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
@@ -215,7 +229,8 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         for callback in [each for each in self.callback_handler.callbacks if type(each) is SyncRefModelCallback]:
             self.remove_callback(callback)
             self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
-        self.add_callback(_Averaging(self))
+        if self.ema is not None:
+            self.add_callback(self.ema)
 
     def _make_critic(self, value_model) -> Any:
         policy = self._unwrapped(self.model)
@@ -252,12 +267,6 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         return critic
 
     # Rollout
-
-    def _engine_context(self):
-        context = ExitStack()
-        context.enter_context(super()._engine_context())
-        context.enter_context(self._policy_alone())
-        return context
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         if self.critic is None:
@@ -389,26 +398,99 @@ class MultimodalPPOTrainer(TwoPartOptimizerMixin, SavedPartsMixin, MultimodalGRP
         args = self.args
         return {**super()._batches(), "gae": [args.gamma, args.lam, args.bootstrap_truncated]}
 
+    # Optimizer
 
-class _Averaging(TrainerCallback):
-    """Keeps the average of the policy up to date."""
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        regroup = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if self.critic is not None and not self._critic_groups:
+            self._critic_groups = split_groups(optimizer, self.critic, self.args.value_learning_rate, regroup)
+            freeze_parts(optimizer, lambda: self._trained, self._trains)
+        return optimizer
 
-    def __init__(self, trainer: MultimodalPPOTrainer):
-        self.trainer = trainer
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        if self.critic is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = two_schedules(self.args, optimizer, self._critic_groups, num_training_steps)
+            self._created_lr_scheduler = True
+        check_two_schedules(self.lr_scheduler)
+        return self.lr_scheduler
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.ema is not None:
-            self.trainer.ema.update()
+    def _trains(self, part: str) -> bool:
+        """Whether this update changes the `"policy"`, or the `"critic"`."""
+        frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
+        return part in self._trained and not frozen
+
+    def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """
+        The loss of a part from its scores, or a zero in its place, whatever the loss is: engines wait for the
+        gradients of all weights.
+        """
+        return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
+
+    # Critic and average in checkpoints
+
+    @contextmanager
+    def ema_weights(self):
+        """
+        Gives the policy its averaged weights within the context, for evaluation or to save them.
+
+        Raises:
+            `ValueError`: If there is no average.
+        """
+        if self.ema is None:
+            raise ValueError("There is no average of the weights; set `ema_decay`.")
+        self.ema.follow(self.model)
+        with self.ema.applied():
+            yield
+
+    def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
+        if self.critic is not None:
+            state = whole_state_dict(self.accelerator, self.critic, self.args.should_save)
+            if self.args.should_save:
+                self.critic.save_pretrained(folder / _CRITIC, state)
+        if self.ema is not None and not in_checkpoint:
+            with self.ema_weights():
+                Trainer.save_model(self, str(folder / _AVERAGE), _internal_call=True)
+
+    def _load_parts(self, folder: Path) -> None:
+        if self.critic is None:
+            return
+        if not (folder / _CRITIC).is_dir() or not self.critic.load(folder / _CRITIC):
+            raise ValueError(f"{folder} has no critic; it is no checkpoint of PPO with one.")
+
+    def _save_state(self, folder: Path) -> None:
+        super()._save_state(folder)
+        if self.ema is not None:
+            self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
+
+    def _load_state(self, folder: Path) -> None:
+        super()._load_state(folder)
+        if self.ema is not None:
+            path = folder / f"{_AVERAGE}.safetensors"
+            if not path.exists():
+                raise ValueError(f"{folder} has no average of the weights; resume without `ema_decay`.")
+            self.ema.follow(self.model)
+            self.ema.load(path)
+
+    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+        found = []
+        if self.args.shared_trunk and self.critic is not None:
+            found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
+        elif self.critic is not None:
+            name = json.dumps(folder, ensure_ascii=False)
+            load = f'trl_multimodal_rft.models.Critic.from_pretrained({name}, {model_class}, subfolder="{_CRITIC}")'
+            found.append((_CRITIC, f"the critic, {in_code(load)}"))
+        if self.ema is not None:
+            found.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
+        return found
 
 
 class _SyncPolicy(SyncRefModelCallback):
     """Leaves the critic out, of which the reference has none."""
 
-    def on_step_end(self, args, state, control, **kwargs):
-        modules = self.accelerator.unwrap_model(kwargs["model"])._modules
-        critic = modules.pop("critic", None)
-        try:
-            super().on_step_end(args, state, control, **kwargs)
-        finally:
-            if critic is not None:
-                modules["critic"] = critic
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        policy = policy_alone(self.accelerator.unwrap_model(model))
+        super().on_step_end(args, state, control, model=policy, **kwargs)

@@ -44,12 +44,10 @@ from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
-from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import KnownKeywords, check_arguments
-from .finite_updates import FiniteMixin
-from .resumable import ResumingMixin
+from .checkpoints import CheckpointMixin
 from .setup import (
     check_family,
     check_processor_name,
@@ -93,7 +91,7 @@ def _is_general(args: TrainingArguments) -> bool:
     return not isinstance(args, SFTConfig) and all(name in of_sft for name in args.__dataclass_fields__)
 
 
-class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
+class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
@@ -290,7 +288,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
             self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
         )
         keep_differentiable(self.model)
-        self._set_signals()
+        self._add_checkpoint_callbacks()
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
                 "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "

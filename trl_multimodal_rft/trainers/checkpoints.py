@@ -1,0 +1,451 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Checkpoints: written whole or not at all, verified before a run resumes from them, and published."""
+
+import json
+import math
+import shutil
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+
+from ..checks.self_check import SelfCheck
+from ..data.fingerprint import fingerprint
+from ..models.critic import policy_alone
+from ..models.wrapped import is_unsharded, unwrapped
+from ..policy import Fallbacks
+from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
+from ..reporting.model_card import in_code, training_lines, write_card
+from ..rollout.groups import SAVED_CLASSES
+from .checkpoint_files import (
+    PARTIAL,
+    checkpoints,
+    export_state,
+    load_rollout_state,
+    load_unsharded,
+    naming_write_errors,
+    replace_folder,
+    save_rollout_state,
+    save_unsharded,
+    surplus_checkpoints,
+)
+from .finite import refuse_broken_weights
+from .manifest import resume_warnings, verify_checkpoint, write_manifest
+from .run_lock import holding
+from .signals import EndOnSignal, end_with_launcher
+
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Trainer
+else:
+    Trainer = object
+
+
+logger = get_logger(__name__)
+
+# Folder of a checkpoint for a reference that moves with the policy
+_REFERENCE = "ref_model"
+
+
+class CheckpointMixin(Trainer):
+    """
+    Saves, resumes and publishes a run of TRL's trainers.
+
+    A checkpoint is there whole or not at all, also when the run is killed. A resumed run is, bit for bit, the run that
+    wasn't interrupted. Updates that aren't finite are skipped, and weights that aren't are not saved.
+    """
+
+    args: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    ref_model: Any
+    train_dataset: Any
+    _policy: Any
+    checks: Any
+    sampler: Any = None
+    _stream: Any
+    _kinds_seen: set[str]
+    push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
+    _uploaded: Path | None = None  # the checkpoint of the last push from one
+    _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
+    _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
+    _end_on_signal: EndOnSignal | None = None
+    _n_skipped = 0  # successive updates
+    _checked_step: int | None = None  # the latest whose weights were checked before sampling
+
+    def _add_checkpoint_callbacks(self) -> None:
+        """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""
+        self.add_callback(SaveBeforePush(self))
+        if self.args.enable_jit_checkpoint:
+            self._end_on_signal = EndOnSignal(self._any_process)
+            self.add_callback(self._end_on_signal)
+
+    # Resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Trains. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end it with a checkpoint after the
+        current step. No other run can train in the same `output_dir` meanwhile.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint to resume from; `True` takes the newest in `output_dir` that is whole.
+            args:
+                Further arguments of [`~transformers.Trainer.train`].
+            kwargs:
+                The same, by name.
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
+
+        Raises:
+            `ValueError`: If files of the checkpoint are missing or damaged, or none is whole.
+            `RuntimeError`: If another run trains in `output_dir`.
+        """
+        end_with_launcher()
+        with ExitStack() as stack:
+            holder = stack.enter_context(holding(self.args.output_dir)) if self.is_world_process_zero() else None
+            (holder,) = broadcast_object_list([holder])
+            if holder is not None:
+                raise RuntimeError(
+                    f"`output_dir` {self.args.output_dir!r} is in use by {holder}: two runs would delete each other's "
+                    "checkpoints. Wait until it ends, or set another `output_dir`."
+                )
+            checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+            if self._end_on_signal is not None:
+                stack.enter_context(self._end_on_signal.listening())
+            stack.callback(self._stream.close)
+            self._invalidate_engine()
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _invalidate_engine(self) -> None:
+        """An engine that samples may have other weights now than those of its last step."""
+        if self.sampler is not None:
+            self.sampler.invalidate_weights()
+
+    def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
+        """The checkpoint to resume from, the same on all processes."""
+        folders = [str(resume_from)]
+        if resume_from is True:
+            folders = [str(path) for path in reversed(checkpoints(self.args.output_dir))]
+            (folders,) = broadcast_object_list([folders])
+        passed_over = []
+        for folder in folders:
+            verifies = self.args.checkpoint_manifest and self.args.should_save
+            found = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if verifies else [])))
+            if not found:
+                for warning in resume_warnings(folder, self._fingerprints()) if verifies else ():
+                    logger.warning(warning)
+                return folder
+            passed_over.append(f"{folder} isn't whole: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.")
+            if resume_from is True:
+                logger.warning(f"Passed over: {passed_over[-1]}")
+        if resume_from is True:
+            raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *passed_over]))
+        raise ValueError(
+            f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
+            "`output_dir`), or from what is left with `checkpoint_manifest=False`."
+        )
+
+    def _fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Fingerprints of the datasets that are trained on, by the names of their arguments."""
+        return {"train_dataset": fingerprint(self.train_dataset, self.args.media_rules.media_dir)}
+
+    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+        if self.state.global_step >= max_steps:
+            # Resumed after its last step, `Trainer` would train to the end of the epoch, and stop one step too late
+            return n_epochs, 0
+        return epochs_trained, steps_trained
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self._reload_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        self._invalidate_engine()
+        if not self._reload_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _reload_weights(self, folder: str | Path) -> bool:
+        """
+        Loads weights where `Trainer` would load a state dict whose keys `save_pretrained` has renamed for many
+        multimodal models, and restore nothing but a warning (huggingface/transformers#43701). `from_pretrained` knows
+        the names. Whether it did.
+        """
+        if not is_unsharded(self.accelerator):
+            return False
+        self._load_parts(Path(folder))
+        policy = policy_alone(self.accelerator.unwrap_model(self.model))
+        if is_peft_model(policy):
+            return False
+        load_unsharded(self.accelerator, policy, folder)
+        return True
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_state(Path(checkpoint))
+
+    def _load_parts(self, folder: Path) -> None:
+        """Loads what [`_save_parts`] saved, where no engine does."""
+
+    def _load_state(self, folder: Path) -> None:
+        """Loads what [`_save_state`] saved."""
+        if self._reference_moves:
+            if not (folder / _REFERENCE).is_dir():
+                raise ValueError(
+                    f"{folder} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
+                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
+                    "with it and without `save_only_model`, or set `sync_ref_model=False`."
+                )
+            load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
+        # A process that the run before hadn't takes what is the same for all from the first
+        indices, classes = (self.accelerator.process_index, 0), self._saved_classes
+        state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
+        if state is None:
+            logger.warning(f"{folder} has no state of the rollouts; the run continues with new completions.")
+        else:
+            self._load_rollout_state(state)
+
+    @property
+    def _reference_moves(self) -> bool:
+        return getattr(self.args, "sync_ref_model", False)
+
+    # State of the rollouts
+
+    def _rollout_state(self) -> dict[str, Any]:
+        """What this process needs to continue in the middle of a generation batch as if it hadn't stopped."""
+        reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        return {
+            "batches": self._batches(),
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs if reused else None,
+            "metrics": dict(self._metrics["train"]),
+            "self_check": None if self.checks.self_check is None else asdict(self.checks.self_check),
+            "fallbacks": asdict(self._policy.fallbacks),
+            "checked": self._checked(),
+            "n_skipped": self._n_skipped,
+            "skipped_rows": self._stream.skipped,
+        }
+
+    def _checked(self) -> dict[str, Any]:
+        """What the self-check's measurements hold for."""
+        model = unwrapped(self.accelerator, self.model)
+        return {
+            "packing": self.args.packing,
+            "precision": [self.accelerator.mixed_precision, str(model.dtype)],
+            "attention": model.config.get_text_config(decoder=True)._attn_implementation,
+        }
+
+    def _batches(self) -> dict[str, Any]:
+        """What the size and the contents of a generation batch depend on."""
+        args = self.args
+        return {
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "steps_per_generation": args.steps_per_generation,
+            "num_generations": args.num_generations,
+            "num_iterations": args.num_iterations,
+            "num_processes": self.accelerator.num_processes,
+            "reference": args.beta != 0,
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        """Restores what is the same on all processes, and a process's own completions if they still fit."""
+        if state["batches"] == self._batches():
+            self._step = state["step"]
+            self._metrics["train"].update(state["metrics"])
+            if state["buffered_inputs"] is not None:
+                self._buffered_inputs = [each.to(self.accelerator.device) for each in state["buffered_inputs"]]
+        else:
+            logger.warning(
+                f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
+                "completions."
+            )
+        if state["checked"] == self._checked():  # else what this run does is measured anew
+            self._policy.fallbacks = Fallbacks(**state["fallbacks"])
+            if state["self_check"] is not None:
+                measured: dict[str, Any] = {**state["self_check"], "fallbacks": self._policy.fallbacks}
+                self.checks.self_check = SelfCheck(**measured)
+        for batch in self._buffered_inputs or ():
+            batch.packed = batch.packed and self._policy.fallbacks.packing
+        self._n_skipped = state["n_skipped"]
+        self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Saves the model and its processor. All processes have to call this.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder. Defaults to the `output_dir` of the config.
+
+        Raises:
+            `FloatingPointError`: If weights aren't finite. What the folder holds stays as it is.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        self._refuse_broken_weights(f"the model isn't saved in {str(folder)!r}; what is saved there stays")
+        self._save_parts(folder, in_checkpoint=output_dir is not None and _internal_call)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
+        """Saves what belongs to the model beside the policy's own files. All processes have to call this."""
+
+    def _save_checkpoint(self, model, trial):
+        """
+        Writes a checkpoint to a temporary folder and moves it to its place when it is whole, then removes surplus
+        ones the same way. TRL's and transformers' methods would write in place, and publish what isn't whole yet.
+        """
+        args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        place = Path(self._get_output_dir(trial), name)
+        partial = place.parent / PARTIAL
+        if args.should_save and not Path(args.output_dir).exists():
+            logger.warning(
+                f"`output_dir` {args.output_dir!r} was removed during the run, with the checkpoints in it; {name} is "
+                "saved to a new folder."
+            )
+        if args.should_save and partial.exists():  # from a run that was killed while it saved
+            shutil.rmtree(partial)
+        self.accelerator.wait_for_everyone()
+        if trial is None:
+            self.store_flos()
+        self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
+        with naming_write_errors(place, partial if args.should_save else None):
+            self._write_checkpoint(partial / name, place)
+        if args.should_save:
+            replace_folder(partial / name, place)
+            kept = {place, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
+            for checkpoint in surplus_checkpoints(place, args.save_total_limit, kept):
+                if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else it is removed later
+                    checkpoint.rename(partial / checkpoint.name)
+            shutil.rmtree(partial, ignore_errors=True)  # what stays is removed before the next is written
+        self.accelerator.wait_for_everyone()
+        if args.push_to_hub:
+            self._publish_checkpoint(place)
+
+    def _write_checkpoint(self, folder: Path, place: Path) -> None:
+        """Writes what transformers and TRL write, and what they leave out."""
+        args, state = self.args, self.state
+        self.save_model(str(folder), _internal_call=True)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(place)
+        if not args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+            self._save_state(folder)
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            export_state(state.stateful_callbacks, [*self.callback_handler.callbacks, self.control])
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
+                entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+                (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
+            if args.checkpoint_manifest:
+                write_manifest(folder, args.save_only_model, self._fingerprints())
+
+    def _save_state(self, folder: Path) -> None:
+        """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
+        save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
+        if self._reference_moves:
+            save_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
+
+    # Publishing
+
+    def _publish_checkpoint(self, folder: Path) -> None:
+        """Has transformers push a checkpoint that is whole, not while another is being pushed."""
+        args = self.args
+        if args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
+            return
+        if is_running(self.push_in_progress):
+            if not args.hub_always_push:
+                return
+            self._finish_current_push()  # the files that it uploads change now
+        for name in self._folders_of_model:
+            if (folder / name).is_dir():
+                shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
+        self._push_from_checkpoint(str(folder))
+        self._uploaded = folder
+        warn_of_failures(self.push_in_progress, folder)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """
+        Writes a card that says on what and how the model was trained, and how to ask it about media.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model.
+            dataset_name (`str`, *optional*):
+                Name of the dataset.
+            tags (`str` or `list[str]`, *optional*):
+                Tags in addition to the package's.
+        """
+        tags = {tags} if isinstance(tags, str) else set(tags or ())
+        super().create_model_card(model_name, dataset_name, sorted(tags | self._kinds_seen))
+        if self.is_world_process_zero():
+            write_card(self, model_name, dataset_name)
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        """What the card says about the method."""
+        rewards = ", ".join(map(in_code, self.reward_func_names))
+        return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
+
+    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+        """What the card says about the folders beside the model."""
+        return []
+
+    # Finite updates
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Skips an update whose gradient isn't finite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        # The same on all processes, which hold the same gradient. DeepSpeed may have no norm, or -1.
+        skipped = norm is not None and not (math.isfinite(norm) and norm >= 0)
+        scaler = self.accelerator.scaler
+        if skipped and self.accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() > 1):
+            skipped = False  # the scale of the loss is why; it is lowered, and the step skipped, by the scaler
+        elif skipped:
+            self._skip_update()
+        else:
+            self._n_skipped = 0
+        self._metrics["train"]["skipped_updates"].append(float(skipped))
+        return norm
+
+    def _skip_update(self) -> None:
+        step = self.state.global_step
+        if self.is_deepspeed_enabled:
+            if not self.accelerator.optimizer_step_was_skipped:
+                raise FloatingPointError(
+                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from a checkpoint with "
+                    "ZeRO-1, 2 or 3, which skip such steps."
+                )
+            self.optimizer.optimizer.overflow = False  # so that the schedule goes on, as without DeepSpeed
+        self._n_skipped += 1
+        if self._n_skipped > self.args.max_skipped_updates:
+            raise FloatingPointError(
+                f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
+                f"{step - self._n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
+            )
+        self.optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
+
+    def _check_policy(self) -> None:
+        """Refuses to sample from weights that aren't finite, once for each update. All processes have to call this."""
+        if self._checked_step != self.state.global_step:
+            self._refuse_broken_weights("no completions can be sampled")
+            self._checked_step = self.state.global_step
+
+    def _refuse_broken_weights(self, consequence: str) -> None:
+        refuse_broken_weights(self.model, self._any_process, self.state.global_step, consequence)
+
+    def _any_process(self, condition: bool) -> bool:
+        return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
