@@ -170,19 +170,34 @@ def encode_sequence(
     return sequence
 
 
+def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
+    """The labels of a tokenized row: its own, or those of its masks, or all tokens."""
+    if row.get("labels") is not None:
+        return row["labels"]
+    names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
+    masks = [row[name] for name in names if row.get(name) is not None]
+    return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
+
+
 def given_sequence(
-    row: Mapping[str, Any], processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
+    row: Mapping[str, Any],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    completion_only: bool | None = None,
 ) -> SupervisedSequence:
     """
-    A row of text that is tokenized already.
+    A tokenized row of text.
 
     Args:
         row (`Mapping[str, Any]`):
-            Row with `input_ids` and `labels`, -100 on tokens that aren't learned. Without labels all are.
+            Row with `input_ids`, and `labels`, -100 on tokens that aren't learned, or `assistant_masks` and
+            `completion_mask`. Without any of them all tokens are learned.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor.
         model ([`~transformers.PreTrainedModel`]):
             Unwrapped model.
+        completion_only (`bool`, *optional*):
+            Whether `completion_mask` holds.
 
     Returns:
         [`SupervisedSequence`]: The sequence.
@@ -191,7 +206,7 @@ def given_sequence(
         `ValueError`: If ids stand for media, if labels aren't the ids, or if there is nothing to learn.
     """
     name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
-    labels = ids if row.get("labels") is None else torch.tensor(row["labels"])
+    labels = torch.tensor(given_labels(row, completion_only))
     if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
         raise ValueError(f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100.")
     placeholders = all_placeholder_ids(model, processing_class)
@@ -204,10 +219,19 @@ def given_sequence(
         text, input_ids=ids[:1], token_fields=first, position_ids=text.position_ids[..., :1], mask_cache={}
     )
     sequence = _followed(start, row["input_ids"][1:], model)
-    sequence.learned = labels != -100
+    sequence.row, sequence.learned = getattr(row, "number", 0), labels != -100
     if not sequence.learned[1:].any():
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
     return sequence
+
+
+def encode_text(
+    text: str, number: int, processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
+) -> SupervisedSequence:
+    """A text with its end, tokenized as by TRL, of which all is learned."""
+    ids = processing_class(text=_ended(text, processing_class))["input_ids"]
+    ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
+    return given_sequence(Row(number, {"input_ids": ids}), processing_class, model)
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:

@@ -358,6 +358,17 @@ def without_engine_and_signals(args):
         vars(args).update(given)
 
 
+@contextmanager
+def options_for_constructor(args, **values):
+    """Gives TRL's constructor other values of options that the trainer handles itself."""
+    given = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(given)
+
+
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
     """Loads the model to train, as TRL's trainers do."""
     init_kwargs = dict(args.model_init_kwargs or {})
