@@ -133,21 +133,23 @@ def encode_sequence(
         said = [message for message in messages if message["role"] == "assistant"]
         if (medium := next(iter_refs(said), None)) is not None:
             raise medium.error("what the assistant says is text; put media into the messages before it")
-        options = {"audio_overlong": audio_overlong, "row": number}
+        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": number}
         if whole:
             own = {**template_kwargs, "add_generation_prompt": False}
             before = encode_prompt(messages, processing_class, model, template_kwargs=own, **options)
             ids = []
-        elif _is_text(row) and next(iter_refs(messages), None) is None:
-            before = encode_prompt(row["prompt"], processing_class, model, **options)
-            ids = _ids_after(
-                row["prompt"], row["prompt"] + _ended(row["completion"], processing_class), processing_class
-            )
         else:
-            prompt, completion = messages[: len(chat)], messages[len(chat) :]
-            texts = _written(prompt, completion, processing_class, template_kwargs, f"row {number}")
-            before = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
-            ids = _ids_after(*texts, processing_class)
+            before, ids = _encode_pair(
+                row,
+                messages[: len(chat)],
+                messages[len(chat) :],
+                f"row {number}",
+                processing_class,
+                model,
+                template_kwargs,
+                end=_tokenizer(processing_class).eos_token or "",  # as TRL adds it to text
+                **options,
+            )
     except MediaError as error:
         if not whole:
             raise
@@ -160,14 +162,18 @@ def encode_sequence(
         if _is_text(row) and not before.modalities:
             raise ValueError(f"row {number}: `assistant_only_loss=True` needs messages, got text.")
         sequence.learned &= _said_by_assistant(messages, sequence, processing_class, model, template_kwargs, options)
-    if not sequence.learned[1:].any():
-        raise ValueError(f"row {number} has nothing to learn: no token counts in the loss.")
-    if family_of(model).token_field_fill and sequence.learned[: len(before)].any():
-        raise ValueError(
-            f"row {number}: {model.config.model_type} reads what comes before an answer in both directions, so that "
-            "it can't be learned; give the row as `prompt` and `completion`, and leave `completion_only_loss` alone."
-        )
+    _check_learned(sequence, len(before), model, f"row {number}")
     return sequence
+
+
+def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTrainedModel, name: str) -> None:
+    if not sequence.learned[1:].any():
+        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
+    if family_of(model).token_field_fill and sequence.learned[:n_prompt].any():
+        raise ValueError(
+            f"{name}: {model.config.model_type} reads what comes before an answer in both directions, so that it "
+            "can't be learned; give the row as `prompt` and `completion`, and leave `completion_only_loss` alone."
+        )
 
 
 def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
@@ -229,7 +235,8 @@ def encode_text(
     text: str, number: int, processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> SupervisedSequence:
     """A text with its end, tokenized as by TRL, of which all is learned."""
-    ids = processing_class(text=_ended(text, processing_class))["input_ids"]
+    end = _tokenizer(processing_class).eos_token or ""
+    ids = processing_class(text=_ended(text, end))["input_ids"]
     ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
     return given_sequence(Row(number, {"input_ids": ids}), processing_class, model)
 
@@ -341,24 +348,12 @@ def encode_supervised(
         medium = next(iter_refs(completion), None)
         if medium is not None:
             raise medium.error("a completion is text; put media into the messages before it")
-        if _is_text(row) and next(iter_refs(prompt), None) is None:
-            prompt, before, whole = row["prompt"], row["prompt"], row["prompt"] + row["completion"]
-        else:
-            before, whole = _written(
-                prompt, completion, processing_class, template_kwargs or {}, f"row {index} of `ptx_dataset`"
-            )
-        encoded.append(
-            encode_prompt(
-                prompt,
-                processing_class,
-                model,
-                template_kwargs=template_kwargs,
-                audio_overlong=audio_overlong,
-                row=index,
-            )
-        )
-        ids = _ids_after(before, whole, processing_class)
-        _check_text_only(ids, processing_class, model, f"row {index} of `ptx_dataset`")
+        name = f"row {index} of `ptx_dataset`"
+        template: dict[str, Any] = template_kwargs or {}
+        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": index}
+        before, ids = _encode_pair(row, prompt, completion, name, processing_class, model, template, **options)
+        encoded.append(before)
+        _check_text_only(ids, processing_class, model, name)
         ends = [place for place, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
     padded = pad_sequence(completions, batch_first=True)
@@ -370,10 +365,29 @@ def _tokenizer(processing_class) -> PreTrainedTokenizerBase:
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
-def _ended(completion: str, processing_class) -> str:
-    """A completion with its end, as TRL's trainer adds it to text."""
-    end = _tokenizer(processing_class).eos_token or ""
-    return completion if completion.endswith(end) else completion + end
+def _encode_pair(
+    columns: Mapping[str, Any],
+    prompt: list,
+    completion: list,
+    name: str,
+    processing_class,
+    model: PreTrainedModel,
+    template_kwargs: dict[str, Any],
+    end: str = "",
+    **options,
+) -> tuple[EncodedPrompt, list[int]]:
+    """A prompt, and the ids of its completion; if both are text, without media, with an end and without a template."""
+    if _is_text(columns) and next(iter_refs(prompt), None) is None:
+        prompt = before = columns["prompt"]
+        whole = before + _ended(columns["completion"], end)
+    else:
+        before, whole = _written(prompt, completion, processing_class, template_kwargs, name)
+    encoded = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
+    return encoded, _ids_after(before, whole, processing_class)
+
+
+def _ended(text: str, end: str) -> str:
+    return text if text.endswith(end) else text + end
 
 
 def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, row: str) -> None:

@@ -20,7 +20,6 @@ from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import SupervisedSequence, encode_sequence, encode_text, given_labels, given_sequence
 from ..rollout.stream import EncodedRow
 from .setup import refuse_media_without_processor
-from .sft_config import MultimodalSFTConfig
 
 
 @dataclass
@@ -29,7 +28,7 @@ class SupervisedCollator:
 
     model: PreTrainedModel
     processing_class: ProcessorMixin | PreTrainedTokenizerBase
-    args: MultimodalSFTConfig
+    args: Any
     formatting_func: Callable[[dict], str] | None = None
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
@@ -44,7 +43,7 @@ class SupervisedCollator:
             `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, -100 on tokens
             that aren't learned.
         """
-        sequences = [
+        sequences: list[Any] = [
             row.prompt if isinstance(row, EncodedRow) else self.encode(Row(place, row))
             for place, row in enumerate(rows)
         ]
@@ -153,7 +152,7 @@ def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
     return dataset
 
 
-def _with_labels(dataset: Any, name: str, columns: set[str], args: MultimodalSFTConfig) -> Any:
+def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
     """The tokenized rows of which something is learned."""
     if "completion_mask" in columns and "labels" not in columns and args.completion_only_loss is None:
         raise ValueError(

@@ -19,7 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..data.columns import MEDIA_COLUMNS, rows_to_messages
@@ -69,10 +69,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def _is_general(args: TrainingArguments) -> bool:
-    """Whether a config is that of no trainer in particular."""
-    of_sft = MultimodalSFTConfig.__dataclass_fields__
-    return not isinstance(args, SFTConfig) and all(name in of_sft for name in args.__dataclass_fields__)
+# Columns of rows, beside that of plain text, with `remove_unused_columns`
+_COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
+_COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
 class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, PublishingMixin, SFTTrainer):
@@ -92,7 +91,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
             Dataset with `prompt` and `completion`, each text or messages, or with `messages`; and with the media
             columns that [`MultimodalGRPOTrainer`] takes. Of a completion all is learned; of `messages` all, or with
             `assistant_only_loss` what the assistant says in each turn. Without media also with `text`, or tokenized,
-            with `input_ids` and optionally `labels`, which [`~trl.SFTTrainer`] prepares.
+            with `input_ids` and optionally `labels`.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -142,6 +141,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_length = 256  # of the code on the card
+    data_collator: Any
     _warned_of_positions = False
 
     def __init__(
@@ -149,12 +149,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         model: "str | PreTrainedModel | PeftModel",
         args: MultimodalSFTConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
+        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Any] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
@@ -166,9 +161,9 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
-        if isinstance(args, TrainingArguments) and _is_general(args):  # as TRL takes them
-            options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
-            args = MultimodalSFTConfig(**options)
+        if type(args) is TrainingArguments:  # as TRL takes them; `to_dict` hides the token
+            given: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
+            args = MultimodalSFTConfig(**given)
         args = resolve_config(MultimodalSFTConfig, args, model)
         ignore_deprecated_names()
         check_arguments(
@@ -202,12 +197,13 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         # Datasets whose rows are looked at when the first ones come
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
+        construct: Any = super().__init__  # the mixins are typed as GRPO's
         with (
             no_warning_about_init_kwargs(loaded_here),
             # TRL packs rows before training, without a collator, and learns answers only of templates that mark them
             options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
         ):
-            super().__init__(
+            construct(
                 model=model,
                 args=args,
                 data_collator=collator,
@@ -237,32 +233,12 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
-        # With `remove_unused_columns`
-        self._signature_columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS]
-        self._signature_columns += ["input_ids", "labels", "completion_mask", "assistant_masks"]
-        self._signature_columns += [args.dataset_text_field]
+        keeps_all = not args.remove_unused_columns or formatting_func is not None
+        self._columns_to_keep = None if keeps_all else {*_COLUMNS, args.dataset_text_field}
         self._stream = RowStream(
             args, self.accelerator, encode=collator.encode, metrics=self._metrics, state=lambda: self.state
         )
-        own = self._unwrapped(self.model)
-        obstacle = sharing_obstacle(own)
-        if obstacle and (args.packing or args.eval_packing):
-            logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
-        fallbacks = Fallbacks(
-            packing=not obstacle,
-            isolate=family_of(own).isolate,
-            logits_from_model=not add_fused_head(own, outputs=("log_probs", "entropy", "is_top1")),
-        )
-        if fallbacks.logits_from_model:
-            logger.warning(
-                f"{own.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-                "log-probabilities are taken from its own logits, which needs more memory."
-            )
-        if fallbacks.packing and (args.packing or args.eval_packing):
-            install_prefix_attention(own)
-        self._policy = PolicyForward(
-            self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
-        )
+        self._policy = self._make_policy()
         keep_differentiable(self.model)
         self._set_signals()
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
@@ -274,14 +250,24 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
-    def _used_columns(self, dataset: Dataset, description: str) -> Dataset:
-        return dataset if self._columns_to_keep is None else self._remove_unused_columns(dataset, description)
-
-    @property
-    def _columns_to_keep(self) -> list[str] | None:
-        """The columns of rows with `remove_unused_columns`. A `formatting_func` may read any."""
-        keeps_all = not self.args.remove_unused_columns or self.data_collator.formatting_func is not None
-        return None if keeps_all else self._signature_columns
+    def _make_policy(self) -> PolicyForward:
+        args, model = self.args, self._unwrapped(self.model)
+        obstacle, packing = sharing_obstacle(model), args.packing or args.eval_packing
+        has_head = add_fused_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        if obstacle and packing:
+            logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
+        if not has_head:
+            logger.warning(
+                f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+                "log-probabilities are taken from its own logits, which needs more memory."
+            )
+        if packing and not obstacle:
+            install_prefix_attention(model)
+        isolate = family_of(model).isolate
+        fallbacks = Fallbacks(packing=not obstacle, isolate=isolate, logits_from_model=not has_head)
+        return PolicyForward(
+            self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
+        )
 
     # Rows
 
@@ -291,7 +277,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         ranks = self.accelerator.num_processes, self.accelerator.process_index
         seed = args.seed if args.data_seed is None else args.data_seed
         return self._stream.train_loader(
-            dataset if is_stream else self._used_columns(dataset, "Training"),
+            self._used_columns(dataset),
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
             order=seeded_order(0 if is_stream else len(dataset), seed, args.train_sampling_strategy == "random"),
             # An update reads its micro-batches before it forwards the first, to count their labels
@@ -305,16 +291,21 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         if dataset is eval_dataset:  # given to `evaluate`
             dataset = prepare_rows(dataset, "eval", self.data_collator)
         return self._stream.eval_loader(
-            dataset if isinstance(dataset, IterableDataset) else self._used_columns(dataset, "Evaluation"),
+            self._used_columns(dataset),
             self.args.eval_batch_size,
             sampler=self._get_eval_sampler,
             columns=self._columns_to_keep,
             collate=partial(self._collate, split="eval"),
         )
 
+    def _used_columns(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        if self._columns_to_keep is None or isinstance(dataset, IterableDataset):  # whose rows the loader selects from
+            return dataset
+        return dataset.select_columns([name for name in dataset.column_names if name in self._columns_to_keep])
+
     def _collate(self, rows: Sequence[EncodedRow], split: str) -> dict[str, Any]:
         """A micro-batch, of which what the model card and the console show is noted."""
-        batch, name, model = self.data_collator(rows), f"{split}_dataset", self._unwrapped(self.model)
+        batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
         stored, sequences = [each.stored for each in rows], batch["sequences"]
         if name in self._unseen:
             self._unseen.remove(name)
@@ -324,9 +315,9 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         numbers = [each.number for each in rows]
         self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
         self._columns_seen.update(*stored)
-        asked = [row.get("prompt") or (row.get("messages") or ())[:-1] for row in stored]
         if len(self._asked) < 2:
-            self._asked.update(map(conversation_of, filter(None, asked)))
+            prompts = [row.get("prompt") or row.get("messages", [])[:-1] for row in stored]
+            self._asked.update(conversation_of(prompt) for prompt in prompts if prompt)
         if split == "train":
             self._show_first(stored[0], sequences[0])
         return batch
@@ -380,14 +371,15 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
         """TRL's metrics of a micro-batch, of all ranks. `mask` `(B, P - 1)` is true on targets that are learned."""
         metrics = self._metrics["train" if self.model.training else "eval"]
-        sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), mask.new_tensor(n_tokens, dtype=float)]
+        sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
         sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
-        gathered = self.accelerator.gather_for_metrics(torch.stack([each.float() for each in sums])[None])
-        n_learned, entropy, n_correct, n_tokens, *_ = gathered.sum(0)
+        stacked = torch.stack([each.to(mask.device, torch.float) for each in sums])
+        gathered = self.accelerator.gather_for_metrics(stacked[None])
+        n_learned, entropy, n_correct, n_all, *_ = gathered.sum(0)
         metrics["entropy"].append((entropy / n_learned).item() if n_learned > 0 else 0.0)
         metrics["mean_token_accuracy"].append((n_correct / n_learned).item() if n_learned > 0 else 0.0)
         if self.model.training:
-            self._total_train_tokens += int(n_tokens) // self._tp_size
+            self._total_train_tokens += int(n_all) // self._tp_size
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             metrics["aux_loss"].append(gathered[:, -1].mean().item())
