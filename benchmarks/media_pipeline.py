@@ -34,6 +34,7 @@ from policy_update import CASES, PRESETS, build_model, build_processor
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.data.rows import DatasetRows
 
 
 class Emulated(MultimodalGRPOTrainer):
@@ -43,8 +44,8 @@ class Emulated(MultimodalGRPOTrainer):
         super().__init__(*args, **kwargs)
         self._wait, self._known = wait, known
 
-    def _read(self, row):
-        return super()._read(row) if self._known is None else self._known[row.number]
+    def _encode_row(self, row):
+        return super()._encode_row(row) if self._known is None else self._known[row.number]
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         time.sleep(self._wait)
@@ -178,9 +179,8 @@ def run(args: argparse.Namespace) -> dict:
         blocks = [[video, {"type": "text", "text": question}] for video in videos]
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in blocks])
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
-        reader.get_train_dataloader()
         start = time.perf_counter()
-        known = {i: reader._read(reader._train_rows[i]) for i in range(n)}
+        known = {row.number: reader._encode_row(row) for row in DatasetRows(rows).__getitems__([*range(n)])}
         reading = (time.perf_counter() - start) / n * args.prompts
         wait = args.wait * reading
         for _ in range(args.repeats):

@@ -45,7 +45,6 @@ RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
 
 # Methods that the mixin overrides in both trainers: parameters, in order
 OVERRIDDEN = {
-    GRPO + "_set_signature_columns_if_needed": "self",
     GRPO + "_generate_and_score_completions": "self inputs",
     GRPO + "_tokenize_prompts": "self prompts",
     GRPO + "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
@@ -59,15 +58,9 @@ OVERRIDDEN = {
         "mm_token_type_ids image_position_ids"
     ),
     GRPO + "create_model_card": "self model_name dataset_name tags",
-    "transformers:Trainer._inner_training_loop": (
-        "self batch_size args resume_from_checkpoint trial ignore_keys_for_eval"
-    ),
-    "transformers:Trainer._get_dataloader": (
-        "self dataset description batch_size sampler_fn is_training dataloader_key"
-    ),
     "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "transformers:Trainer._load_best_model": "self",
-    GRPO + "_get_train_sampler": "self dataset",
+    GRPO + "get_train_dataloader": "self",
     GRPO + "get_eval_dataloader": "self eval_dataset",
     "transformers:Trainer._init_training_state": (
         "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
@@ -82,7 +75,6 @@ OVERRIDDEN = {
     "transformers:Trainer.evaluation_loop": (
         "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"
     ),
-    GRPO + "prediction_step": "self model inputs prediction_loss_only ignore_keys",
     "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._get_grad_norm": "self model grad_norm",
@@ -113,19 +105,16 @@ OVERRIDDEN_PPO = {
 SFT = "trl.trainer.sft_trainer:SFTTrainer."
 OVERRIDDEN_SFT = {
     **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
-    SFT + "_set_signature_columns_if_needed": "self",
     SFT + "_prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
-    SFT + "_get_train_sampler": "self train_dataset",
+    SFT + "get_train_dataloader": "self",
     SFT + "get_eval_dataloader": "self eval_dataset",
-    SFT + "get_batch_samples": "self epoch_iterator num_batches device",
-    SFT + "_prepare_inputs": "self inputs",
     SFT + "compute_loss": "self model inputs return_outputs num_items_in_batch",
-    SFT + "prediction_step": "self model inputs prediction_loss_only ignore_keys",
     SFT + "_save_checkpoint": "self model trial",
     SFT + "_load_optimizer_and_scheduler": "self checkpoint",
     SFT + "create_model_card": "self model_name dataset_name tags",
 }
-del OVERRIDDEN_SFT["transformers:Trainer._maybe_log_save_evaluate"]  # which only tables of completions need
+for name in ("_maybe_log_save_evaluate", "evaluation_loop"):  # which only tables of completions need
+    del OVERRIDDEN_SFT[f"transformers:Trainer.{name}"]
 
 # Functions and methods that are called: parameters that are given
 CALLED = {
@@ -138,7 +127,9 @@ CALLED = {
         "optimizers quantization_config peft_config"
     ),
     GRPO + "get_off_policy_mask": ("advantages per_token_logps sampling_per_token_logps mask off_policy_threshold"),
-    "transformers:Trainer._remove_unused_columns": "dataset description",
+    GRPO + "_get_eval_sampler": "eval_dataset",
+    SFT + "_get_eval_sampler": "eval_dataset",
+    "accelerate:Accelerator.prepare_data_loader": "data_loader device_placement",
     "transformers:Trainer._get_output_dir": "trial",
     "transformers.trainer_utils:sort_checkpoints": "output_dir use_mtime",
     "trl.rewards:get_soft_overlong_punishment": "max_completion_len soft_punish_cache",

@@ -23,8 +23,8 @@ from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.columns import Encoded, MediaError, MediaRef, rows_to_messages
 from trl_multimodal_rft.data.encode import mp4
 from trl_multimodal_rft.data.features import Decoded, as_encoded, restore_media, restore_rows, undecoded
-from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.data.loading import load_image
+from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.data.rules import MediaRules
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 

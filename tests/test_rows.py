@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +34,12 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.data.batches import BatchShape, EpochBatches, StreamBatches, repeat_order, seeded_order
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.prefetch import PrefetchPool
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rollout import stream
-from trl_multimodal_rft.rollout.stream import (
-    BatchShape,
-    EpochBatches,
-    StreamBatches,
-    other_row,
-    repeat_order,
-    seeded_order,
-    skip_limit,
-)
+from trl_multimodal_rft.rollout.stream import other_row, skip_limit
 
 
 class Recorded(Recording, MultimodalGRPOTrainer):
@@ -186,12 +180,16 @@ def test_ranks_get_what_accelerate_gives_them(shape, n_rows):
             own = replace(shape, rank=rank)
             if shape.completions > 1:
                 plain = RepeatSampler(range(n_rows), own.completions, n_prompts, own.repeats, shuffle, seed=1)
-                order = repeat_order(n_rows, 1, shuffle)
+                order = partial(repeat_order, seed=1)
             else:
                 plain = SeedableRandomSampler(range(n_rows), generator=torch.Generator(), data_seed=1)
                 plain = plain if shuffle else range(n_rows)
-                order = seeded_order(n_rows, 1, shuffle)
-            batches = EpochBatches(n_rows, order, own, read=None)
+                order = partial(seeded_order, seed=1)
+            if own.drop_last and n_rows < n_prompts:
+                with pytest.raises(ValueError, match=f"has {n_rows} rows, fewer than a batch of {n_prompts}"):
+                    EpochBatches(n_rows, own, None, order)
+                continue
+            batches = EpochBatches(n_rows, own, None, order if shuffle else None)
             for epoch in range(3):
                 expected = BatchSampler(plain, own.size, own.drop_last)
                 if own.n_ranks > 1:
@@ -200,25 +198,25 @@ def test_ranks_get_what_accelerate_gives_them(shape, n_rows):
                 batches.set_epoch(epoch)
                 assert [batch.keys for batch in batches] == expected and len(batches) == len(expected)
             if not shuffle and n_rows >= n_prompts:
-                streamed = StreamBatches(stream_of_rows, own, None, None)
+                streamed = StreamBatches(stream_of_rows, own, None)
                 assert [[row.number for row in batch.keys] for batch in streamed] == expected
 
 
-def test_batches_that_remain_in_a_run():
-    """Counted as `Trainer` counts steps: an epoch ends with a step of the micro-batches that are left."""
-    batches = EpochBatches(10, seeded_order(10, 0), BatchShape(2, repeats=3), read=None)  # 15 micro-batches
-    steps = [batch.place for epoch in range(2) for batch in _of_epoch(batches, epoch)]
+def test_no_row_is_read_ahead_that_the_run_does_not_use():
+    """Steps are counted as `Trainer` does: an epoch ends with a step of the micro-batches that are left."""
+    batches = EpochBatches(10, BatchShape(2, repeats=3), None, partial(seeded_order, seed=0))  # 15 micro-batches
+    used = []
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        used += [batch.place for batch in batches]
     for accumulation in (1, 2, 3, 4, 30):
         per_epoch = -(-15 // accumulation)
         for max_steps in range(1, 2 * per_epoch):
             epochs, rest = divmod(max_steps, per_epoch)
-            used = steps[: 15 * epochs + min(rest * accumulation, 15)]
-            assert batches.remaining(used[-1], max_steps, accumulation) == 0, (accumulation, max_steps)
-
-
-def _of_epoch(batches, epoch):
-    batches.set_epoch(epoch)
-    return batches
+            last = used[: 15 * epochs + min(rest * accumulation, 15)][-1]
+            assert batches.coming(last, 3, max_steps, accumulation) == [], (accumulation, max_steps)
+            if last:
+                assert batches.coming(last - 1, 3, max_steps, accumulation) == batches.keys(last)
 
 
 def test_a_process_that_dies_costs_one_row():
@@ -286,8 +284,8 @@ def test_batches_are_read_when_they_are_accessed(tmp_path):
     loader = make_trainer(Recorded, "qwen2_5_vl", rows, tmp_path, **options).get_train_dataloader()
     read.clear()  # the constructor looks at the columns
     first, second, *_ = list(loader)
-    assert first is second and len(first) == 8 and "labels" not in first and read == []
-    assert [each.number for each in first] == 4 * [0] + 4 * [1] and read == [0, 1]
+    assert first is second and len(first) == 16 and "labels" not in first and read == []
+    assert [each.number for each in first] == [i for i in range(4) for _ in range(4)] and read == [0, 1, 2, 3]
     assert first[0] is first[3] and first[3] is not first[4]
 
 

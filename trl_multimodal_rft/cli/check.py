@@ -17,8 +17,8 @@ from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
 from ..data.features import undecoded
-from ..data.rows import DatasetRows, Row
 from ..data.named import load_rows
+from ..data.rows import DatasetRows, Row
 from ..data.rules import RULE_NAMES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.control_tokens import checked_prompt

@@ -25,9 +25,9 @@ class PrefetchPool:
     """
     Reads rows in forked workers, which start with the first row. Where no worker can be forked, `take` reads.
 
-    Workers of a `DataLoader` would do, but for two things. When one crashes in a decoder, an error is raised in
-    whatever line the main process is at, so that the run ends, and nothing names the row. And they send tensors through
-    shared memory, of which containers have little; here bytes go through a pipe.
+    Workers of a `DataLoader` aren't enough. When one crashes in a decoder, torch raises an error in whatever line the
+    main process is at, which ends the run and doesn't name the row. They also send tensors through shared memory, of
+    which containers have little; here bytes go through a pipe.
     """
 
     def __init__(self, read: Callable[[int], Any], num_workers: int = 1):
@@ -62,7 +62,7 @@ class PrefetchPool:
             self._pool = None
 
     def _isolate(self, row: int) -> bytes | None:
-        """Reads a row again after a worker died, with which all rows were lost, alone to see whether it is at fault."""
+        """Reads a row again, alone, after a worker died and all rows were lost: it may be the one at fault."""
         others = list(self._jobs)
         self.close()
         try:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..data.batches import RowBatch
 from ..models.trainer_mixin import TrainerMixin
-from ..rollout.stream import RowBatch
 from .groups import Group, GroupBuffer, join_groups, split_groups
 
 
@@ -68,7 +68,7 @@ class GroupExchangeMixin(TrainerMixin):
         """This process's next rows of dynamic sampling, each as often as it has completions."""
         start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
-        return self._stream.further_rows(start, n)
+        return self._stream.draw(start, n)
 
 
 def _with_signal(groups: list[Group]) -> list[Group]:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.advantages import ESTIMATORS
+from ..data.batches import BatchShape, repeat_order
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
-from ..data.features import restore_media, undecoded
+from ..data.features import restore_media
 from ..data.rows import Row
 from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.ablation import Ablation
@@ -52,7 +54,7 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import RewardModel, read_as_text
 from ..rewards.named import as_reward_funcs
-from ..rollout.stream import BatchShape, EncodedRow, RowStream, named_dataset, repeat_order, warn_of_positions
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import KnownKeywords, check_arguments
 from .batch import Batch
 from .contribution import is_due, media_contribution
@@ -202,13 +204,13 @@ class MultimodalMixin(
             max_tokens=args.max_tokens_per_microbatch,
         )
         self._own_tokens = placeholder_tokens(model, self.processing_class)
-        self._signature_columns = ["prompt", *MEDIA_COLUMNS]  # where `remove_unused_columns` asks for it
         encodes_rows = self.environment_factories is None and self.rollout_func is None
         self._stream = RowStream(
             args,
             self.accelerator,
             encode=self._encode_row if encodes_rows else None,
             messages=self._messages,
+            columns=["prompt", *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -385,32 +387,18 @@ class MultimodalMixin(
                 self._metrics["train"][name].append(value)
 
     def get_train_dataloader(self):
-        args, n = self.args, self.num_generations
-        dataset: Any = self.train_dataset
-        is_stream = isinstance(dataset, IterableDataset)
-        if is_stream and self.shuffle_dataset:
-            dataset = undecoded(dataset).shuffle(seed=args.seed)
+        args, dataset = self.args, self.train_dataset
+        if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
         ranks = self.accelerator.num_processes, self.accelerator.process_index
-        shape = BatchShape(args.generation_batch_size // ranks[0], n, self._steps_per_rollout, *ranks)
-        return self._stream.train_loader(
-            dataset if is_stream else self._remove_unused_columns(dataset, description="Training"),
-            shape,
-            order=repeat_order(0 if is_stream else len(dataset), args.seed, self.shuffle_dataset),
-            n_ahead=args.media_prefetch,
-            columns=self._signature_columns if args.remove_unused_columns else None,
-        )
+        size = args.generation_batch_size // ranks[0]
+        shape = BatchShape(size, self.num_generations, self._steps_per_rollout, *ranks)
+        order = partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
+        return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        args, dataset = self.args, named_dataset(self.eval_dataset, eval_dataset)
-        is_stream = isinstance(dataset, IterableDataset)
-        return self._stream.eval_loader(
-            dataset if is_stream else self._remove_unused_columns(dataset, description="Evaluation"),
-            args.eval_batch_size,
-            completions=self.num_generations_eval,
-            sampler=self._get_eval_sampler,
-            shuffle=True,
-            columns=self._signature_columns if args.remove_unused_columns else None,
-        )
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
     @property
     def _steps_per_rollout(self) -> int:

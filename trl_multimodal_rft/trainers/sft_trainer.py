@@ -22,6 +22,7 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
+from ..data.batches import BatchShape, seeded_order
 from ..data.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.features import undecoded
 from ..data.rows import Row
@@ -39,7 +40,7 @@ from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.hub import PublishingMixin
 from ..reporting.model_card import conversation_of
-from ..rollout.stream import BatchShape, EncodedRow, RowStream, named_dataset, seeded_order, warn_of_positions
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import KnownKeywords, check_arguments
 from .finite_updates import FiniteMixin
 from .resumable import ResumingMixin
@@ -197,13 +198,13 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         # Datasets whose rows are looked at when the first ones come
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
-        construct: Any = super().__init__  # the mixins are typed as GRPO's
+        parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded_here),
             # TRL packs rows before training, without a collator, and learns answers only of templates that mark them
             options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
         ):
-            construct(
+            parent.__init__(
                 model=model,
                 args=args,
                 data_collator=collator,
@@ -234,9 +235,13 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
         keeps_all = not args.remove_unused_columns or formatting_func is not None
-        self._columns_to_keep = None if keeps_all else {*_COLUMNS, args.dataset_text_field}
         self._stream = RowStream(
-            args, self.accelerator, encode=collator.encode, metrics=self._metrics, state=lambda: self.state
+            args,
+            self.accelerator,
+            encode=collator.encode,
+            columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
+            metrics=self._metrics,
+            state=lambda: self.state,
         )
         self._policy = self._make_policy()
         keep_differentiable(self.model)
@@ -272,36 +277,23 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
     # Rows
 
     def get_train_dataloader(self):
-        args, dataset = self.args, self.train_dataset
-        is_stream = isinstance(dataset, IterableDataset)
-        ranks = self.accelerator.num_processes, self.accelerator.process_index
-        seed = args.seed if args.data_seed is None else args.data_seed
+        args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
+        order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
         return self._stream.train_loader(
-            self._used_columns(dataset),
+            self.train_dataset,
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
-            order=seeded_order(0 if is_stream else len(dataset), seed, args.train_sampling_strategy == "random"),
-            # An update reads its micro-batches before it forwards the first, to count their labels
-            n_ahead=args.media_prefetch * args.gradient_accumulation_steps,
-            columns=self._columns_to_keep,
-            collate=partial(self._collate, split="train"),
+            # An update reads its micro-batches before it forwards the first one, to count their labels
+            args.media_prefetch * args.gradient_accumulation_steps,
+            order if args.train_sampling_strategy == "random" else None,
+            collate_fn=partial(self._collate, split="train"),
         )
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         if dataset is eval_dataset:  # given to `evaluate`
             dataset = prepare_rows(dataset, "eval", self.data_collator)
-        return self._stream.eval_loader(
-            self._used_columns(dataset),
-            self.args.eval_batch_size,
-            sampler=self._get_eval_sampler,
-            columns=self._columns_to_keep,
-            collate=partial(self._collate, split="eval"),
-        )
-
-    def _used_columns(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        if self._columns_to_keep is None or isinstance(dataset, IterableDataset):  # whose rows the loader selects from
-            return dataset
-        return dataset.select_columns([name for name in dataset.column_names if name in self._columns_to_keep])
+        collate = partial(self._collate, split="eval")
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
 
     def _collate(self, rows: Sequence[EncodedRow], split: str) -> dict[str, Any]:
         """A micro-batch, of which what the model card and the console show is noted."""

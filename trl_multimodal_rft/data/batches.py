@@ -1,0 +1,173 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Batch samplers: which rows of a dataset or a stream form this rank's batches, in the order of TRL and Accelerate."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+
+from .rows import Row
+
+
+class RowBatch(Sequence):
+    """
+    The rows of this rank's completions, one item per completion. They are read when the first item is accessed: a
+    batch whose completions come from a checkpoint is never read.
+    """
+
+    def __init__(self, keys: list[Any], read: Callable[["RowBatch"], list[Any]], place: int | None = None):
+        self.keys = keys  # numbers of rows, or rows of a stream
+        self.place = place  # among the batches of the run
+        self._read = read
+        self._rows: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index):
+        if self._rows is None:
+            self._rows = self._read(self)
+        return self._rows[index]
+
+    def __contains__(self, value: object) -> bool:
+        return False  # `Trainer` looks for labels, which must not read the rows
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a batch is. In training, a generation batch."""
+
+    size: int  # completions on a rank
+    completions: int = 1  # of a row
+    repeats: int = 1  # micro-batches that use it
+    n_ranks: int = 1
+    rank: int = 0
+    drop_last: bool = True
+
+    @property
+    def n_rows(self) -> int:
+        """Rows on all ranks."""
+        return self.size * self.n_ranks // self.completions
+
+    def keys(self, rows: Sequence[Any], first: Sequence[Any]) -> list[Any]:
+        """This rank's rows. A last batch that isn't full is dropped, or filled up so that all ranks have one."""
+        if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
+            rows = [] if self.drop_last else list(islice(chain(rows, cycle(first)), self.n_rows))
+        keys = [row for row in rows for _ in range(self.completions)]
+        return keys[self.rank * self.size : (self.rank + 1) * self.size]
+
+    def too_few_rows(self, n_rows: int) -> ValueError:
+        """The error for a dataset that doesn't fill a batch."""
+        options = "`per_device_train_batch_size`"
+        options += "" if self.completions == 1 else ", `gradient_accumulation_steps` or `steps_per_generation`"
+        return ValueError(
+            f"`train_dataset` has {n_rows} rows, fewer than a batch of {self.n_rows}, so there is nothing to train on."
+            f" Add rows, repeat a stream (`train_dataset.repeat(None)`), or lower {options}."
+        )
+
+
+class EpochBatches:
+    """Batches of a dataset. All micro-batches that use a batch get the same object, which reads its rows once."""
+
+    epoch = 0
+
+    def __init__(
+        self, n_rows: int, shape: BatchShape, read: Callable, order: Callable[[int, int], torch.Tensor] | None
+    ):
+        self.n_batches = n_rows // shape.n_rows if shape.drop_last else math.ceil(n_rows / shape.n_rows)
+        if self.n_batches == 0:
+            raise shape.too_few_rows(n_rows)
+        self._shape, self._read = shape, read
+        # Those of two epochs: the next one is prefetched from
+        self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
+
+    def __len__(self) -> int:
+        return self.n_batches * self._shape.repeats
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1  # unless `set_epoch` is called
+        for place in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
+            batch = RowBatch(self.keys(place), self._read, place)
+            for _ in range(self._shape.repeats):
+                yield batch
+
+    def keys(self, place: int) -> list[int]:
+        """The rows of a batch, counted from the first one of the run."""
+        epoch, index = divmod(place, self.n_batches)
+        order, n = self._order(epoch), self._shape.n_rows
+        return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
+
+    def coming(self, place: int, n: int, max_steps: int, accumulation: int) -> list[int]:
+        """The rows of the next `n` batches of a run."""
+        epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
+        end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
+        return [key for after in range(place + 1, min(place + 1 + n, end)) for key in self.keys(after)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the order of an epoch."""
+        self.epoch = epoch
+
+    @property
+    def batch_sampler(self):
+        """Itself: `Trainer` looks here for `set_epoch`, also after it has skipped batches to resume."""
+        return self
+
+
+class StreamBatches:
+    """Batches of a stream, whose rows are numbered as they come."""
+
+    def __init__(
+        self, dataset: IterableDataset, shape: BatchShape, read: Callable, columns: Collection[str] | None = None
+    ):
+        if dataset.n_shards >= shape.n_ranks > 1 and shape.drop_last and shape.size % shape.completions == 0:
+            # No rank reads what is for the others
+            dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
+            shape = replace(shape, n_ranks=1, rank=0)
+        self.left_out: Collection[int] = ()
+        self._dataset, self._shape, self._read, self._columns = dataset, shape, read, columns
+
+    def __len__(self) -> int:
+        raise TypeError("A stream has no length.")
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of an epoch."""
+        for number, row in enumerate(self._dataset):
+            if number not in self.left_out:
+                yield Row(number, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        shape, rows, first = self._shape, self.rows(), []
+        while chunk := list(islice(rows, shape.n_rows)):
+            first = first or chunk
+            batch = RowBatch(shape.keys(chunk, first), self._read)
+            for _ in range(shape.repeats if len(batch) else 0):
+                yield batch
+        if shape.drop_last and len(first) < shape.n_rows:
+            raise shape.too_few_rows(len(first))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the order of an epoch."""
+        self._dataset.set_epoch(epoch)
+
+    @property
+    def batch_sampler(self):
+        """As [`EpochBatches.batch_sampler`]."""
+        return self
+
+
+def repeat_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
+    """The order of TRL's `RepeatSampler`, `(n_rows,)`, whose generator makes one permutation after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epoch):
+        torch.randperm(n_rows, generator=generator)
+    return torch.randperm(n_rows, generator=generator)
+
+
+def seeded_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
+    """The order of Accelerate's `SeedableRandomSampler`, `(n_rows,)`."""
+    return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed + epoch))
