@@ -34,7 +34,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention, original_attention
-from ..forward.head import add_fused_head, head_rule
+from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt, micro_batch_order
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import kinds_of
@@ -75,7 +75,6 @@ from .setup import (
     image_token_id,
     load_policy,
     load_reference,
-    measured_head,
     modalities,
     no_warning_about_init_kwargs,
     refuse_several_runs,
@@ -179,7 +178,6 @@ class MultimodalMixin(
             image_token_id(model.config, placeholders),
             no_warning_about_init_kwargs(loaded_here),
             without_reference(args, active=ref_model is not None),
-            measured_head(type(self)),
             without_engine_and_signals(args),
         ):
             super().__init__(
@@ -198,7 +196,7 @@ class MultimodalMixin(
             self.accelerator,
             self.processing_class,
             fallbacks=Fallbacks(
-                packing=False, isolate=family_of(model).isolate, logits_from_model=self._needs_model_logits()
+                packing=False, isolate=family_of(model).isolate, logits_from_model=not self._add_fused_heads()
             ),
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
@@ -242,10 +240,14 @@ class MultimodalMixin(
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
         self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
 
-    def _needs_model_logits(self) -> bool:
-        model = self._unwrapped(self.model)
-        if head_rule(model) is not None:
-            return False
+    def _add_fused_heads(self) -> bool:
+        """To the policy, and to a reference that TRL loaded. Whether the policy has one."""
+        model, casts = self._unwrapped(self.model), getattr(self.args, "cast_lm_head_to_fp32", False)
+        options: dict[str, Any] = {"temperature": self.temperature, "cast_lm_head_to_fp32": casts}
+        if self.ref_model is not None:
+            add_fused_head(self._unwrapped(self.ref_model), **options)
+        if add_fused_head(model, outputs=("log_probs", "entropy"), **options):
+            return True
         if self.rollout_func is not None:
             raise ValueError(
                 "What `rollout_func` samples is scored with TRL's fused head, which doesn't know what "
@@ -255,7 +257,7 @@ class MultimodalMixin(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are taken from its own logits, which needs more memory."
         )
-        return True
+        return False
 
     def _set_packing(self) -> None:
         """Lets completions share a forward of their prompt where the model can."""

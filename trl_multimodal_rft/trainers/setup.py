@@ -4,12 +4,10 @@
 import logging
 import os
 import reprlib
-import sys
 import warnings
 from collections.abc import Collection
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -23,7 +21,6 @@ from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.unread import check_columns, columns_known
 from ..families import MODALITIES, family_of, family_of_processor
-from ..forward.head import add_fused_head
 from ..forward.processes import refuse_separate_runs
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
@@ -334,17 +331,6 @@ def without_reference(args, active: bool):
         yield
     finally:
         vars(args).update(given)
-
-
-@contextmanager
-def measured_head(trainer_class: type):
-    """
-    Lets TRL's constructor add its fused LM head, also to a reference that it loads, by what is measured of the model.
-    """
-    modules = [sys.modules[each.__module__] for each in trainer_class.__mro__ if each.__module__.startswith("trl.")]
-    module = next(each for each in modules if hasattr(each, "add_fused_lm_head"))
-    with patch.object(module, "add_fused_lm_head", add_fused_head):
-        yield
 
 
 @contextmanager
