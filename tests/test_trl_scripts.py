@@ -570,6 +570,7 @@ def test_supervised_script_fails_as_it_does_with_trl(name, tmp_path):
     [
         ({"dataset": lambda: texts(column="words")}, r"columns \['words'\]; it needs `prompt`.*`dataset_text_field`"),
         ({"objects": lambda: {"eval_dataset": {"one": texts(column="words")}}}, "The one dataset has the columns"),
+        ({"dataset": lambda: texts().select([])}, "The train dataset has no rows"),
         (
             {"dataset": lambda: tokenized(labels=lambda ids: [*ids[1:], 5])},
             "row 0, column 'labels': a label must be the token",
@@ -581,7 +582,7 @@ def test_supervised_script_fails_as_it_does_with_trl(name, tmp_path):
             "`compute_loss_func` forward padded rows whole",
         ),
     ],
-    ids=["columns", "columns of an evaluation", "other labels", "no labels", "mask", "packed"],
+    ids=["columns", "columns of an evaluation", "empty", "other labels", "no labels", "mask", "packed"],
 )
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 def test_text_that_can_not_be_learned(script, message, tmp_path):

@@ -89,8 +89,8 @@ def add_fused_head(
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> bool:
     """
-    Adds a fused LM head to a model, called as that of TRL's `add_fused_lm_head`, with what the model itself does around
-    its head. TRL's reads that from the config of the text model, where it may be and not be done, or be done without.
+    Adds a fused LM head, called as that of TRL's `add_fused_lm_head`, with what the model itself does around its head.
+    TRL reads that from the config of the text model, which may name what isn't done, or not name what is.
 
     Returns whether the fused head gives the log-probabilities of the model's own logits; otherwise none is added.
     """
@@ -132,7 +132,8 @@ def _fused_scores(
     outputs: tuple[str, ...],
 ) -> FusedCausalLMOutput:
     """Scores of labels, 0 where they are -100. Shapes: `states` `(B, S, H)`, `labels` `(B, S)`; returns `(B, S)`."""
-    weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
+    parameters: Any = [each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)]
+    weight, bias = parameters
     states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states

@@ -115,6 +115,8 @@ def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
         return {key: prepare_rows(each, key, collator) for key, each in dataset.items()}
     if dataset is None:
         return None
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"The {name} dataset has no rows.")
     args, formatting_func = collator.args, collator.formatting_func
     columns = set(get_dataset_column_names(dataset))
     media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))

@@ -195,20 +195,23 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
         self._self_check = None
-        # Datasets whose rows are looked at when the first ones come
+        # Datasets whose columns are checked with their first batch
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
+        train_dataset = prepare_rows(train_dataset, "train", collator)
+        eval_dataset = prepare_rows(eval_dataset, "eval", collator)
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded_here),
-            # TRL packs rows before training, without a collator, and learns answers only of templates that mark them
+            # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
+            # `assistant_only_loss`, and would listen to signals. All three are done here
             options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
         ):
             parent.__init__(
                 model=model,
                 args=args,
                 data_collator=collator,
-                # TRL looks into the first row. In Arrow's format no medium is decoded
+                # The constructor reads the first row, which decodes no media in Arrow's format
                 train_dataset=train_dataset.with_format("arrow")
                 if isinstance(train_dataset, Dataset)
                 else undecoded(train_dataset),
@@ -223,8 +226,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        self.train_dataset = prepare_rows(train_dataset, "train", collator)
-        self.eval_dataset = prepare_rows(eval_dataset, "eval", collator)
+        self.train_dataset: Any = train_dataset
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
@@ -296,7 +298,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
 
     def _collate(self, rows: Sequence[EncodedRow], split: str) -> dict[str, Any]:
-        """A micro-batch, of which what the model card and the console show is noted."""
+        """A micro-batch. Records what the model card and the console show of it."""
         batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
         stored, sequences = [each.stored for each in rows], batch["sequences"]
         if name in self._unseen:
@@ -308,7 +310,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
         self._columns_seen.update(*stored)
         if len(self._asked) < 2:
-            prompts = [row.get("prompt") or row.get("messages", [])[:-1] for row in stored]
+            prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
             self._asked.update(conversation_of(prompt) for prompt in prompts if prompt)
         if split == "train":
             self._show_first(stored[0], sequences[0])
@@ -381,7 +383,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
 
     @property
     def _needs_plain_rows(self) -> bool:
-        """Whether the model's own forward makes the loss: with virtual tokens of PEFT, or a loss of the user's."""
+        """Whether TRL computes the loss: with virtual tokens of PEFT, or a loss of the user's."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
         return self.compute_loss_func is not None or any(each.is_prompt_learning for each in configs)
 
