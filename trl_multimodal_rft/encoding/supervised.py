@@ -139,17 +139,9 @@ def encode_sequence(
             before = encode_prompt(messages, processing_class, model, template_kwargs=own, **options)
             ids = []
         else:
-            before, ids = _encode_pair(
-                row,
-                messages[: len(chat)],
-                messages[len(chat) :],
-                f"row {number}",
-                processing_class,
-                model,
-                template_kwargs,
-                end=_tokenizer(processing_class).eos_token or "",  # as TRL adds it to text
-                **options,
-            )
+            name, end = f"row {number}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
+            halves = messages[: len(chat)], messages[len(chat) :]
+            before, ids = _encode_pair(row, *halves, name, processing_class, model, template_kwargs, end, **options)
     except MediaError as error:
         if not whole:
             raise

@@ -136,12 +136,11 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
                 booktitle = {Advances in Neural Information Processing Systems 35},
             }"""),
     }
-    # Nothing is sampled here, and rows come once
-    num_generations = num_generations_eval = 1
-    environment_factories = rollout_func = tools = None
+    # For the evaluator and the model card
+    environment_factories = tools = None
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
-    max_completion_length = 256  # of the code on the card
+    max_completion_length = 256
     data_collator: Any
     _warned_of_positions = False
 
@@ -389,8 +388,7 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """A micro-batch of text as TRL's collator makes it."""
-        sequences: list[SupervisedSequence] = inputs["sequences"]
-        labels = inputs["labels"]
+        sequences, labels = inputs["sequences"], inputs["labels"]
         for each in sequences:
             if each.modalities:
                 raise ValueError(
@@ -398,14 +396,12 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
                     "`compute_loss_func` and prompt learning, `evaluate()` gives the loss and the metrics, and "
                     "`trl_multimodal_rft.evaluation.evaluate` answers."
                 )
-        ids = [each.input_ids for each in sequences]
-        fields = {
-            "input_ids": ids,
-            "attention_mask": [torch.ones_like(each) for each in ids],
-            **{name: [each.token_fields[name] for each in sequences] for name in sequences[0].token_fields},
-        }
-        padded = {name: pad_sequence(rows, batch_first=True).to(labels.device) for name, rows in fields.items()}
-        return {**padded, "labels": labels}
+        rows = [
+            {"input_ids": each.input_ids, "attention_mask": torch.ones_like(each.input_ids), **each.token_fields}
+            for each in sequences
+        ]
+        padded = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
+        return {**{name: values.to(labels.device) for name, values in padded.items()}, "labels": labels}
 
     # Checkpoints and card
 
