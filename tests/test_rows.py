@@ -3,10 +3,12 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -202,6 +204,26 @@ def test_ranks_get_what_accelerate_gives_them(shape, n_rows):
                 assert [[row.number for row in batch.keys] for batch in streamed] == expected
 
 
+def test_ranks_read_their_own_shards_of_a_stream():
+    def rows(shards):
+        for shard in shards:
+            yield from ({"x": 10 * shard + i} for i in range(6))
+
+    dataset = IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2]})
+    shape, seen = BatchShape(4, 2, 3, n_ranks=2), []
+    for rank in range(2):
+        batches = [batch.keys for batch in StreamBatches(dataset, replace(shape, rank=rank), None)]
+        assert all(batches[i] is batches[i - i % 3] for i in range(len(batches)))
+        found = [row for keys in batches[::3] for row in keys[::2]]
+        assert all(keys[0] is keys[1] and keys[2] is keys[3] for keys in batches)
+        assert [row.number for row in found] == list(range(rank, 2 * len(found), 2))
+        seen += [row["x"] for row in found]
+    assert sorted(seen) == [10 * shard + i for shard in range(3) for i in range(6)]
+    straddling = BatchShape(3, 2, n_ranks=2)
+    keys = [StreamBatches(dataset, replace(straddling, rank=rank), None) for rank in range(2)]
+    assert [[row["x"] for row in next(iter(each)).keys] for each in keys] == [[0, 0, 1], [1, 2, 2]]
+
+
 def test_no_row_is_read_ahead_that_the_run_does_not_use():
     """Steps are counted as `Trainer` does: an epoch ends with a step of the micro-batches that are left."""
     batches = EpochBatches(10, BatchShape(2, repeats=3), None, partial(seeded_order, seed=0))  # 15 micro-batches
@@ -287,6 +309,45 @@ def test_batches_are_read_when_they_are_accessed(tmp_path):
     assert first is second and len(first) == 16 and "labels" not in first and read == []
     assert [each.number for each in first] == [i for i in range(4) for _ in range(4)] and read == [0, 1, 2, 3]
     assert first[0] is first[3] and first[3] is not first[4]
+
+
+def test_resuming_reads_no_row_whose_completions_were_saved(tmp_path):
+    read = []
+    sounds = audio_rows(5)
+
+    def transform(batch):
+        read.extend(batch["index"])
+        return {**batch, "audio": [sounds[i]["audio"] for i in batch["index"]]}
+
+    rows = text_rows(5).add_column("index", range(5)).with_transform(transform)
+    options = {**REUSED, "self_check": False, "media_prefetch": 0}  # a generation batch is for four steps
+    make_trainer(Recorded, "qwen2_audio", rows, tmp_path, **{**options, "max_steps": 1}).train()
+    resumed = make_trainer(Recorded, "qwen2_audio", rows, tmp_path, **{**options, "max_steps": 5})
+    for step, expected in ((4, 0), (5, 4)):
+        read.clear()
+        resumed.args.max_steps = step
+        resumed.train(resume_from_checkpoint=checkpoint(resumed, 1))
+        assert resumed.state.global_step == step and len(read) == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_worker_outlives_a_run(fails, tmp_path):
+    workers = []
+
+    def reward(completion_ids, trainer_state, **kwargs):
+        workers.extend(each.pid for each in multiprocessing.active_children())
+        if fails and trainer_state.global_step == 2:
+            raise ZeroDivisionError
+        return length_and_sum(completion_ids)
+
+    trainer = make_trainer(Recorded, "qwen2_audio", audio_rows(8), tmp_path, max_steps=3, reward=reward)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        trainer.train()
+    assert workers
+    deadline = time.monotonic() + 60
+    while {each.pid for each in multiprocessing.active_children()} & {*workers}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # Rows that can't be read

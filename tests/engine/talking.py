@@ -10,7 +10,6 @@ from helpers.families import encode
 from helpers.trainer_utils import length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.data.features import restore_rows
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.trainers.tools import Conversations
 
@@ -71,7 +70,7 @@ class Talking:
         return Calling(**vars(super()._conversations(tools, **others)))
 
     def _generate_and_score_completions(self, inputs):
-        rows = restore_rows(inputs, self.args.media_rules)
+        rows = [each.row for each in inputs]
         output = super()._generate_and_score_completions(inputs)
         logps = output["sampling_per_token_logps"]
         for i, row in enumerate(rows):

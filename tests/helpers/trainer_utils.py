@@ -27,7 +27,6 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     families,
 )
-from trl_multimodal_rft.data.features import restore_rows
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
@@ -186,7 +185,7 @@ class Recording:
 
     def _draw(self, inputs):
         batch = super()._draw(inputs)
-        self.draws.append(self._moment(rows=restore_rows(inputs), batch=_cloned(batch), rewards=self.rewards))
+        self.draws.append(self._moment(rows=[each.row for each in inputs], batch=_cloned(batch), rewards=self.rewards))
         return batch
 
     def _compute_loss(self, model, inputs):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 import torch
@@ -119,16 +119,25 @@ class EpochBatches:
 
 
 class StreamBatches:
-    """Batches of a stream, whose rows are numbered as they come."""
+    """
+    Batches of a stream, whose rows are numbered as they come. With `shards`, a rank reads no rows of other ranks where
+    the stream has shards enough; ranks may then get different numbers of batches.
+    """
 
     def __init__(
-        self, dataset: IterableDataset, shape: BatchShape, read: Callable, columns: Collection[str] | None = None
+        self,
+        dataset: IterableDataset,
+        shape: BatchShape,
+        read: Callable,
+        columns: Collection[str] | None = None,
+        shards: bool = True,
     ):
-        if dataset.n_shards >= shape.n_ranks > 1 and shape.drop_last and shape.size % shape.completions == 0:
-            # No rank reads what is for the others
-            dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
-            shape = replace(shape, n_ranks=1, rank=0)
         self.left_out: Collection[int] = ()
+        self._numbers = 0, 1
+        if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
+            dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
+            self._numbers = shape.rank, shape.n_ranks
+            shape = replace(shape, n_ranks=1, rank=0)
         self._dataset, self._shape, self._read, self._columns = dataset, shape, read, columns
 
     def __len__(self) -> int:
@@ -136,7 +145,7 @@ class StreamBatches:
 
     def rows(self) -> Iterator[Row]:
         """The rows of an epoch."""
-        for number, row in enumerate(self._dataset):
+        for number, row in zip(count(*self._numbers), self._dataset, strict=False):
             if number not in self.left_out:
                 yield Row(number, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
 

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,12 @@ class RowStream:
             stream = stream.shuffle(seed=args.seed) if shuffle else stream
             ranks = accelerator.num_processes, accelerator.process_index
             shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
-            batches = StreamBatches(stream, shape, lambda batch: self._read(batch, completions, None), self._columns)
+            read = partial(self._read, completions=completions, rows=None)
+            batches = StreamBatches(stream, shape, read, self._columns, shards=False)
             batches.left_out = self._find_unreadable(dataset, batches.rows())
             return _batch_loader(batches, **options)
         rows = DatasetRows(self._select_columns(dataset))
+        read = partial(self._read, completions=completions, rows=rows)
         unreadable = self._find_unreadable(dataset, map(rows.__getitem__, range(len(rows))))
         numbers: Any = [number for number in range(len(rows)) if number not in unreadable]
         collate = options.pop("collate_fn", _unchanged)
@@ -144,7 +147,7 @@ class RowStream:
             numbers,
             size,
             sampler=sampler(numbers),
-            collate_fn=lambda keys: collate(RowBatch(keys, lambda batch: self._read(batch, completions, rows))),
+            collate_fn=lambda keys: collate(RowBatch(keys, read)),
             drop_last=args.dataloader_drop_last,
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
