@@ -368,14 +368,17 @@ class MultimodalSFTTrainer(KnownKeywords, ResumingMixin, FiniteMixin, Publishing
         sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
         stacked = torch.stack([each.to(mask.device, torch.float) for each in sums])
         gathered = self.accelerator.gather_for_metrics(stacked[None])
-        n_learned, entropy, n_correct, n_all, *_ = gathered.sum(0)
-        metrics["entropy"].append((entropy / n_learned).item() if n_learned > 0 else 0.0)
-        metrics["mean_token_accuracy"].append((n_correct / n_learned).item() if n_learned > 0 else 0.0)
+        n_learned, *totals = gathered.sum(0)[:4]
+        means = [total / n_learned.clamp(min=1) for total in totals[:2]]
+        # One synchronization with the device
+        entropy, accuracy, n_all, *aux_loss = torch.stack([*means, totals[2], *gathered[:, 4:].mean(0)]).tolist()
+        metrics["entropy"].append(entropy)
+        metrics["mean_token_accuracy"].append(accuracy)
         if self.model.training:
             self._total_train_tokens += int(n_all) // self._tp_size
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
-            metrics["aux_loss"].append(gathered[:, -1].mean().item())
+            metrics["aux_loss"] += aux_loss
         if scores.deferred is not None:
             metrics["token_budget/parts"].append(float(len(scores.deferred.parts)))
             metrics["token_budget/extra_time"].append(scores.deferred.seconds)
