@@ -78,7 +78,6 @@ OVERRIDDEN_PPO = {
 SFT = "trl.trainer.sft_trainer:SFTTrainer."
 OVERRIDDEN_SFT = {
     **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
-    SFT + "_prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
     SFT + "get_train_dataloader": "self",
     SFT + "get_eval_dataloader": "self eval_dataset",
     SFT + "compute_loss": "self model inputs return_outputs num_items_in_batch",
@@ -144,11 +143,10 @@ CALLED = {
     "trl.trainer.utils:get_config_model_id": "config",
     "trl.trainer.utils:get_callable_name": "func",
     "trl.trainer.utils:is_async_callable": "func",
-    "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
-    # The constructors add the head by this name
-    "trl.trainer.grpo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
-    "trl.trainer.rloo_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
-    "trl.trainer.sft_trainer:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+    "trl.kernels:ChunkedLogProbFunction.forward": (
+        "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    ),
+    "trl.data_utils:maybe_convert_to_chatml": "example",
     "trl.chat_template_utils:get_training_chat_template": "processing_class",
     "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class",
     "trl.chat_template_utils:parse_response": "tokenizer ids prefix tools",

@@ -20,7 +20,6 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.encoding.supervised import encode_sequence
 
 
@@ -206,7 +205,7 @@ def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
     options = {"packing": packing, "per_device_train_batch_size": len(rows), "gradient_accumulation_steps": 1}
     trainer = make("qwen2_5_omni", dataset, tmp_path, assistant_only_loss=True, **options)
     trainer.model.train()
-    batch = trainer._encode_batch(DatasetRows(dataset).__getitems__(list(range(len(rows)))))
+    batch = trainer.data_collator([dataset[i] for i in range(len(rows))])
     masks = [each.learned for each in batch["sequences"]]
     decode = trainer.processing_class.tokenizer.decode
     said = [decode(each.input_ids[each.learned]) for each in batch["sequences"]]

@@ -522,6 +522,25 @@ def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
     assert_equal(theirs, run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path / "ours", SFT[name]))
 
 
+UNPREPARED = {
+    "transform of text": (texts, lambda: texts().with_transform(dict), {}),
+    "masks": (lambda: tokenized(assistant_masks=second_half),) * 2
+    + ({"dataset_kwargs": {"skip_prepare_dataset": True}},),
+}
+
+
+@pytest.mark.parametrize("name", UNPREPARED)
+def test_supervised_rows_that_trl_has_to_prepare(name, tmp_path):
+    """TRL refuses them unprepared, or to train on a transform; here rows are encoded when they are read."""
+    prepared, rows, options = UNPREPARED[name]
+    with pytest.raises(ValueError, match="with_transform|Add a 'labels' column"):
+        run_sft(SFTTrainer, SFTConfig, tmp_path, {"dataset": rows, **options})
+    theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", {"dataset": prepared})
+    assert_equal(
+        theirs, run_sft(MultimodalSFTTrainer, MultimodalSFTConfig, tmp_path / "ours", {"dataset": rows, **options})
+    )
+
+
 def test_evaluation_prepares_what_it_is_given(tmp_path):
     """Plain text that isn't the trainer's own, as TRL's `evaluate` takes it; and a trainer of plain arguments."""
     results = []
@@ -543,14 +562,6 @@ def pictures() -> Dataset:
 SFT_ERRORS = {
     "no rows": ({"dataset": lambda: None}, "`train_dataset` is required"),
     "splits": ({"dataset": lambda: DatasetDict({"train": texts()})}, "must be a `Dataset` or `IterableDataset`"),
-    "transform of text": ({"dataset": lambda: texts().with_transform(dict)}, "with_transform.*skip_prepare_dataset"),
-    "masks without labels": (
-        {
-            "dataset": lambda: tokenized(assistant_masks=second_half),
-            "dataset_kwargs": {"skip_prepare_dataset": True},
-        },
-        "Add a 'labels' column",
-    ),
     "images for a reader of text": ({"dataset": pictures}, "vision-related.*vision-language model"),
     "assistant in plain text": ({"assistant_only_loss": True}, "`assistant_only_loss=True`"),
     "formatting function and completions": (
@@ -573,17 +584,19 @@ def test_supervised_script_fails_as_it_does_with_trl(name, tmp_path):
     [
         ({"dataset": lambda: texts(column="words")}, r"columns \['words'\]; it needs `prompt`.*`dataset_text_field`"),
         ({"objects": lambda: {"eval_dataset": {"one": texts(column="words")}}}, "The one dataset has the columns"),
+        ({"dataset": lambda: texts().select([])}, "The train dataset has no rows"),
         (
             {"dataset": lambda: tokenized(labels=lambda ids: [*ids[1:], 5])},
             "row 0, column 'labels': a label must be the token",
         ),
         ({"dataset": lambda: tokenized(labels=lambda ids: [-100] * len(ids))}, "row 0 has nothing to learn"),
+        ({"dataset": lambda: tokenized(completion_mask=second_half)}, "train dataset has `completion_mask` and no"),
         (
             {"packing": True, "objects": lambda: {"compute_loss_func": lambda *_, **__: None}},
             "`compute_loss_func` forward padded rows whole",
         ),
     ],
-    ids=["columns", "columns of an evaluation", "other labels", "no labels", "packed"],
+    ids=["columns", "columns of an evaluation", "empty", "other labels", "no labels", "mask", "packed"],
 )
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 def test_text_that_can_not_be_learned(script, message, tmp_path):

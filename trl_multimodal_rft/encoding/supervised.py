@@ -133,21 +133,15 @@ def encode_sequence(
         said = [message for message in messages if message["role"] == "assistant"]
         if (medium := next(iter_refs(said), None)) is not None:
             raise medium.error("what the assistant says is text; put media into the messages before it")
-        options = {"audio_overlong": audio_overlong, "row": number}
+        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": number}
         if whole:
             own = {**template_kwargs, "add_generation_prompt": False}
             before = encode_prompt(messages, processing_class, model, template_kwargs=own, **options)
             ids = []
-        elif _is_text(row) and next(iter_refs(messages), None) is None:
-            before = encode_prompt(row["prompt"], processing_class, model, **options)
-            ids = _ids_after(
-                row["prompt"], row["prompt"] + _ended(row["completion"], processing_class), processing_class
-            )
         else:
-            prompt, completion = messages[: len(chat)], messages[len(chat) :]
-            texts = _written(prompt, completion, processing_class, template_kwargs, f"row {number}")
-            before = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
-            ids = _ids_after(*texts, processing_class)
+            name, end = f"row {number}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
+            halves = messages[: len(chat)], messages[len(chat) :]
+            before, ids = _encode_pair(row, *halves, name, processing_class, model, template_kwargs, end, **options)
     except MediaError as error:
         if not whole:
             raise
@@ -160,29 +154,48 @@ def encode_sequence(
         if _is_text(row) and not before.modalities:
             raise ValueError(f"row {number}: `assistant_only_loss=True` needs messages, got text.")
         sequence.learned &= _said_by_assistant(messages, sequence, processing_class, model, template_kwargs, options)
-    if not sequence.learned[1:].any():
-        raise ValueError(f"row {number} has nothing to learn: no token counts in the loss.")
-    if family_of(model).token_field_fill and sequence.learned[: len(before)].any():
-        raise ValueError(
-            f"row {number}: {model.config.model_type} reads what comes before an answer in both directions, so that "
-            "it can't be learned; give the row as `prompt` and `completion`, and leave `completion_only_loss` alone."
-        )
+    _check_learned(sequence, len(before), model, f"row {number}")
     return sequence
 
 
+def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTrainedModel, name: str) -> None:
+    if not sequence.learned[1:].any():
+        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
+    if family_of(model).token_field_fill and sequence.learned[:n_prompt].any():
+        raise ValueError(
+            f"{name}: {model.config.model_type} reads what comes before an answer in both directions, so that it "
+            "can't be learned; give the row as `prompt` and `completion`, and leave `completion_only_loss` alone."
+        )
+
+
+def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
+    """The labels of a tokenized row: its own, or those of its masks, or all tokens."""
+    if row.get("labels") is not None:
+        return row["labels"]
+    names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
+    masks = [row[name] for name in names if row.get(name) is not None]
+    return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
+
+
 def given_sequence(
-    row: Mapping[str, Any], processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
+    row: Mapping[str, Any],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    completion_only: bool | None = None,
 ) -> SupervisedSequence:
     """
-    A row of text that is tokenized already.
+    A tokenized row of text.
 
     Args:
         row (`Mapping[str, Any]`):
-            Row with `input_ids` and `labels`, -100 on tokens that aren't learned. Without labels all are.
+            Row with `input_ids`, and `labels`, -100 on tokens that aren't learned, or `assistant_masks` and
+            `completion_mask`. Without any of them all tokens are learned.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor.
         model ([`~transformers.PreTrainedModel`]):
             Unwrapped model.
+        completion_only (`bool`, *optional*):
+            Whether `completion_mask` holds.
 
     Returns:
         [`SupervisedSequence`]: The sequence.
@@ -191,7 +204,7 @@ def given_sequence(
         `ValueError`: If ids stand for media, if labels aren't the ids, or if there is nothing to learn.
     """
     name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
-    labels = ids if row.get("labels") is None else torch.tensor(row["labels"])
+    labels = torch.tensor(given_labels(row, completion_only))
     if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
         raise ValueError(f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100.")
     placeholders = all_placeholder_ids(model, processing_class)
@@ -204,10 +217,20 @@ def given_sequence(
         text, input_ids=ids[:1], token_fields=first, position_ids=text.position_ids[..., :1], mask_cache={}
     )
     sequence = _followed(start, row["input_ids"][1:], model)
-    sequence.learned = labels != -100
+    sequence.row, sequence.learned = getattr(row, "number", 0), labels != -100
     if not sequence.learned[1:].any():
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
     return sequence
+
+
+def encode_text(
+    text: str, number: int, processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
+) -> SupervisedSequence:
+    """A text with its end, tokenized as by TRL, of which all is learned."""
+    end = _tokenizer(processing_class).eos_token or ""
+    ids = processing_class(text=_ended(text, end))["input_ids"]
+    ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
+    return given_sequence(Row(number, {"input_ids": ids}), processing_class, model)
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
@@ -317,24 +340,12 @@ def encode_supervised(
         medium = next(iter_refs(completion), None)
         if medium is not None:
             raise medium.error("a completion is text; put media into the messages before it")
-        if _is_text(row) and next(iter_refs(prompt), None) is None:
-            prompt, before, whole = row["prompt"], row["prompt"], row["prompt"] + row["completion"]
-        else:
-            before, whole = _written(
-                prompt, completion, processing_class, template_kwargs or {}, f"row {index} of `ptx_dataset`"
-            )
-        encoded.append(
-            encode_prompt(
-                prompt,
-                processing_class,
-                model,
-                template_kwargs=template_kwargs,
-                audio_overlong=audio_overlong,
-                row=index,
-            )
-        )
-        ids = _ids_after(before, whole, processing_class)
-        _check_text_only(ids, processing_class, model, f"row {index} of `ptx_dataset`")
+        name = f"row {index} of `ptx_dataset`"
+        template: dict[str, Any] = template_kwargs or {}
+        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": index}
+        before, ids = _encode_pair(row, prompt, completion, name, processing_class, model, template, **options)
+        encoded.append(before)
+        _check_text_only(ids, processing_class, model, name)
         ends = [place for place, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
     padded = pad_sequence(completions, batch_first=True)
@@ -346,10 +357,29 @@ def _tokenizer(processing_class) -> PreTrainedTokenizerBase:
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
-def _ended(completion: str, processing_class) -> str:
-    """A completion with its end, as TRL's trainer adds it to text."""
-    end = _tokenizer(processing_class).eos_token or ""
-    return completion if completion.endswith(end) else completion + end
+def _encode_pair(
+    columns: Mapping[str, Any],
+    prompt: list,
+    completion: list,
+    name: str,
+    processing_class,
+    model: PreTrainedModel,
+    template_kwargs: dict[str, Any],
+    end: str = "",
+    **options,
+) -> tuple[EncodedPrompt, list[int]]:
+    """A prompt, and the ids of its completion; if both are text, without media, with an end and without a template."""
+    if _is_text(columns) and next(iter_refs(prompt), None) is None:
+        prompt = before = columns["prompt"]
+        whole = before + _ended(columns["completion"], end)
+    else:
+        before, whole = _written(prompt, completion, processing_class, template_kwargs, name)
+    encoded = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
+    return encoded, _ids_after(before, whole, processing_class)
+
+
+def _ended(text: str, end: str) -> str:
+    return text if text.endswith(end) else text + end
 
 
 def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, row: str) -> None:

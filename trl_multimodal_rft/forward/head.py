@@ -1,21 +1,30 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""TRL's fused LM head, with what a model does around its own."""
+"""A fused LM head with TRL's kernel, and what a model does around its own head."""
 
-from contextlib import ExitStack
+import copy
+import functools
+import types
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from trl.trainer.utils import add_fused_lm_head, selective_log_softmax_and_entropy
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
 
 
 # Values that half precision holds exactly: states that no norm keeps, logits, and logits that no soft cap bends
 _STATES, _LOGITS, _SMALL = (1.0, 2.0), 125, 2.0**-20
 
 _SAME = 1e-5
+
+# Logits of a token that are in memory at once, as in TRL
+_CHUNK_SIZE = 32768
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     """
     Measures what a model does around its LM head.
 
-    Its own forward is run between stand-ins for the backbone and the head, whose values are known. No weight takes
-    part, so that they may be anywhere, or nowhere yet.
+    A copy of it runs with a backbone and a head that return known values. No weight takes part, so that they may be on
+    any device, or not loaded yet.
 
     Returns the rule; `None` if it is another, such as logits that are left out, or not known.
     """
@@ -51,14 +60,15 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     logits = torch.stack([logits, torch.full_like(logits, _SMALL)])[None]
     taken = []
     ids = torch.zeros(states.shape[:2], dtype=torch.long, device=device)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(patch.object(backbone, "forward", lambda *args, **kwargs: _Outputs(states)))
-        stack.enter_context(patch.object(head, "forward", lambda given: taken.append(given) or logits.clone()))
-        try:
-            result = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        except Exception:  # such as of a family whose forward wants media
-            return None
+    replaced = {
+        backbone: _with_forward(backbone, lambda *args, **kwargs: _Outputs(states)),
+        head: _with_forward(head, lambda given: taken.append(given) or logits.clone()),
+    }
+    try:
+        with torch.no_grad():
+            result = _with_modules(model, replaced)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    except Exception:  # such as of a family whose forward wants media
+        return None
     if [given.shape for given in taken] != [states.shape] or result.shape != logits.shape:
         return None
     before, behind = (taken[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
@@ -72,21 +82,86 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     return None
 
 
-def add_fused_head(model: PreTrainedModel, **options: Any) -> bool:
+def add_fused_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> bool:
     """
-    Adds TRL's fused LM head with what the model itself does around its head. TRL reads that from the config of the
-    text model, where it may stand and not be done, or not stand and be done.
+    Adds a fused LM head, called as that of TRL's `add_fused_lm_head`, with what the model itself does around its head.
+    TRL reads that from the config of the text model, which may name what isn't done, or not name what is.
 
-    Returns whether the fused head gives the log-probabilities of the model's own logits.
+    Returns whether the fused head gives the log-probabilities of the model's own logits; otherwise none is added.
     """
     rule = head_rule(model)
-    config = model.config.get_text_config()
-    known = {} if rule is None else {"logit_scale": rule.scale, "final_logit_softcapping": rule.softcap}
-    with ExitStack() as stack:
-        for name, value in known.items():
-            stack.enter_context(patch.object(config, name, value, create=True))
-        add_fused_lm_head(model, **options)
-    return rule is not None
+    if rule is None:
+        return False
+    forward = model.forward
+
+    # `generate` validates its arguments by the signature
+    @functools.wraps(type(model).forward)
+    def fused_forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, **kwargs):
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels}
+            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+        output = self.base_model(*args, **{**kwargs, "use_cache": False})
+        states = output.last_hidden_state
+        if shift_labels is None:
+            states, shift_labels = states[:, :-1], labels[:, 1:]
+        head = self.get_output_embeddings()
+        scored = _fused_scores(states, shift_labels, head, rule, temperature, cast_lm_head_to_fp32, outputs)
+        if kwargs.get("output_router_logits"):
+            config = self.config.get_text_config()
+            scored.aux_loss = load_balancing_loss_func(
+                output.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
+            )
+        return scored
+
+    model.forward = types.MethodType(fused_forward, model)
+    return True
+
+
+def _fused_scores(
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    head: Any,
+    rule: HeadRule,
+    temperature: float,
+    in_fp32: bool,
+    outputs: tuple[str, ...],
+) -> FusedCausalLMOutput:
+    """Scores of labels, 0 where they are -100. Shapes: `states` `(B, S, H)`, `labels` `(B, S)`; returns `(B, S)`."""
+    parameters: Any = [each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)]
+    weight, bias = parameters
+    states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
+    mask, device = labels != -100, states.device.type
+    states = states.float() if in_fp32 else states
+    # Elsewhere, shapes that depend on the number of labels would be compiled anew for each batch
+    compact = device in ("cuda", "xpu")
+    autocast = torch.autocast(device, enabled=False) if in_fp32 else nullcontext()
+    with autocast, maybe_gather_lm_head_ctx(weight, bias):
+        scores = ChunkedLogProbFunction.apply(
+            states[mask] if compact else states.flatten(0, 1),
+            weight,
+            bias,
+            labels[mask] if compact else labels.clamp(min=0).flatten(),
+            temperature,
+            _CHUNK_SIZE,
+            rule.softcap,
+            rule.scale,
+            outputs,
+        )
+
+    def placed(values: torch.Tensor) -> torch.Tensor:
+        if compact:
+            # Connected to the model also where no label counts, so that the backward pass runs on all ranks
+            return values.new_zeros(mask.shape).masked_scatter(mask, values)
+        return values.view(mask.shape).masked_fill(~mask, 0)
+
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    found = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
+    return FusedCausalLMOutput(**found, label_mask=mask)
 
 
 def scores_of_logits(
@@ -114,6 +189,26 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
     beside = (list(module.children()) for module in model.modules())
     beside = next((children for children in beside if any(child is head for child in children)), [])
     return next((child for child in beside if isinstance(child, PreTrainedModel)), None)
+
+
+def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
+    """A shallow copy of a module with another forward."""
+    copied = copy.copy(module)
+    copied.forward = forward
+    return copied
+
+
+def _with_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A model with other submodules. Those that hold them are shallow copies, with the forwards of their classes."""
+    if module in replaced:
+        return replaced[module]
+    children: Any = {name: child and _with_modules(child, replaced) for name, child in module._modules.items()}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    copied = copy.copy(module)
+    copied._modules = children
+    vars(copied).pop("forward", None)
+    return copied
 
 
 class _Outputs:

@@ -141,7 +141,7 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
         self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
         self._media_log: MediaLog | None = None  # what the tables of completions show
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
-        with around_trl_constructor(type(self), args, loaded, placeholders):
+        with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
                 model=loaded.model,
                 reward_funcs=reward_funcs,
@@ -158,7 +158,7 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
         self._policy = PolicyForward(
             self.accelerator,
             self.processing_class,
-            fallbacks=first_fallbacks(self._unwrapped(self.model)),
+            fallbacks=first_fallbacks(self),
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )

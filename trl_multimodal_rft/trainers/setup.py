@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -37,7 +36,7 @@ from ..data.unread import check_columns, columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
-from ..forward.head import add_fused_head, head_rule
+from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
 from ..models.modes import fix_encoders
@@ -344,33 +343,10 @@ def no_warning_about_init_kwargs(active: bool):
 
 
 @contextmanager
-def without_reference(args, active: bool):
-    """Keeps TRL's constructor from loading a reference, and from making a callback for it, where there is one."""
-    names = {"beta": 0.0, "sync_ref_model": False} if active else {}
-    given = {name: getattr(args, name) for name in names}
-    vars(args).update(names)
-    try:
-        yield
-    finally:
-        vars(args).update(given)
-
-
-@contextmanager
-def measured_head(trainer_class: type):
-    """
-    Lets TRL's constructor add its fused LM head, also to a reference that it loads, by what is measured of the model.
-    """
-    modules = [sys.modules[each.__module__] for each in trainer_class.__mro__ if each.__module__.startswith("trl.")]
-    module = next(each for each in modules if hasattr(each, "add_fused_lm_head"))
-    with patch.object(module, "add_fused_lm_head", add_fused_head):
-        yield
-
-
-@contextmanager
-def without_engine_and_signals(args):
-    """Keeps TRL's constructor from starting an engine and from listening to signals, which the trainer does itself."""
-    given = {name: getattr(args, name) for name in ("use_vllm", "enable_jit_checkpoint")}
-    vars(args).update(dict.fromkeys(given, False))
+def options_for_constructor(args, **values):
+    """Gives TRL's constructor other values of options that the trainer handles itself."""
+    given = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
     try:
         yield
     finally:
@@ -436,27 +412,36 @@ def load_parts(
 
 
 @contextmanager
-def around_trl_constructor(trainer_class: type, args: Any, loaded: Loaded, placeholders: set[int]):
+def around_trl_constructor(args: Any, loaded: Loaded, placeholders: set[int]):
     """What TRL's constructor needs to be told, because it has no argument for it."""
+    # The trainer starts engines, and listens to signals, itself; a given reference needs no second one, nor a callback
+    others = {"use_vllm": False, "enable_jit_checkpoint": False}
+    if loaded.ref_model is not None:
+        others |= {"beta": 0.0, "sync_ref_model": False}
     with (
         image_token_id(loaded.model.config, placeholders),
         no_warning_about_init_kwargs(loaded.by_name),
-        without_reference(args, active=loaded.ref_model is not None),
-        measured_head(trainer_class),
-        without_engine_and_signals(args),
+        options_for_constructor(args, **others),
     ):
         yield
 
 
-def first_fallbacks(model: PreTrainedModel) -> Fallbacks:
-    """What is known of a model before the self-check has measured it."""
-    logits_from_model = head_rule(model) is None
-    if logits_from_model:
+def first_fallbacks(trainer: Any) -> Fallbacks:
+    """Adds fused heads to the policy and to a reference that TRL loaded; what is known before the self-check."""
+    model = unwrapped(trainer.accelerator, trainer.model)
+    options = {
+        "temperature": trainer.temperature,
+        "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+    }
+    if trainer.ref_model is not None:
+        add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), **options)
+    has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **options)
+    if not has_head:
         logger.warning(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are computed from the model's logits, which needs more memory."
         )
-    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=logits_from_model)
+    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head)
 
 
 def enable_packing(model: PreTrainedModel, ref_model: Any, args: Any) -> bool:

@@ -79,6 +79,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
         for name, (neutral, reason) in _NOT_HERE.items():
             if getattr(self, name) not in neutral:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` has no use in supervised training here: {reason}.")
+        self.dataset_kwargs = {"skip_prepare_dataset": True}  # the collator encodes rows
         if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
             raise ValueError(
                 "The noise of `neftune_noise_alpha` depends on the length of a row, which packed rows don't have; set "

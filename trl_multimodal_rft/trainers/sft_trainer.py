@@ -1,12 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Supervised fine-tuning with media."""
 
-import json
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -21,24 +19,20 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
-from trl.chat_template_utils import get_training_chat_template
-from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
+from trl import SFTTrainer
+from trl.trainer.utils import get_config_model_id
 
 from ..data.batches import BatchShape, seeded_order
-from ..data.columns import MEDIA_COLUMNS, MediaError, rows_to_messages
+from ..data.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.features import undecoded
 from ..data.rows import Row
-from ..data.unread import columns_known, other_layout, prepared
 from ..encoding.processors import check_processor, load_processor
-from ..encoding.prompts import placeholder_tokens
-from ..encoding.supervised import SupervisedSequence, encode_sequence, given_sequence
+from ..encoding.supervised import SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
-from ..forward.head import head_rule
+from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
+from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
@@ -54,16 +48,16 @@ from .setup import (
     has_unread_rows,
     ignore_deprecated_names,
     load_policy,
-    measured_head,
     modalities,
     no_warning_about_init_kwargs,
-    refuse_media_without_processor,
+    options_for_constructor,
     refuse_several_runs,
     refuse_unchecked_steps,
     resolve_config,
     warn_of_unread,
 )
 from .sft_config import MultimodalSFTConfig
+from .sft_data import SupervisedCollator, prepare_rows
 
 
 if TYPE_CHECKING:
@@ -73,22 +67,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# What TRL's constructor is told instead, so that it leaves the dataset as it is and makes no collator: rows are
-# encoded here
-_TO_TRL: dict[str, Any] = {
-    "dataset_kwargs": {"skip_prepare_dataset": True},
-    "packing": False,
-    "eval_packing": None,
-    "assistant_only_loss": False,
-    "max_length": None,
-    "enable_jit_checkpoint": False,
-}
 
-
-def _is_general(args: TrainingArguments) -> bool:
-    """Whether a config is that of no trainer in particular."""
-    of_sft = MultimodalSFTConfig.__dataclass_fields__
-    return not isinstance(args, SFTConfig) and all(name in of_sft for name in args.__dataclass_fields__)
+# Columns of rows, beside that of plain text, with `remove_unused_columns`
+_COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
+_COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
 class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
@@ -108,7 +90,7 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
             Dataset with `prompt` and `completion`, each text or messages, or with `messages`; and with the media
             columns that [`MultimodalGRPOTrainer`] takes. Of a completion all is learned; of `messages` all, or with
             `assistant_only_loss` what the assistant says in each turn. Without media also with `text`, or tokenized,
-            with `input_ids` and optionally `labels`, which [`~trl.SFTTrainer`] prepares.
+            with `input_ids` and optionally `labels`.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -152,12 +134,12 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
                 booktitle = {Advances in Neural Information Processing Systems 35},
             }"""),
     }
-    # Nothing is sampled here, and rows come once
-    num_generations = num_generations_eval = 1
-    environment_factories = rollout_func = tools = None
+    # For the evaluator and the model card
+    environment_factories = tools = None
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
-    max_completion_length = 256  # of the code on the card
+    max_completion_length = 256
+    data_collator: Any
     _warned_of_positions = False
 
     def __init__(
@@ -165,12 +147,7 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
         model: "str | PreTrainedModel | PeftModel",
         args: MultimodalSFTConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
+        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Any] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
@@ -182,9 +159,9 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
-        if isinstance(args, TrainingArguments) and _is_general(args):  # as TRL takes them
-            options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
-            args = MultimodalSFTConfig(**options)
+        if type(args) is TrainingArguments:  # as TRL takes them; `to_dict` hides the token
+            given: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
+            args = MultimodalSFTConfig(**given)
         args = resolve_config(MultimodalSFTConfig, args, model)
         ignore_deprecated_names()
         check_arguments(
@@ -214,21 +191,27 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
         self._kinds_seen: set[str] = set()  # media of the rows so far, for the model card
         self._columns_seen: set[str] = set()
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
-        # Datasets whose rows are looked at when the first ones come
+        # Datasets whose columns are checked with their first batch
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        stand_in = Dataset.from_dict({"prompt": ["-"]})  # TRL looks into the first row, and would decode its media
+        collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
+        train_dataset = prepare_rows(train_dataset, "train", collator)
+        eval_dataset = prepare_rows(eval_dataset, "eval", collator)
+        parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded_here),
-            measured_head(type(self)),
-            patch.multiple(args, **_TO_TRL),
+            # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
+            # `assistant_only_loss`, and would listen to signals. All three are done here
+            options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
         ):
-            parent: Any = super()  # of TRL's trainers, mixins name another one
             parent.__init__(
                 model=model,
                 args=args,
-                data_collator=list,
-                train_dataset=stand_in if isinstance(train_dataset, Dataset) else _undecoded_streams(train_dataset),
-                eval_dataset=_undecoded_streams(eval_dataset),
+                data_collator=collator,
+                # The constructor reads the first row, which decodes no media in Arrow's format
+                train_dataset=train_dataset.with_format("arrow")
+                if isinstance(train_dataset, Dataset)
+                else undecoded(train_dataset),
+                eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -239,54 +222,26 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        self._formatting_func = formatting_func
-        dataset_kwargs: Any = args.dataset_kwargs or {}
-        self._skip_prepare_dataset = bool(dataset_kwargs.get("skip_prepare_dataset"))
-        if isinstance(train_dataset, Dataset):
-            self.train_dataset = train_dataset
-        own_collator = DataCollatorForLanguageModeling(pad_token_id=0)  # TRL's check is for rows without another one
-        self._reject_skip_prepare_without_labels({"train": train_dataset}, own_collator)
-        self.train_dataset = self._prepare_all(self.train_dataset, "train")
-        self.eval_dataset = self._prepare_all(self.eval_dataset, "eval")
+        self.train_dataset: Any = train_dataset
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
                 "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
                 "`max_tokens_per_microbatch` for long rows."
             )
-        # TRL's loss is that of all tokens of an update, unless the model's own forward couldn't make it one. That
-        # forward makes no loss here.
+        # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
-        if args.assistant_only_loss:
-            self.chat_template = _training_template(self.processing_class)
-        own = self._unwrapped(self.model)
-        self._own_tokens = placeholder_tokens(own, self.processing_class)
-        columns = ["prompt", "completion", "messages", "tools", "chat_template_kwargs", "input_ids", "labels"]
+        self.chat_template = collator.chat_template
+        keeps_all = not args.remove_unused_columns or formatting_func is not None
         self._stream = RowStream(
             args,
             self.accelerator,
-            encode=self._encode_row,
-            columns=[*columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            encode=collator.encode,
+            columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self.data_collator = self._encode_batch  # for `predict`
-        obstacle = sharing_obstacle(own)
-        if obstacle and (args.packing or args.eval_packing):
-            logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
-        fallbacks = Fallbacks(
-            packing=not obstacle, isolate=family_of(own).isolate, logits_from_model=head_rule(own) is None
-        )
-        if fallbacks.logits_from_model:
-            logger.warning(
-                f"{own.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-                "log-probabilities are taken from its own logits, which needs more memory."
-            )
-        if fallbacks.packing and (args.packing or args.eval_packing):
-            install_prefix_attention(own)
-        self._policy = PolicyForward(
-            self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
-        )
+        self._policy = self._make_policy()
         keep_differentiable(self.model)
         self._add_checkpoint_callbacks()
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
@@ -298,53 +253,26 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
+    def _make_policy(self) -> PolicyForward:
+        args, model = self.args, self._unwrapped(self.model)
+        obstacle, packing = sharing_obstacle(model), args.packing or args.eval_packing
+        has_head = add_fused_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        if obstacle and packing:
+            logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
+        if not has_head:
+            logger.warning(
+                f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+                "log-probabilities are taken from its own logits, which needs more memory."
+            )
+        if packing and not obstacle:
+            install_prefix_attention(model)
+        isolate = family_of(model).isolate
+        fallbacks = Fallbacks(packing=not obstacle, isolate=isolate, logits_from_model=not has_head)
+        return PolicyForward(
+            self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
+        )
+
     # Rows
-
-    def _prepare_all(self, datasets: Any, name: str) -> Any:
-        """A dataset, a dictionary of them or `None`, as TRL's `evaluate` prepares what it is given."""
-        if isinstance(datasets, dict):
-            return {key: self._prepare_all(each, key) for key, each in datasets.items()}
-        if datasets is None or self._skip_prepare_dataset:
-            return datasets
-        return self._prepare_dataset(datasets, self.processing_class, self.args, False, self._formatting_func, name)
-
-    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        """Has TRL tokenize rows of plain text; all others are encoded when they are read, with their media."""
-        columns = set(get_dataset_column_names(dataset))
-        media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))
-        if not isinstance(processing_class, ProcessorMixin):
-            refuse_media_without_processor(processing_class, dataset, media, dataset_name)
-        if formatting_func is None and "input_ids" not in columns:
-            if columns & {"prompt", "messages"}:
-                return dataset
-            if "conversations" in columns:
-                return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
-            if args.dataset_text_field not in columns:
-                if isinstance(dataset, Dataset) and not columns_known(dataset):
-                    return dataset  # a transform gives others
-                layout = other_layout(dataset.features or dict.fromkeys(columns))
-                remedy = "" if layout is None else f"; {prepared(layout)}"
-                raise ValueError(
-                    f"The {dataset_name} dataset has the columns {sorted(columns)}; it needs `prompt` and "
-                    f"`completion`, `messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`)"
-                    f"{remedy}."
-                )
-        elif formatting_func is not None and args.completion_only_loss:
-            raise ValueError(
-                "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."
-            )
-        if media:
-            raise ValueError(
-                f"The {dataset_name} dataset has plain text and media ({media}), and nothing says where in the text "
-                "they are; give `prompt` and `completion`, or `messages`, or name the columns in "
-                "`ignored_media_columns`."
-            )
-        if args.assistant_only_loss and "input_ids" not in columns:
-            raise ValueError(
-                f"`assistant_only_loss=True` needs `messages`, and the {dataset_name} dataset has text; set it to "
-                "False."
-            )
-        return super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
 
     def get_train_dataloader(self):
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
@@ -355,77 +283,43 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
             # An update reads its micro-batches before it forwards the first one, to count their labels
             args.media_prefetch * args.gradient_accumulation_steps,
             order if args.train_sampling_strategy == "random" else None,
-            collate_fn=partial(self._encode_batch, split="train"),
+            collate_fn=partial(self._collate, split="train"),
         )
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = named_dataset(self.eval_dataset, eval_dataset)
-        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=self._encode_batch)
+        if dataset is eval_dataset:  # given to `evaluate`
+            dataset = prepare_rows(dataset, "eval", self.data_collator)
+        collate = partial(self._collate, split="eval")
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
 
-    def _encode_row(self, row: Row) -> SupervisedSequence:
-        if row.get("input_ids"):
-            return given_sequence(row, self.processing_class, self._unwrapped(self.model))
-        args, tools = self.args, row.get("tools")
-        own = row.get("chat_template_kwargs") or {}
-        template = {"chat_template": self.chat_template, "tools": _parsed(tools) or None, **own}
-        sequence = encode_sequence(
-            row,
-            self.processing_class,
-            self._unwrapped(self.model),
-            completion_only=args.completion_only_loss,
-            assistant_only=args.assistant_only_loss,
-            template_kwargs=template,
-            audio_overlong=args.audio_overlong,
-            ignored_media_columns=args.ignored_media_columns or (),
-            own_tokens=self._own_tokens,
-            media_rules=args.media_rules,
-            special_tokens_in_text=args.special_tokens_in_text,
-        )
-        if args.max_length is not None and len(sequence) > args.max_length:
-            if sequence.modalities:
-                raise MediaError(
-                    f"row {row.number} has {len(sequence)} tokens with its media, more than `max_length` "
-                    f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows "
-                    "out with `on_media_error='skip'`"
-                )
-            sequence = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
-        return sequence
-
-    def _encode_batch(self, rows: Sequence[Any], split: str = "eval") -> dict[str, Any]:
-        """A micro-batch: sequences, and the labels that `Trainer` counts."""
-        name, model = f"{split}_dataset", self._unwrapped(self.model)
-        if isinstance(rows[0], EncodedRow):
-            read, sequences = [each.stored for each in rows], [each.prompt for each in rows]
-        else:  # of `predict`
-            read = [each.stored for each in self._stream.without_prompts(rows)]
-            sequences = [self._encode_row(row) for row in read]
+    def _collate(self, rows: Sequence[EncodedRow], split: str) -> dict[str, Any]:
+        """A micro-batch. Records what the model card and the console show of it."""
+        batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
+        stored, sequences = [each.stored for each in rows], batch["sequences"]
         if name in self._unseen:
             self._unseen.remove(name)
-            first = {name: [dict(row) for row in read]}
+            first = {name: [dict(row) for row in stored]}
             warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
         self._kinds_seen.update(*(each.modalities for each in sequences))
-        numbers = [row.number for row in read]
+        numbers = [each.number for each in rows]
         self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
-        self._columns_seen.update(*read)
-        if len(self._asked) < 2 and "input_ids" not in read[0]:
-            self._asked.update(conversation_of(row.get("prompt") or row["messages"][:-1]) for row in read)
+        self._columns_seen.update(*stored)
+        if len(self._asked) < 2:
+            prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
+            self._asked.update(conversation_of(prompt) for prompt in prompts if prompt)
         if split == "train":
-            self._show_first(read[0], sequences[0])
-        labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
-        return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+            self._show_first(stored[0], sequences[0])
+        return batch
 
     def _show_first(self, row: Row, sequence: SupervisedSequence) -> None:
         display = waiting_display(self)
         if display is not None:
-            messages = None
+            messages, args = None, self.args
             if sequence.modalities:
-                (placed,) = rows_to_messages(
-                    [{**row, "prompt": row.get("messages") or row["prompt"]}],
-                    self.args.ignored_media_columns or (),
-                    self._own_tokens,
-                    self.args.media_rules,
-                )
-                messages = placed["prompt"]
+                ignored, placeholders = args.ignored_media_columns or (), self.data_collator.placeholders
+                shown = {**row, "prompt": row.get("messages") or row["prompt"]}
+                messages = rows_to_messages([shown], ignored, placeholders, args.media_rules)[0]["prompt"]
             ids, learned = sequence.input_ids, sequence.learned
             display.show_example(ids[: int(learned.int().argmax())].tolist(), messages, ids[learned].tolist())
 
@@ -434,37 +328,67 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if return_outputs or self._needs_plain_rows:
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
-        found = []
-        lengths = torch.tensor(list(map(len, inputs["sequences"])), device=inputs["labels"].device)
-        loss = super().compute_loss(
-            partial(self._score, model, inputs["sequences"], found),  # in the place of the model
-            {"labels": inputs["labels"], "attention_mask": lengths},  # which TRL sums up
-            num_items_in_batch=num_items_in_batch,
+        args, sequences, targets = self.args, inputs["sequences"], inputs["labels"][:, 1:]
+        training, mask = self.model.training, targets != -100
+        packing = args.packing if training or args.eval_packing is None else args.eval_packing
+        scores = self._policy.score(
+            model,
+            sequences,
+            targets.clamp(min=0),
+            mask.long(),
+            packed=packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences)),
+            compute_aux_loss=self.aux_loss_enabled,
+            whole=True,
         )
-        (scores,) = found
+        per_token_loss = -scores.logps  # zero where nothing is learned
+        if args.loss_type == "dft":
+            per_token_loss = per_token_loss * scores.logps.exp().detach()
+        n_tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            # The tokens are those of all ranks, over which DDP averages
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        if self.aux_loss_enabled:  # a mean of each micro-batch
+            n_steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss / n_steps
+        self._log_scores(scores, mask, sum(map(len, sequences)))
         if scores.deferred is None:
             return loss
+        # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
+        divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
+        return backward_by_parts(self.accelerator, model, loss, scores.deferred, divisor)
+
+    def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
+        """TRL's metrics of a micro-batch, of all ranks. `mask` `(B, P - 1)` is true on targets that are learned."""
         metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["token_budget/parts"].append(float(len(scores.deferred.parts)))
-        metrics["token_budget/extra_time"].append(scores.deferred.seconds)
-        return backward_by_parts(
-            self.accelerator,
-            model,
-            loss,
-            scores.deferred,
-            1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps,
-        )
+        sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
+        sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
+        stacked = torch.stack([each.to(mask.device, torch.float) for each in sums])
+        gathered = self.accelerator.gather_for_metrics(stacked[None])
+        n_learned, *totals = gathered.sum(0)[:4]
+        means = [total / n_learned.clamp(min=1) for total in totals[:2]]
+        # One synchronization with the device
+        entropy, accuracy, n_all, *aux_loss = torch.stack([*means, totals[2], *gathered[:, 4:].mean(0)]).tolist()
+        metrics["entropy"].append(entropy)
+        metrics["mean_token_accuracy"].append(accuracy)
+        if self.model.training:
+            self._total_train_tokens += int(n_all) // self._tp_size
+        metrics["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            metrics["aux_loss"] += aux_loss
+        if scores.deferred is not None:
+            metrics["token_budget/parts"].append(float(len(scores.deferred.parts)))
+            metrics["token_budget/extra_time"].append(scores.deferred.seconds)
 
     @property
     def _needs_plain_rows(self) -> bool:
-        """Whether the model's own forward makes the loss: with virtual tokens of PEFT, or a loss of the user's."""
+        """Whether TRL computes the loss: with virtual tokens of PEFT, or a loss of the user's."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
         return self.compute_loss_func is not None or any(each.is_prompt_learning for each in configs)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """A micro-batch of text as TRL's collator makes it."""
-        sequences: list[SupervisedSequence] = inputs["sequences"]
-        labels = inputs["labels"]
+        sequences, labels = inputs["sequences"], inputs["labels"]
         for each in sequences:
             if each.modalities:
                 raise ValueError(
@@ -472,38 +396,12 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
                     "`compute_loss_func` and prompt learning, `evaluate()` gives the loss and the metrics, and "
                     "`trl_multimodal_rft.evaluation.evaluate` answers."
                 )
-        ids = [each.input_ids for each in sequences]
-        fields = {
-            "input_ids": ids,
-            "attention_mask": [torch.ones_like(each) for each in ids],
-            **{name: [each.token_fields[name] for each in sequences] for name in sequences[0].token_fields},
-        }
-        padded = {name: pad_sequence(rows, batch_first=True).to(labels.device) for name, rows in fields.items()}
-        return {**padded, "labels": labels}
-
-    def _score(self, model, sequences, found: list, labels, **kwargs) -> FusedCausalLMOutput:
-        """What TRL's fused head gives for padded rows."""
-        following = labels[:, 1:]
-        mask = following != -100
-        args, n = self.args, len(sequences)
-        packing = args.packing if self.model.training or args.eval_packing is None else args.eval_packing
-        scores = self._policy.score(
-            model,
-            sequences,
-            following.clamp(min=0),
-            mask.long(),
-            packed=packing and self._policy.worth_packing(sequences, [0] * n, n),
-            compute_aux_loss=self.aux_loss_enabled,
-            whole=True,
-        )
-        found.append(scores)
-        return FusedCausalLMOutput(
-            log_probs=scores.logps,
-            entropy=scores.entropies,
-            is_top1=scores.top1,
-            label_mask=mask,
-            aux_loss=scores.aux_loss,
-        )
+        rows = [
+            {"input_ids": each.input_ids, "attention_mask": torch.ones_like(each.input_ids), **each.token_fields}
+            for each in sequences
+        ]
+        padded = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
+        return {**{name: values.to(labels.device) for name, values in padded.items()}, "labels": labels}
 
     # Checkpoints and card
 
@@ -526,22 +424,3 @@ class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
         if args.completion_only_loss is False and not args.assistant_only_loss:
             learned = "whole rows"
         return [("Loss", f"`{args.loss_type}` of {learned}"), ("`learning_rate`", f"`{args.learning_rate}`")]
-
-
-def _training_template(processing_class) -> str | None:
-    """TRL's form of a template that writes earlier turns otherwise, where it has one."""
-    try:
-        return get_training_chat_template(processing_class)
-    except ValueError:  # unknown
-        return None
-
-
-def _parsed(tools: Any) -> Any:
-    return json.loads(tools) if isinstance(tools, str) else tools
-
-
-def _undecoded_streams(datasets: Any) -> Any:
-    """Streams, or a dictionary of them, before TRL maps them, after which their features are unknown."""
-    if isinstance(datasets, dict):
-        return type(datasets)({name: _undecoded_streams(each) for name, each in datasets.items()})
-    return undecoded(datasets) if isinstance(datasets, IterableDataset) else datasets

@@ -1,0 +1,169 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows of supervised training: what a dataset must hold, and the collator that encodes it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl.chat_template_utils import get_training_chat_template
+from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
+
+from ..data.columns import MEDIA_COLUMNS, MediaError
+from ..data.rows import Row
+from ..data.unread import columns_known, other_layout, prepared
+from ..encoding.prompts import placeholder_tokens
+from ..encoding.supervised import SupervisedSequence, encode_sequence, encode_text, given_labels, given_sequence
+from ..rollout.stream import EncodedRow
+from .setup import refuse_media_without_processor
+
+
+@dataclass
+class SupervisedCollator:
+    """Encodes rows whole, with their media, and pads the labels of a micro-batch."""
+
+    model: PreTrainedModel
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase
+    args: Any
+    formatting_func: Callable[[dict], str] | None = None
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        A micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, -100 on tokens
+            that aren't learned.
+        """
+        sequences: list[Any] = [
+            row.prompt if isinstance(row, EncodedRow) else self.encode(Row(place, row))
+            for place, row in enumerate(rows)
+        ]
+        labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
+        return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+
+    def encode(self, row: Row) -> SupervisedSequence:
+        """A row as a sequence of at most `max_length` tokens."""
+        args = self.args
+        if row.get("input_ids"):
+            sequence = given_sequence(row, self.processing_class, self.model, args.completion_only_loss)
+        elif self.formatting_func is not None:
+            sequence = encode_text(self.formatting_func(row), row.number, self.processing_class, self.model)
+        elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
+            sequence = encode_text(row[args.dataset_text_field], row.number, self.processing_class, self.model)
+        else:
+            tools = row.get("tools")
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            sequence = encode_sequence(
+                row,
+                self.processing_class,
+                self.model,
+                completion_only=args.completion_only_loss,
+                assistant_only=args.assistant_only_loss,
+                template_kwargs={
+                    "chat_template": self.chat_template,
+                    "tools": tools or None,
+                    **(row.get("chat_template_kwargs") or {}),
+                },
+                audio_overlong=args.audio_overlong,
+                ignored_media_columns=args.ignored_media_columns or (),
+                own_tokens=self.placeholders,
+                media_rules=args.media_rules,
+                special_tokens_in_text=args.special_tokens_in_text,
+            )
+        if args.max_length is None or len(sequence) <= args.max_length:
+            return sequence
+        if sequence.modalities:
+            raise MediaError(
+                f"row {row.number} has {len(sequence)} tokens with its media, more than `max_length` "
+                f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows out "
+                "with `on_media_error='skip'`"
+            )
+        return sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """TRL's training template where the model's own renders earlier turns differently; `None` for its own."""
+        if not self.args.assistant_only_loss:
+            return None
+        try:
+            return get_training_chat_template(self.processing_class)
+        except ValueError:  # unknown to TRL
+            return None
+
+    @cached_property
+    def placeholders(self) -> list[str]:
+        """The model's placeholder tokens."""
+        return placeholder_tokens(self.model, self.processing_class)
+
+
+def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
+    """
+    A dataset, or a dictionary of them, that the collator can encode.
+
+    Rows whose labels `max_length` cuts off are dropped, as by TRL, and conversations renamed to `messages`.
+    """
+    if isinstance(dataset, dict):
+        return {key: prepare_rows(each, key, collator) for key, each in dataset.items()}
+    if dataset is None:
+        return None
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"The {name} dataset has no rows.")
+    args, formatting_func = collator.args, collator.formatting_func
+    columns = set(get_dataset_column_names(dataset))
+    media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))
+    if not isinstance(collator.processing_class, ProcessorMixin):
+        refuse_media_without_processor(collator.processing_class, dataset, media, name)
+    if formatting_func is not None and args.completion_only_loss:
+        raise ValueError(
+            "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."
+        )
+    if formatting_func is None and "input_ids" not in columns:
+        if columns & {"prompt", "messages"}:
+            return dataset
+        if "conversations" in columns:
+            return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+        if isinstance(dataset, Dataset) and not columns_known(dataset):
+            return dataset  # a transform gives others
+        if args.dataset_text_field not in columns:
+            layout = other_layout(dataset.features or dict.fromkeys(columns))
+            remedy = "" if layout is None else f"; {prepared(layout)}"
+            raise ValueError(
+                f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt` and `completion`, "
+                f"`messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`){remedy}."
+            )
+    if media:
+        raise ValueError(
+            f"The {name} dataset has plain text and media ({media}), and nothing says where in the text they are; "
+            "give `prompt` and `completion`, or `messages`, or name the columns in `ignored_media_columns`."
+        )
+    if "input_ids" in columns:
+        return _with_labels(dataset, name, columns, args)
+    if args.assistant_only_loss:
+        raise ValueError(
+            f"`assistant_only_loss=True` needs `messages`, and the {name} dataset has text; set it to False."
+        )
+    return dataset
+
+
+def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
+    """The tokenized rows of which something is learned."""
+    if "completion_mask" in columns and "labels" not in columns and args.completion_only_loss is None:
+        raise ValueError(
+            f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
+            "only completions are learned."
+        )
+    known = not isinstance(dataset, Dataset) or columns_known(dataset)
+    if not known or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
+        return dataset
+    kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
+    only = args.completion_only_loss
+    return dataset.filter(lambda row: any(label != -100 for label in given_labels(row, only)[kept]))
