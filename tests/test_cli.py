@@ -17,16 +17,17 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from families_report import report
+from families_report.measure import Measurement, measure
+from families_report.report import HEADER, MARK, measurable
+from families_report.tiny_media import encode
+from families_report.tiny_models import tiny_model
 from helpers.families import FAMILIES
 from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.cli import COMMANDS, arguments, estimate, main, prepare
-from trl_multimodal_rft.cli.families import HEADER, MARK, measurable
-from trl_multimodal_rft.cli.measure import Measurement, measure
-from trl_multimodal_rft.cli.tiny_media import encode
-from trl_multimodal_rft.cli.tiny_models import tiny_model
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.scripts import options
@@ -293,7 +294,7 @@ def measured(text):
 def test_measure_families(capsys, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Words.\n<!-- measured -->\nOld.\n")
-    main(["families", "--measure", "--only", "qwen2_vl,phi4_multimodal", "--output", str(page)])
+    report.main(["--synthetic", "--only", "qwen2_vl,phi4_multimodal", "--output", str(page)])
     rows = measured(capsys.readouterr().out)
     assert rows == measured(page.read_text()) and list(rows) == ["phi4_multimodal", "qwen2_vl"]
     assert "Words." in page.read_text() and "Old." not in page.read_text()
@@ -302,7 +303,7 @@ def test_measure_families(capsys, tmp_path):
     assert float(row["log-probs"]) < 1e-5 and float(row["gradient"]) < 1e-5
     assert rows["phi4_multimodal"]["scored"] == "not built" and "no recipe" in rows["phi4_multimodal"]["remark"]
     with pytest.raises(SystemExit):
-        main(["families", "--measure", "--only", "qwen2_lv"])
+        report.main(["--only", "qwen2_lv"])
     assert "there is no family 'qwen2_lv'" in capsys.readouterr().err
 
 

@@ -150,16 +150,8 @@ def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
 
 def families(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `families`."""
-    parser.add_argument(
-        "--only_known", action="store_true", help="leave out models of which nothing particular is known"
-    )
-    add = parser.add_argument
-    add("--measure", action="store_true", help="measure tiny models against their own plain forward; takes minutes")
-    add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
-    add("--processors", help="module whose families have real processors, such as tests/helpers/families.py")
-    add("--time_limit", type=float, default=180, help="seconds that a family may take")
-    add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
-    add("--output", help="file for the measurements, in Markdown; they take the place of those in it")
+    only = "leave out models of which nothing particular is known"
+    parser.add_argument("--only_known", action="store_true", help=only)
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
