@@ -32,6 +32,8 @@ COMMANDS = {
 }
 _PROG = "trl-multimodal-rft"
 
+__all__ = ["COMMANDS", "LAUNCHED", "main"]
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """

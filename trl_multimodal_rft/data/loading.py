@@ -237,25 +237,6 @@ def load_with_qwen_vl_utils(
     needs torchcodec, takes other frames of other files than it chose, and resizes lists of frames twice, first to
     multiples of twice the patch. Frames are resized as they are decoded, a few at a time, so that no more of them are
     in memory at their full size.
-
-    Args:
-        ref ([`MediaRef`]):
-            An image or a video, with a source as in [`load_image`] or [`load_video`].
-        image_patch_size (`int`):
-            `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
-        sample_indices_fn (`Callable`, *optional*):
-            Replaces the options for the frames of a video, as in [`load_video`].
-        frame_size_fn (`Callable`, *optional*):
-            Replaces the options for their size: a function of the number of frames, their height and their width that
-            returns the height and width to resize them to.
-
-    Returns:
-        `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
-        their metadata as [`load_video`] returns it, with `fps` 2 for frames of unknown rate.
-
-    Raises:
-        MediaError: As [`load_image`] and [`load_video`], and if the options contradict each other or the medium.
-        ImportError: If qwen-vl-utils is not installed.
     """
     vision = require_module("qwen_vl_utils.vision_process", ref.kind)
     with decoding(ref):
@@ -277,18 +258,7 @@ def load_with_qwen_vl_utils(
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """
-    The frames of a video that qwen-vl-utils samples.
-
-    Args:
-        options (`dict[str, Any]`):
-            Its options.
-        metadata (`VideoMetadata`):
-            Of the video. Its number of frames becomes that of the span.
-
-    Returns:
-        `list[int]`: Indices of the frames.
-    """
+    """The frames of a video that qwen-vl-utils samples."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -298,24 +268,7 @@ def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list
 def qwen_frame_size(
     options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
 ) -> tuple[int, int]:
-    """
-    The size to which qwen-vl-utils resizes the frames of a video.
-
-    Args:
-        options (`dict[str, Any]`):
-            Its options.
-        image_patch_size (`int`):
-            `patch_size` of the model's image processor.
-        count (`int`):
-            Number of frames.
-        height (`int`):
-            Their height.
-        width (`int`):
-            Their width.
-
-    Returns:
-        `tuple[int, int]`: Height and width.
-    """
+    """The size to which qwen-vl-utils resizes the frames of a video."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
     if "resized_height" in options and "resized_width" in options:
@@ -332,15 +285,6 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
     """
     Refuses a file that isn't safe to open by others, without decoding it: documents, lists of other files, images of
     too many pixels.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium.
-        stream (`BinaryIO`):
-            Its file, at the start.
-
-    Raises:
-        MediaError: If it isn't.
     """
     if ref.kind == "image":
         _check_pixels(ref, open_image(ref, stream).size)
@@ -350,16 +294,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
 
 @contextmanager
 def decoding(ref: MediaRef) -> Iterator[None]:
-    """
-    Turns whatever a decoder raises within the context into an error that names the row and the column.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium that is decoded.
-
-    Raises:
-        MediaError: Of errors of any type, as decoders raise on corrupt data, but a library that is missing.
-    """
+    """Turns whatever a decoder raises within the context into an error that names the row and the column."""
     try:
         yield
     except (MediaError, ImportError):
@@ -377,21 +312,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
 
 
 def require_module(module: str, extra: str) -> ModuleType:
-    """
-    Imports a module of an optional dependency.
-
-    Args:
-        module (`str`):
-            Name of the module.
-        extra (`str`):
-            Extra of this package that installs it.
-
-    Returns:
-        `ModuleType`: The module.
-
-    Raises:
-        ImportError: If it can't be imported. The message names the extra.
-    """
+    """Imports a module of an optional dependency."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -400,33 +321,12 @@ def require_module(module: str, extra: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
-    """
-    How to install an optional dependency.
-
-    Args:
-        extra (`str`):
-            Extra of this package.
-
-    Returns:
-        `str`: The command.
-    """
+    """How to install an optional dependency."""
     return f'pip install "trl-multimodal-rft[{extra}]"'
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """
-    Where an encoded medium is.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium.
-
-    Returns:
-        `Any`: Its source, or the part of a dictionary that holds it: bytes, a path or a URL.
-
-    Raises:
-        MediaError: If a dictionary has none of them.
-    """
+    """Where an encoded medium is."""
     source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
     if not isinstance(source, dict):
         return source
@@ -463,19 +363,7 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
 
 
 def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
-    """
-    Decodes a sound as it is, without resampling.
-
-    Args:
-        ref ([`MediaRef`]):
-            The sound, see [`load_audio`].
-
-    Returns:
-        `tuple`: Samples of shape `(N,)`, float32, and their rate in Hz, `None` if unknown.
-
-    Raises:
-        MediaError: If the format is unknown, the sound longer than the rules allow, or there is no such file.
-    """
+    """Decodes a sound without resampling: samples `(N,)` in float32, and their rate in Hz, `None` if unknown."""
 
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")

@@ -91,16 +91,7 @@ class DecodedPrompt:
     tokenizer_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def token_ids(self, processor: ProcessorMixin) -> list[int]:
-        """
-        Tokenizes what the chat template writes, one placeholder per medium.
-
-        Args:
-            processor ([`~transformers.ProcessorMixin`]):
-                The processor with the template.
-
-        Returns:
-            `list[int]`: Token ids, without the expansion of placeholders.
-        """
+        """Tokenizes what the chat template writes, one placeholder per medium."""
         text = processor.apply_chat_template(
             self.messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
         )
@@ -201,15 +192,6 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, s
 
     Collects `<modality>_token_id`, `<modality>_token_index` and `<modality>_pad_token_id` from the model's config, its
     sub-configs and the processor, since each family keeps them elsewhere.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model whose config is searched.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class searched.
-
-    Returns:
-        `dict[str, set[int]]`: The ids for `"image"`, `"video"` and `"audio"`, empty where the model has none.
     """
     config = model.config
     holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
@@ -219,34 +201,12 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, s
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Any) -> set[int]:
-    """
-    The ids of [`placeholder_token_ids`], whatever they stand for.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model whose config is searched.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class searched.
-
-    Returns:
-        `set[int]`: Ids of all modalities.
-    """
+    """The ids of [`placeholder_token_ids`], whatever they stand for."""
     return set().union(*placeholder_token_ids(model, processor).values())
 
 
 def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> list[str]:
-    """
-    The tokens of [`placeholder_token_ids`] as text.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model whose config is searched.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class searched.
-
-    Returns:
-        `list[str]`: Such as `["<|image_pad|>", "<|video_pad|>"]`.
-    """
+    """The tokens of [`placeholder_token_ids`] as text."""
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     tokens = tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
     return [token for token in tokens if token is not None]
@@ -340,33 +300,7 @@ def encode_messages(
     **processor_options,
 ) -> EncodedPrompt:
     """
-    Decodes media and runs the processor over them, once.
-
-    Args:
-        messages (`str` or `list[dict]`):
-            See [`encode_prompt`].
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            See there.
-        model ([`~transformers.PreTrainedModel`]):
-            See there.
-        template_kwargs (`dict[str, Any]`, *optional*):
-            See there.
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            See there.
-        keep_decoded (`bool`, *optional*, defaults to `False`):
-            See there.
-        ablation ([`~encoding.ablation.Ablation`], *optional*):
-            See there.
-        row (`int`, *optional*):
-            See there.
-        processor_options:
-            Further arguments of the processor's call.
-
-    Returns:
-        [`EncodedPrompt`]: What the processor returns, without positions, which depend on what comes before.
-
-    Raises:
-        [`MediaError`]: See there.
+    Decodes media and runs the processor over them, once. Positions depend on what comes before, and are left out.
     """
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
@@ -416,30 +350,7 @@ def processor_outputs(
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """
-    Calls a processor on one prompt, as transformers documents it.
-
-    Args:
-        messages (`str` or `list[dict]`):
-            Plain text, or messages whose media blocks hold [`MediaRef`]s.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class with a chat template (for messages).
-        decoded (`dict[int, Any]`):
-            Media as [`decode_media`] gives them.
-        processor_kwargs (`dict[str, Any]`):
-            What it says about them.
-        template_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `apply_chat_template`.
-        row (`int`, *optional*):
-            Index of the row in its batch, for errors.
-
-    Returns:
-        `dict[str, torch.Tensor]`: What the processor returns, without the attention mask and labels.
-
-    Raises:
-        [`MediaError`]: If the processing class can't take the prompt or its media. The message names the row and the
-            column.
-    """
+    """Calls a processor on one prompt, as transformers documents it."""
     refs = list(iter_refs(messages))
     encoded: Any
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
@@ -480,25 +391,7 @@ def processor_outputs(
 
 
 def write_chat(messages: list[dict[str, Any]], processor, place: str, **template_kwargs) -> str:
-    """
-    What a chat template writes.
-
-    Args:
-        messages (`list[dict]`):
-            Messages.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class with the template.
-        place (`str`):
-            Where the messages come from, for errors.
-        template_kwargs:
-            Arguments for `apply_chat_template`.
-
-    Returns:
-        `str`: The text.
-
-    Raises:
-        [`MediaError`]: If the template refuses the messages, or if there is none.
-    """
+    """What a chat template writes."""
     try:
         return processor.apply_chat_template(messages, tokenize=False, **template_kwargs)
     except Exception as error:  # of any type, as templates check little
@@ -548,21 +441,8 @@ def outputs_of_files(
     template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """
-    What a processor makes of a prompt whose videos it reads itself, as transformers documents it.
-
-    Args:
-        messages (`list[dict]`):
-            Messages whose media blocks hold [`MediaRef`]s.
-        processor ([`~transformers.ProcessorMixin`]):
-            Processing class.
-        audio_overlong (`str`):
-            See [`encode_prompt`].
-        template_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `apply_chat_template`.
-
-    Returns:
-        `dict[str, torch.Tensor]` or `None`: See [`processor_outputs`]; `None` if not all videos of the prompt are
-        local files without options, or transformers can't read files.
+    What a processor makes of a prompt whose videos it reads itself, as transformers documents it. `None` if not all
+    videos are local files without options, or transformers can't read files.
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.kind == "video"]
@@ -610,21 +490,9 @@ def prompt_position_ids(
     token_fields: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """
-    Positions of a prompt by the model's own rule, the one its `generate` uses.
+    Positions of a prompt by the model's own rule, the one its `generate` uses: `(1, P)` or `(R, 1, P)`.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        input_ids (`torch.Tensor`):
-            Prompt ids, shape `(P,)`.
-        media (`dict[str, torch.Tensor]`):
-            Media tensors of the prompt (grids decide multimodal rotary positions).
-        token_fields (`dict[str, torch.Tensor]`):
-            Per-token fields of the prompt, each of shape `(P,)`.
-
-    Returns:
-        `torch.Tensor`: Positions of shape `(1, P)` or `(R, 1, P)`; text after the prompt continues at
-        `positions[..., -1:] + 1`.
+    Text after the prompt continues at `positions[..., -1:] + 1`. Ids and token fields have the shape `(P,)`.
     """
     ids = input_ids[None]
     model_kwargs = {**media, **{name: value[None] for name, value in token_fields.items()}}
@@ -641,18 +509,10 @@ def prompt_position_ids(
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
     """
-    Positions of a prompt by the rule of vLLM: what follows a medium goes on behind its last position of any axis.
+    Positions by the rule of vLLM: what follows a medium continues behind its last position in time.
 
-    Some families of transformers go on behind its last position in space, which a long video is beyond in time.
-
-    Args:
-        positions (`torch.Tensor`):
-            Positions by the model's own rule, shape `(1, P)` or `(R, 1, P)`, the last three of time, height and width.
-        is_media (`torch.Tensor`):
-            Which tokens stand for media, shape `(P,)`.
-
-    Returns:
-        `torch.Tensor`: The positions, as the given ones where both rules agree.
+    Takes the model's own positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`, and returns positions
+    of the same shape.
     """
     if positions.dim() < 3:
         return positions
@@ -663,19 +523,7 @@ def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torc
 
 
 def same_prompt(a: Any, b: Any) -> bool:
-    """
-    Whether two prompts have the same messages and the same media.
-
-    Args:
-        a (`Any`):
-            Text or messages with [`MediaRef`]s.
-        b (`Any`):
-            What to compare with.
-
-    Returns:
-        `bool`: Whether they are equal. Media are compared by value; decoders, which hold no value, are equal if they
-        are of one type.
-    """
+    """Whether two prompts have the same messages and media. Media are compared by value, decoders by type."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -695,20 +543,8 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
     """
-    A token field of prompts and of text that follows them, as `generate` goes on with it.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        name (`str`):
-            Name of the field.
-        values (`torch.Tensor`):
-            The field of the prompts, shape `(B, P, ...)`.
-        n_new (`int`):
-            Number of text tokens after the prompts.
-
-    Returns:
-        `torch.Tensor`: The field, shape `(B, P + n_new, ...)`.
+    A token field of prompts `(B, P, ...)` with that of text after them, as `generate` continues it: `(B, P + n_new,
+    ...)`.
     """
     family = family_of(model)
     behind = values[:, -1:]
@@ -721,14 +557,8 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
     """
     Joins the media of several prompts into one forward's arguments.
 
-    Args:
-        prompts (`Iterable[EncodedPrompt]`):
-            Prompts, or their parts, in the order in which their tokens appear in the row or batch.
-
-    Returns:
-        `dict[str, torch.Tensor]`: Each tensor concatenated on its first dimension, or the last if it is a row of
-        patches, the other dimensions padded on the right to the largest. What holds places in another tensor goes on
-        behind those of the prompts before.
+    Tensors are concatenated on their first dimension, or the last if they are a row of patches, and padded on the
+    right on the others. Indices into another tensor are shifted by what earlier prompts hold of it.
     """
     collected: dict[str, list[torch.Tensor]] = {}
     places: Counter[str] = Counter()  # in each tensor so far
@@ -747,20 +577,7 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
 
 
 def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:
-    """
-    Concatenates tensors on one dimension, the others padded on the right to the largest.
-
-    Args:
-        tensors (`list[torch.Tensor]`):
-            Tensors of one rank.
-        value (`int`):
-            What pads them.
-        dim (`int`, *optional*, defaults to `0`):
-            The dimension.
-
-    Returns:
-        `torch.Tensor`: All of them.
-    """
+    """Concatenates tensors on one dimension, the others padded on the right to the largest."""
     largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:
@@ -778,24 +595,8 @@ def decode_media(
     ablation: Ablation | None = None,
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """
-    Decodes media as a processor takes them.
-
-    Args:
-        refs (`list[MediaRef]`):
-            References to the media of a prompt.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What is to encode them.
-        audio_overlong (`str`):
-            What happens to audio longer than the processor's window: `"raise"` or `"truncate"`.
-        ablation ([`~encoding.ablation.Ablation`], *optional*):
-            What takes the place of the media of a kind, in their duration and size.
-
-    Returns:
-        `tuple[dict[int, Any], dict[str, Any]]`: Media by the `id` of their reference, and what the processor must be
-        told about them, as `processor_kwargs`.
-
-    Raises:
-        [`MediaError`]: If a medium can't be decoded, or if the processor can't take it.
+    Decodes media as a processor takes them, by the `id` of their reference, with `processor_kwargs` that describe
+    them.
     """
     decoded: dict[int, Any] = {}
     video_metadata: list[dict[str, Any]] = []
@@ -968,22 +769,7 @@ def check_blocks(
     template_kwargs: dict[str, Any],
     row: int | None = None,
 ) -> None:
-    """
-    Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any.
-
-    Args:
-        messages (`list[dict]`):
-            Messages.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processing class with the template.
-        template_kwargs (`dict[str, Any]`):
-            Arguments for `apply_chat_template`.
-        row (`int`, *optional*):
-            Index of the row in its batch, for errors.
-
-    Raises:
-        [`MediaError`]: If there is one.
-    """
+    """Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any."""
     for m, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, list):
@@ -1036,18 +822,7 @@ def _check_placeholders(
 
 
 def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
-    """
-    Puts decoded media into messages.
-
-    Args:
-        messages (`list[dict]`):
-            Messages whose media blocks hold [`MediaRef`]s.
-        decoded (`dict[int, Any]`):
-            What [`decode_media`] made of them.
-
-    Returns:
-        `list[dict]`: New messages, as processors take them.
-    """
+    """Puts decoded media into messages."""
 
     def block(part):
         kind, value = part["type"], part.get(part["type"])

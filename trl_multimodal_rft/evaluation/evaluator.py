@@ -897,18 +897,7 @@ def _complete(
 
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
-    """
-    The answer in a completion, by which completions are compared.
-
-    Args:
-        completion (`str`):
-            Text of the completion.
-        choices (`Sequence[str]`, *optional*):
-            Choices, where there are any.
-
-    Returns:
-        `str`: What [`~rewards.answers.extract_answer`] finds; the text of the choice that it names, if it does.
-    """
+    """The answer in a completion, by which completions are compared."""
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
     return answer if index is None or choices is None else choices[index]

@@ -245,17 +245,6 @@ def read_as_text(
 ) -> Callable[..., list[float]]:
     """
     A reward function that asks a model of text, which gets the names of media in their place, such as `"<image>"`.
-
-    Args:
-        model (`torch.nn.Module`):
-            Sequence classifier with one label, see [`RewardModel`].
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        template_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `apply_chat_template`.
-
-    Returns:
-        `Callable`: The reward function. All completions are scored in one forward, as TRL's trainers do.
     """
 
     def reward(prompts: list, completions: list, **columns) -> list[float]:

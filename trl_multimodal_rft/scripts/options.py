@@ -114,18 +114,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def parse_args(self, args=None, namespace=None):
-        """
-        Parses a command line. Ends the process at an unknown option, before it asks for those that are missing.
-
-        Args:
-            args (`Sequence[str]`, *optional*):
-                Arguments, those of the process by default.
-            namespace (`argparse.Namespace`, *optional*):
-                Values over which the command line wins.
-
-        Returns:
-            `argparse.Namespace`: Parsed options.
-        """
+        """Parses a command line. Ends the process at an unknown option, before it asks for those that are missing."""
         required = [action for action in self._actions if action.required and action.option_strings]
         for action in required:  # unknown options first
             action.required = False
@@ -156,19 +145,6 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """
         Parses a command line whose `--config` may name a file or a recipe of this package. The command line wins.
-
-        Args:
-            argv (`Sequence[str]`):
-                Arguments.
-            of_run (`Callable`, *optional*):
-                Gives the keys of a run the names of this command's options, of which others are ignored. By default an
-                unknown key is an error.
-
-        Returns:
-            `argparse.Namespace`: Parsed options.
-
-        Raises:
-            `ValueError`: If the file can't be read, or a key isn't an option or has no value of it.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
@@ -318,34 +294,12 @@ def table() -> dict[str, Any]:
 
 
 def options_of(command: str) -> list[dict[str, Any]]:
-    """
-    Options of a launched command.
-
-    Args:
-        command (`str`):
-            Its name.
-
-    Returns:
-        `list[dict[str, Any]]`: Rows of the table.
-    """
+    """Options of a launched command."""
     return [option for option in table()["options"] if command in option["commands"]]
 
 
 def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: str | None = None) -> Parser:
-    """
-    Parser of a command that `accelerate launch` runs.
-
-    Args:
-        prog (`str`):
-            Words of the command.
-        options (`Iterable[dict[str, Any]]`):
-            Rows of the table, to which those of `accelerate launch` are added.
-        description (`str`, *optional*):
-            What it does.
-
-    Returns:
-        [`Parser`]: The parser, which sets only what is given.
-    """
+    """Parser of a command that `accelerate launch` runs."""
     epilog = (
         "`--help-all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
         "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "
