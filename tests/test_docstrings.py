@@ -169,8 +169,8 @@ def test_docstring(name):
 
 
 def test_a_docstring_may_send_its_reader_on():
-    name = "trl_multimodal_rft.data.encode.wav"
-    assert documented(seen("Encodes a sound, see [`~data.encode.wav`].")[0]) == parameters(NAMES[name])
+    name = "trl_multimodal_rft.algorithms.losses.aggregate"
+    assert documented(seen("Averages, see [`~algorithms.losses.aggregate`].")[0]) == parameters(NAMES[name])
     assert not seen("Encodes a sound, see [`no_such_function`].")
 
 

@@ -83,13 +83,13 @@ class Fallbacks:
     What is done where a model can't do everything exactly in the fastest way. The self-check finds what is needed.
 
     Args:
-        can_pack (`bool`, *optional*, defaults to `True`):
+        packing (`bool`, *optional*, defaults to `True`):
             Whether prompts are forwarded once for all their completions.
         isolate (`str`, *optional*):
             Which prompts get forwards of their own, see [`~forward.scoring.completion_scores`].
-        own_logits (`bool`, *optional*, defaults to `False`):
+        logits_from_model (`bool`, *optional*, defaults to `False`):
             Whether log-probabilities are taken from the model's own logits instead of TRL's fused head.
-        share_prefill (`bool`, *optional*, defaults to `True`):
+        shared_prefill (`bool`, *optional*, defaults to `True`):
             Whether prompts are prefilled once for all their completions.
     """
 
@@ -129,7 +129,16 @@ class PolicyForward:
         self._unreached: list[nn.Parameter] | None = None  # weights to train that no forward uses
 
     def unwrapped(self, model: nn.Module) -> PreTrainedModel:
-        """The model within its wrappers, see [`~models.wrapped.unwrapped`]."""
+        """
+        The model within its wrappers.
+
+        Args:
+            model (`torch.nn.Module`):
+                Model, as prepared by the accelerator.
+
+        Returns:
+            [`~transformers.PreTrainedModel`]: The model that transformers loaded.
+        """
         return unwrapped(self.accelerator, model)
 
     def worth_packing(self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int) -> bool:
@@ -377,7 +386,7 @@ class PolicyForward:
                 How to sample.
             pad_token_id (`int`):
                 Id written on padding.
-            share_prefill (`bool`, *optional*):
+            shared_prefill (`bool`, *optional*):
                 Whether each prompt is prefilled once. By default as the fallbacks say.
             generating (`Callable`, *optional*):
                 Gives a context with the model ready to generate. By default TRL's.

@@ -90,7 +90,7 @@ class Processes:
                 This process's prompts.
             isolate (`str` or `None`):
                 Which of them get forwards of their own, see [`~forward.scoring.completion_scores`].
-            companions (`Sequence[EncodedPrompt]`, *optional*):
+            dummies (`Sequence[EncodedPrompt]`, *optional*):
                 Prompts that go with each of the forwards.
 
         Returns:

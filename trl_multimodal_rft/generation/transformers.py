@@ -179,9 +179,9 @@ def generate_completions(
             Id written on left padding.
         device (`torch.device`):
             Where the model is.
-        share_prefill (`bool`, *optional*, defaults to `True`):
+        shared_prefill (`bool`, *optional*, defaults to `True`):
             Whether to prefill each prompt once.
-        companions (`Sequence[EncodedPrompt]`, *optional*):
+        dummies (`Sequence[EncodedPrompt]`, *optional*):
             Further prompts that are prefilled, for the sake of their encoders, but not completed.
         branches ([`Branches`], *optional*):
             What to go on with, and where to keep what is generated, if it is to be gone on with.
