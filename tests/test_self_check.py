@@ -32,7 +32,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     policy,
 )
-from trl_multimodal_rft.encoding import prompts as encoding
+from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation

@@ -47,8 +47,9 @@ from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.ablation import Ablation
 from ..encoding.control_tokens import checked_prompt
+from ..encoding.join import same_prompt
 from ..encoding.processors import check_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..families import MODALITIES, family_of
 from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos

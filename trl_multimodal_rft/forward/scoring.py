@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.dummies import DummyPrompt
-from ..encoding.prompts import EncodedPrompt, continued_field, join_media
+from ..encoding.join import continued_field, join_media
+from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
 from .head import scores_of_logits

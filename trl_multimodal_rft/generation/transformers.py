@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
-from ..encoding.prompts import EncodedPrompt, join_media
+from ..encoding.join import join_media
+from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded

@@ -15,8 +15,10 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
 from ..data.features import as_encoded
 from ..data.rules import DEFAULT_RULES, MediaRules
+from ..encoding.join import join_media, same_prompt
+from ..encoding.media import decode_media, replace_refs
 from ..encoding.processors import check_processor
-from ..encoding.prompts import decode_media, join_media, placeholder_tokens, replace_refs, same_prompt
+from ..encoding.prompts import placeholder_tokens
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
 
 

@@ -25,8 +25,9 @@ from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_med
 from ..data.features import restore_media, restore_rows
 from ..data.fetch import Row
 from ..data.unread import check_has_prompt, check_reward_columns
+from ..encoding.join import same_prompt
 from ..encoding.processors import check_processor, load_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens, same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_tokens
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention, original_attention
 from ..forward.head import add_fused_head, head_rule

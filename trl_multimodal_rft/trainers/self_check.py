@@ -21,12 +21,11 @@ from trl.models.utils import disable_gradient_checkpointing
 from ..algorithms.completions import up_to_first_end
 from ..data.columns import iter_refs
 from ..encoding.conversations import Conversation
+from ..encoding.join import continued_field, join_media
+from ..encoding.media import decode_media
 from ..encoding.prompts import (
     EncodedPrompt,
     all_placeholder_ids,
-    continued_field,
-    decode_media,
-    join_media,
     outputs_of_files,
     processor_outputs,
     prompt_position_ids,
