@@ -125,27 +125,12 @@ def load_avqa(
     `multi_choice`, `answer` (the index of the right choice), `audio_path`, and also `video_name`, `question_relation`,
     `question_type` and `dataset_name`. As there, a question about "the video" asks about the audio.
 
-    Args:
-        path (`str` or `Path`):
-            The file (a list in JSON will do), a folder that holds one, or a dataset with these columns in a folder or
-            on the Hub, whose audio may also be in a column `audio`.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
-        audio_dir (`str` or `Path`, *optional*):
-            Folder with the audio files, looked up by name. By default paths are those of the file, from its folder.
-        template (`str`, *optional*):
-            Prompt, with `{question}` and `{choices}`.
-        skip_missing (`bool`, *optional*, defaults to `False`):
-            Whether to leave out rows whose audio file isn't there, with a warning that counts them, instead of
-            raising.
+    See [`load_mmau`] for the arguments and errors. The file may be a list in JSON, too, and a dataset may have its sound
+    in a column `audio`.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages), `audio`, `solution` (the text of the right choice),
         `choices`, `id`, `video_name`, `question_relation`, `question_type` and `dataset_name`.
-
-    Raises:
-        `FileNotFoundError`: If an audio file isn't there. The message names the row.
-        `ValueError`: If a row lacks a column, or its answer is none of the choices.
 
     Example:
     ```python

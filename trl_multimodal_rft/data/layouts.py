@@ -108,21 +108,11 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
     `{"image": path}` and `{"video": path}` with options such as `max_pixels` or `fps`. Other columns, such as
     `data_source`, are kept.
 
-    Args:
-        path (`str` or `Path`):
-            A file (Parquet, JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
-        media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
+    See [`load_conversations`] for the arguments and errors. Files may also be Parquet.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages in which media have their places), `solution`, media columns
         and the other columns.
-
-    Raises:
-        `ValueError`: If a row lacks a column, its marks don't match its media, a file isn't there, or a medium has an
-            unknown option. The message names the row.
 
     Example:
     ```python
@@ -165,27 +155,18 @@ def load_easyr1(
     A row has `problem`, in which `<image>` and `<video>` mark the places of media, `answer`, and `images` or `videos`,
     lists of files. Other columns are kept.
 
+    See [`load_conversations`] for the other arguments and the errors. Files may also be Parquet.
+
     Args:
-        path (`str` or `Path`):
-            A file (JSON, JSON Lines or Parquet), a folder that holds one, or a dataset in a folder or on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
         prompt_key (`str`, *optional*, defaults to `"problem"`):
             Column of the problem.
         answer_key (`str`, *optional*, defaults to `"answer"`):
             Column of the answer.
         template (`str`, *optional*):
             Prompt, with `{problem}`.
-        media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages in which media have their places), `solution`, media columns
-        and the other columns.
-
-    Raises:
-        `ValueError`: If a row lacks a column, its marks don't match its media, or a file isn't there. The message
-            names the row.
+        [`~datasets.Dataset`]: Rows as those of [`load_verl`].
 
     Example:
     ```python
@@ -219,11 +200,9 @@ def load_video_r1(
     answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; those
     for supervised training also `process`, the thoughts before the solution.
 
+    See [`load_conversations`] for the other arguments and the errors.
+
     Args:
-        path (`str` or `Path`):
-            The JSON file, a folder that holds one, or a dataset with these columns in a folder or on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
         task (`str`, *optional*, defaults to `"rl"`):
             `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages` whose answer is `process` and `solution`.
         template (`str`, *optional*):
@@ -232,16 +211,11 @@ def load_video_r1(
             Frames of each video that the model gets. By default, its processor's choice.
         max_pixels (`int`, *optional*):
             Most pixels of an image, and of a frame. By default, the processor's.
-        media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the medium), `videos`, `images`, `solution`,
         `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and `data_source`; or of
         `messages` in the place of prompt, solution and choices.
-
-    Raises:
-        `ValueError`: If a row lacks a column, or a file isn't there. The message names the row.
 
     Example:
     ```python
