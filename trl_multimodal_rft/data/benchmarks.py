@@ -125,8 +125,8 @@ def load_avqa(
     `multi_choice`, `answer` (the index of the right choice), `audio_path`, and also `video_name`, `question_relation`,
     `question_type` and `dataset_name`. As there, a question about "the video" asks about the audio.
 
-    See [`load_mmau`] for the arguments and errors. The file may be a list in JSON, too, and a dataset may have its sound
-    in a column `audio`.
+    See [`load_mmau`] for the arguments and errors. The file may also be a list in JSON, and a dataset may have its
+    sound in a column `audio`.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages), `audio`, `solution` (the text of the right choice),

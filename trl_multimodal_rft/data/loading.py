@@ -210,7 +210,29 @@ def load_video(
         MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
-    return _load_frames(ref, sample_indices_fn, resize_fn)
+    with decoding(ref), _open_video(ref) as (metadata, read):
+        if metadata.frames_indices is None:
+            _check_video(ref, metadata)
+            sample = sample_indices_fn or partial(_sample_indices, ref)
+            metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
+        indices = list(metadata.frames_indices)
+        frames, done, shape = None, 0, None
+        for piece in read(indices):
+            if shape is None:
+                _check_pixels(ref, (piece.shape[2], piece.shape[1]))
+                shape = piece.shape[1:]
+            if piece.shape[1:] != shape:
+                raise ref.error("the frames have different sizes; resize them to one size")
+            piece = piece if resize_fn is None else resize_fn(piece, len(indices))
+            if frames is None:
+                _check_frames(ref, len(indices), piece)
+                frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
+            frames[done : done + len(piece)] = piece
+            done += len(piece)
+        if frames is None or done != len(indices):
+            raise ref.error(f"the video has {done} of {len(indices)} frames; repair it or remove the row")
+        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
+        return frames, {**known, "frames_indices": indices}
 
 
 def load_with_qwen_vl_utils(
@@ -224,14 +246,9 @@ def load_with_qwen_vl_utils(
 
     Honours the options of [qwen-vl-utils](https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils): `min_pixels`,
     `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `fps`, `nframes`, `min_frames`, `max_frames`,
-    `video_start`, `video_end`, `sample_fps`. The processor must neither resize nor sample a second time, and needs the
-    metadata, from which it computes the timestamps (Qwen3-VL) or the seconds per grid step (Qwen2.5-VL):
-
-    ```python
-    processor(
-        text=text, images=images, videos=videos, video_metadata=metadata, do_resize=False, do_sample_frames=False
-    )
-    ```
+    `video_start`, `video_end`, `sample_fps`. The processor must neither resize nor sample a second time
+    (`do_resize=False, do_sample_frames=False`), and needs the metadata, from which it computes the timestamps
+    (Qwen3-VL) or the seconds per grid step (Qwen2.5-VL).
 
     An MP4, MOV, Matroska or WebM gives exactly what `qwen_vl_utils.fetch_video` gives, which however reads no bytes,
     needs torchcodec, takes other frames of other files than it chose, and resizes lists of frames twice, first to
@@ -252,7 +269,7 @@ def load_with_qwen_vl_utils(
             tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
             return tensor.permute(0, 2, 3, 1).numpy()
 
-        frames, metadata = _load_frames(ref, sample_indices, resized)
+        frames, metadata = load_video(ref, sample_indices, resized)
         metadata["fps"] = metadata["fps"] or vision.FPS
         return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
@@ -549,37 +566,6 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
         )
     metadata.total_num_frames = last - first + 1
     return first + default_sample_indices_fn(metadata, count, fps)
-
-
-def _load_frames(
-    ref: MediaRef,
-    sample_indices_fn: Callable[..., Sequence[int]] | None,
-    resized: Callable[[np.ndarray, int], np.ndarray] | None = None,
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """See [`load_video`]; `resized` takes frames of shape (N, H, W, 3) as they come, and how many there will be."""
-    with decoding(ref), _open_video(ref) as (metadata, read):
-        if metadata.frames_indices is None:
-            _check_video(ref, metadata)
-            sample = sample_indices_fn or partial(_sample_indices, ref)
-            metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
-        indices = list(metadata.frames_indices)
-        frames, done, shape = None, 0, None
-        for piece in read(indices):
-            if shape is None:
-                _check_pixels(ref, (piece.shape[2], piece.shape[1]))
-                shape = piece.shape[1:]
-            if piece.shape[1:] != shape:
-                raise ref.error("the frames have different sizes; resize them to one size")
-            piece = piece if resized is None else resized(piece, len(indices))
-            if frames is None:
-                _check_frames(ref, len(indices), piece)
-                frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
-            frames[done : done + len(piece)] = piece
-            done += len(piece)
-        if frames is None or done != len(indices):
-            raise ref.error(f"the video has {done} of {len(indices)} frames; repair it or remove the row")
-        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
-        return frames, {**known, "frames_indices": indices}
 
 
 def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
