@@ -5,10 +5,11 @@ import functools
 import inspect
 import math
 import os
+import re
 import typing
 from dataclasses import fields
 from importlib.util import find_spec
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -62,6 +63,23 @@ _REMEDIES = {
     "top_k": "0 samples from all tokens",
     "top_p": "1 samples from all tokens",
 }
+
+
+_LONGEST_HELP = 280  # characters, where it has more than a sentence
+
+
+def help_from_docstring(config_class: type) -> type:
+    """Gives the fields of a config as help what its docstring says of them, where they have none."""
+    text = inspect.cleandoc(config_class.__doc__ or "")
+    described = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
+    for option in fields(config_class):
+        if option.name in described and "help" not in option.metadata:
+            words = re.sub(r"\[([^\]]*)\](?:\([^)]*\))?", r"\1", " ".join(described[option.name].split()))
+            parts = re.split(r"(?<=[.;])\s+", words.replace("`~", "`").replace("$\\lambda$", "lambda"))
+            while len(" ".join(parts)) > _LONGEST_HELP and len(parts) > 1:
+                parts.pop()
+            option.metadata = MappingProxyType({**option.metadata, "help": " ".join(parts).rstrip(".;") + "."})
+    return config_class
 
 
 class KnownKeywords:
