@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Published questions about sounds and figures, as rows that the trainers and `evaluate` take."""
+"""Published questions about sounds, as rows that the trainers and `evaluate` take."""
 
 import json
 import logging
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
 
 from ..paths import local_path
@@ -166,60 +165,6 @@ def load_avqa(
     return _assemble(columns, _extras(rows, {name: name for name in names}), audio)
 
 
-def load_geo3k(
-    path: str | Path = "hiyouga/geometry3k", split: str = "test", *, template: str = PROBLEM_TEMPLATE
-) -> Dataset:
-    """
-    Reads [Geometry3K](https://huggingface.co/papers/2105.04165), geometry problems with figures.
-
-    The layout is that of https://huggingface.co/datasets/hiyouga/geometry3k: `images` (a list), `problem` (text in
-    which each `"<image>"` marks the place of an image), `answer` (a number or an expression in LaTeX), and in its
-    later version `id`, `choices` and `ground_truth` (the letter of the answer).
-
-    Args:
-        path (`str` or `Path`, *optional*, defaults to `"hiyouga/geometry3k"`):
-            The dataset, on the Hub or in a folder.
-        split (`str`, *optional*, defaults to `"test"`):
-            `"train"`, `"validation"` or `"test"`.
-        template (`str`, *optional*):
-            Prompt, with `{problem}`.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages in which images have their places), `images`, `solution`, and
-        `id`, `choices` and `ground_truth` where there are any. The prompt doesn't tell the choices.
-
-    Raises:
-        `ValueError`: If a row lacks a column, or has not as many marks as images.
-
-    Example:
-    ```python
-    dataset = load_geo3k(split="train")
-    trainer = MultimodalGRPOTrainer(model, [accuracy_reward, format_reward], args, dataset)
-    ```
-    """
-    dataset = _read_dataset(path, split)
-    images, rows = _without_media(dataset, "images")
-    if images is None:
-        raise ValueError(f"{path} has no column 'images', only {dataset.column_names}; is it a copy of Geometry3K?")
-    counts = pc.list_value_length(dataset.data.column("images")).to_pylist()
-    prompts, solutions = [], []
-    for index, row in enumerate(rows):
-        parts = template.format(problem=_required(row, index, "problem")).split("<image>")
-        if len(parts) - 1 != counts[index]:
-            raise ValueError(
-                f"row {index} has {counts[index]} images and {len(parts) - 1} marks '<image>' in its problem; write "
-                "one for each."
-            )
-        blocks = []
-        for i, part in enumerate(parts):
-            blocks += [{"type": "image", "text": None}] if i else []
-            blocks += [{"type": "text", "text": part}] if part.strip() else []
-        prompts.append([{"role": "user", "content": blocks}])
-        solutions.append(_required(row, index, "answer"))
-    extras = _extras(rows, {name: name for name in ("id", "choices", "ground_truth")})
-    return _assemble({"prompt": prompts, "solution": solutions}, extras, images)
-
-
 def _json_file(path: str | Path, pattern: str) -> Path | None:
     """The file with the rows, `None` where `path` is a dataset."""
     path = local_path(str(path)) or Path(path)
@@ -295,12 +240,9 @@ def _extras(rows: list[dict[str, Any]], names: dict[str, str]) -> dict[str, list
     return {new: [row.get(name) for row in rows] for name, new in names.items() if any(name in row for row in rows)}
 
 
-def _assemble(columns: dict[str, list], extras: dict[str, list], media: Dataset) -> Dataset:
-    prompts = columns.pop("prompt")
-    content = prompts[0][0]["content"]
-    block = Value("string") if isinstance(content, str) else List({"type": Value("string"), "text": Value("string")})
-    features = Features({"prompt": List({"role": Value("string"), "content": block})})
-    texts = Dataset.from_dict({**columns, **extras})
-    dataset = concatenate_datasets([Dataset.from_dict({"prompt": prompts}, features), media, texts], axis=1)
+def _assemble(columns: dict[str, list], extras: dict[str, list], audio: Dataset) -> Dataset:
+    messages = List({"role": Value("string"), "content": Value("string")})
+    prompts = Dataset.from_dict({"prompt": columns.pop("prompt")}, Features({"prompt": messages}))
+    dataset = concatenate_datasets([prompts, audio, Dataset.from_dict({**columns, **extras})], axis=1)
     # Not decoded, since the trainers decode each medium once, at the model's rate
-    return dataset.cast_column("audio", Audio(decode=False)) if "audio" in dataset.column_names else dataset
+    return dataset.cast_column("audio", Audio(decode=False))

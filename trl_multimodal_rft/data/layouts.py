@@ -182,6 +182,33 @@ def load_easyr1(
     return _assemble(columns, rows, {prompt_key, answer_key}, media)
 
 
+def load_geo3k(
+    path: str | Path = "hiyouga/geometry3k", split: str = "test", *, template: str = PROBLEM_TEMPLATE
+) -> Dataset:
+    """
+    Reads [Geometry3K](https://huggingface.co/papers/2105.04165), geometry problems with figures.
+
+    The layout is that of https://huggingface.co/datasets/hiyouga/geometry3k, which is EasyR1's, see [`load_easyr1`]:
+    `images` (a list), `problem`, `answer` (a number or an expression in LaTeX), and in its later version `id`,
+    `choices` and `ground_truth` (the letter of the answer). The prompt doesn't tell the choices.
+
+    Args:
+        path (`str` or `Path`, *optional*, defaults to `"hiyouga/geometry3k"`):
+            The dataset, on the Hub or in a folder.
+        split (`str`, *optional*, defaults to `"test"`):
+            `"train"`, `"validation"` or `"test"`.
+        template (`str`, *optional*):
+            Prompt, with `{problem}`.
+
+    Example:
+    ```python
+    dataset = load_geo3k(split="train")
+    trainer = MultimodalGRPOTrainer(model, [accuracy_reward, format_reward], args, dataset)
+    ```
+    """
+    return load_easyr1(path, split, template=template)
+
+
 def load_video_r1(
     path: str | Path,
     split: str = "train",
