@@ -318,7 +318,7 @@ def test_measurements_see_what_is_wrong():
 def test_minimax_is_measured_with_layers_of_the_kinds_that_are_released():
     obstacle = sharing_obstacle(tiny_model(transformers.MiniMaxM3SparseForConditionalGeneration))
     row = measured((ROOT / "docs" / "models.md").read_text())["minimax_m3_vl"]
-    assert row["scored"] == "padded, apart" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
+    assert row["scored"] == "padded, isolated" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
 
 
 def test_page_of_models():
@@ -331,5 +331,5 @@ def test_page_of_models():
     for name, family in FAMILIES.items():
         row = rows[name]
         assert row["processor"] == "real" and set(row["media"].split(", ")) == set(family.modalities)
-        assert row["scored"] == ("packed, apart" if family_of(name).isolate else "packed")
+        assert row["scored"] == ("packed, isolated" if family_of(name).isolate else "packed")
         assert max(float(row["log-probs"]), float(row["gradient"])) < 1e-4

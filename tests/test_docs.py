@@ -345,7 +345,7 @@ def test_models_by_name_are_measured():
     assert len(by_name) > 30 and all(takes[family] == media for family, media in by_name)
     assert f"has {len(takes.keys() - {'family', '---'})} families" in listed
     explained = re.findall(r"^\| `([\w, ]+)` \| ", listed, re.MULTILINE)
-    assert modes - {"padded, apart"} == {*explained}
+    assert modes - {"padded, isolated"} == {*explained}
 
 
 def test_options_for_users_of_others_exist():

@@ -47,13 +47,13 @@ class Measurement:
     family: str  # its `model_type`
     kinds: str = ""  # kinds of media that were measured
     real: bool = False  # whether prompts came from a real processor
-    # `"packed"` or `"padded"`, with `"apart"` if prompts are forwarded apart, or `"refused"`; `"wrong: ..."` and
-    # `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured
+    # `"packed"` or `"padded"`, with `"isolated"` if prompts get forward passes of their own, or `"refused"`;
+    # `"wrong: ..."` and `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured
     mode: str = "not built"
     logps: float | None = None  # largest difference of log-probabilities, in nats
     gradient: float | None = None  # difference of the gradient, relative to its norm
     sharing: str = ""  # whether samples share a prefill: `"yes"`, `"no"`, or what is wrong
-    note: str = ""  # what is to be said beside
+    note: str = ""  # remark
 
 
 def measure_all(
@@ -101,7 +101,7 @@ def _send(sender, function: Callable[[str], Measurement], name: str) -> None:
 
 
 def measure_class(name: str, class_name: str) -> Measurement:
-    """Measures a tiny model with made-up media."""
+    """Measures a tiny model with synthetic media."""
     found = Measurement(name)
     try:
         model = tiny_model(getattr(transformers, class_name))
@@ -201,7 +201,7 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
 
 
 def _mode(fallbacks: Fallbacks) -> str:
-    return ("packed" if fallbacks.packing else "padded") + (", apart" if fallbacks.isolate else "")
+    return ("packed" if fallbacks.packing else "padded") + (", isolated" if fallbacks.isolate else "")
 
 
 def _remedy(score, fallbacks: Fallbacks) -> str:
@@ -212,7 +212,7 @@ def _remedy(score, fallbacks: Fallbacks) -> str:
                 other = Fallbacks(packing=packing, isolate=isolate, logits_from_model=logits_from_model)
                 try:
                     if max(score(other)) <= TOLERANCE:
-                        own = ", own logits" if logits_from_model else ""
+                        own = "; logits from the model" if logits_from_model else ""
                         return f"exact if {_mode(other)}{f' ({isolate})' if isolate else ''}{own}"
                 except Exception:
                     continue

@@ -19,7 +19,7 @@ from trl_multimodal_rft.families import FAMILIES, MODALITIES, family_of
 from .measure import Measurement, measure_all, measure_class, measure_real
 
 
-# What `docs/vllm.md` says of families that were run with vLLM, beside media of which it makes other tokens
+# What `docs/vllm.md` says of families that were run with vLLM, except for media of which it makes other tokens
 VLLM = {
     "idefics3": "yes",
     "internvl": "yes",
@@ -65,7 +65,7 @@ def cells(found: Measurement) -> tuple[str, ...]:
     vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
     if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
         vllm = f"but {', '.join(missing)}"
-    real = "real" if found.real else "made up" if found.kinds else ""
+    real = "real" if found.real else "synthetic" if found.kinds else ""
     return (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("families_report", description=__doc__)
     add = parser.add_argument
     add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
-    add("--synthetic", action="store_true", help="random tensors in the place of what processors make, for all")
+    add("--synthetic", action="store_true", help="random tensors instead of what processors return, for all families")
     add("--time_limit", type=float, default=180, help="seconds that a family may take")
     add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
     add("--output", type=Path, help="page in Markdown whose table is replaced")

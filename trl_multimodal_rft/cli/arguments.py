@@ -47,7 +47,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
     model = "folder of a trained model or adapter, or name on the Hub"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
     add("--model_name_or_path", required=True, help=argparse.SUPPRESS)  # the name in other commands
-    add("--base", help="model that is asked beside it; of an adapter, by default what it was trained on")
+    add("--base", help="model to compare with; for an adapter, by default the one it was trained on")
     add("--system_prompt", help="system message; by default the one in the model card")
     add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
     add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")

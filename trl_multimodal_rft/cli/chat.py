@@ -85,7 +85,7 @@ def example_of(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _messages_of(card: str) -> list[dict[str, Any]]:
-    """The messages in the code of a card of this package, with `None` in the place of media."""
+    """The messages in the code of a card of this package, with `None` for media."""
     code = re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
     if code is None or "`trl-multimodal-rft`" not in card:
         return []
@@ -171,7 +171,7 @@ def page(
             length = gradio.Slider(
                 1, longest, config.max_completion_length, step=1, label="Maximum completion length", info="tokens"
             )
-        turns = gradio.State([])  # on the server, so that nobody else says what was asked
+        turns = gradio.State([])  # on the server, so that a client can't change the history
         answers = [gradio.Textbox(label=name, visible=False) for name in answerers]
         gradio.on(
             [ask_button.click, question.submit],

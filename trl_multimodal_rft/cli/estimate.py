@@ -58,7 +58,7 @@ class Measured:
     critic: int  # weights of a critic of its own
     layer: int  # weights of the largest layer
     ends: int  # weights of embeddings and LM head
-    held: int  # bytes that are alive where the backward pass starts, beside weights and gradients
+    held: int  # bytes that are alive where the backward pass starts, without weights and gradients
     peak: int  # the most bytes that are
     cache_per_token: float  # bytes of keys and values, averaged over a completion's length
     prompt_tokens: int  # tokens of a prompt
@@ -68,7 +68,7 @@ class Measured:
 
 
 def _is_sharded(args) -> bool:
-    """Whether an engine holds weights, which computes in bfloat16 whatever was loaded."""
+    """Whether an engine holds weights, which computes in bfloat16 for any dtype of the checkpoint."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 

@@ -41,14 +41,14 @@ def classes_with_media() -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table."""
-    header = ("model_type", "takes", "apart", "trained part")
+    header = ("model_type", "takes", "isolate", "trained part")
     table: list[tuple[str, ...]] = [header, *rows(args.only_known)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     table.insert(1, tuple("-" * width for width in widths))
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(
-        "\ntakes: media that the class in transformers takes. apart: `media` if prompts share a forward only where no "
-        "medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that also "
-        "speaks."
+        "\ntakes: media that the class in transformers takes. isolate: `media` if prompts share a forward only where "
+        "no medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that "
+        "also speaks."
     )

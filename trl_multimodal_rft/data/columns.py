@@ -28,7 +28,7 @@ MEDIA_COLUMNS = {
     "videos": "video",
 }
 
-# Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
+# Keys under which others give media: OpenAI in blocks, Ollama next to the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
 
 # Options of the blocks of each kind: positive numbers, which must be whole but those in seconds and per second
@@ -52,13 +52,13 @@ _SHAREGPT = "convert its rows, which are those of sharegpt, by `trl-multimodal-r
 # Characters from which on a word is data, or is too long to be read in a message
 _LONGEST_WORD = 300
 
-# How the place of a medium begins that a tool returned
+# Prefix of the location of a medium that a tool returned
 FROM_TOOL = "tool "
 
 # Types of blocks that are text, and the key of what they say
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-# Keys of messages that hold no media, or are read by themselves
+# Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 
 # Types that every template may leave out, as most do with earlier thoughts
@@ -202,12 +202,12 @@ class MediaRef:
         """
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         for source in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(source, str) and "://" in source:  # whose end is known, whatever is in it
+            if isinstance(source, str) and "://" in source:  # the whole value is the URL
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
-        """What a file was called whose bytes are at hand, by which it may be found."""
+        """The name of a file whose bytes the row holds, so that it can be found."""
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
@@ -297,7 +297,7 @@ def blocks_to_refs(
     message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
     for ref in iter_refs(message):
         if ref.source is None:
-            raise ref.error(f"the block holds no {ref.kind}; give it beside the type, under {ref.kind!r}")
+            raise ref.error(f"the block holds no {ref.kind}; give it next to the type, under {ref.kind!r}")
     return _ruled(message, rules)["content"]
 
 
@@ -505,7 +505,7 @@ def _place(
             if kind in tags:
                 raise MediaError(
                     f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the "
-                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
+                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, which make '<{kind}>' plain text"
                 )
             raise MediaError(
                 f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; "

@@ -35,7 +35,7 @@ def load_conversations(
     """
     Reads conversations about media in the layouts of ShareGPT, LLaVA and ms-swift.
 
-    A row holds messages, media beside them, and other columns, which are kept:
+    A row holds messages, media, and other columns, which are kept:
 
     - ShareGPT, as LLaMA-Factory reads it (https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md):
       `conversations` of `from` (`"human"`, `"gpt"`, `"system"`) and `value`, or `messages` of `role` and `content`;
@@ -88,7 +88,7 @@ def load_conversations(
             continue
         solution = row.get("solution")
         if answered and len(chat) == 1:
-            raise ValueError(f"row {number}, column '{column}': nobody is asked anything; remove the row.")
+            raise ValueError(f"row {number}, column '{column}': the conversation has no user turn; remove the row.")
         columns["prompt"].append(_placed(chat[:-1] if answered else chat, counts[number], number))
         columns["solution"].append(chat[-1]["content"] if solution is None and answered else solution)
     if task == "sft":
@@ -242,7 +242,7 @@ def load_video_r1(
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the medium), `videos`, `images`, `solution`,
         `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and `data_source`; or of
-        `messages` in the place of prompt, solution and choices.
+        `messages` instead of prompt, solution and choices.
 
     Example:
     ```python
@@ -374,7 +374,7 @@ def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[An
 
 
 def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str, Any]]:
-    """The options of the media of a kind, as qwen-vl-utils takes them beside the medium."""
+    """The options of the media of a kind, which qwen-vl-utils reads from the same block."""
     found = []
     for i, item in enumerate(row.get(f"{kind}s") or ()):
         others = item.items() if isinstance(item, dict) else ()
@@ -428,7 +428,7 @@ def _conversation(
 def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], number: int) -> list[dict[str, Any]]:
     """Messages of blocks, with one for each medium in its place."""
     row: dict[str, Any] = {"prompt": [dict(message) for message in chat]}
-    for column, count in counts.items():  # whatever they are, they are counted and placed
+    for column, count in counts.items():  # only their number counts
         row[column] = ["it"] * count if column.endswith("s") else "it" if count else None
     words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
     for kind in MODALITIES:

@@ -311,7 +311,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
 
 @contextmanager
 def decoding(ref: MediaRef) -> Iterator[None]:
-    """Turns whatever a decoder raises within the context into an error that names the row and the column."""
+    """Turns any error of a decoder within the context into one that names the row and the column."""
     try:
         yield
     except (MediaError, ImportError):

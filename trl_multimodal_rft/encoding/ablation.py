@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoded media in the place of others, of the same duration and size, so that a prompt keeps its tokens."""
+"""Replacements of decoded media, of the same duration and size, so that a prompt keeps its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _GREY = 128
 @dataclass(frozen=True)
 class Ablation:
     """
-    What takes the place of a prompt's media of a kind.
+    What replaces a prompt's media of a kind.
 
     Args:
         kind (`str`):

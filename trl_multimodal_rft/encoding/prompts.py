@@ -39,7 +39,7 @@ class DecodedPrompt:
         media (`dict[str, list]`):
             The media of each modality, in prompt order.
         processor_kwargs (`dict[str, Any]`):
-            What the processor is told about them.
+            Arguments of the processor that describe them.
         template_kwargs (`dict[str, Any]`):
             Arguments for `apply_chat_template`.
         tokenizer_kwargs (`dict[str, Any]`, *optional*):
@@ -163,7 +163,7 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, s
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Any) -> set[int]:
-    """The ids of [`placeholder_token_ids`], whatever they stand for."""
+    """The ids of [`placeholder_token_ids`], of all modalities."""
     return set().union(*placeholder_token_ids(model, processor).values())
 
 
@@ -205,7 +205,7 @@ def encode_prompt(
         engine_positions (`bool`, *optional*, defaults to `False`):
             Whether positions are those of vLLM, see [`engine_position_ids`], instead of the model's own.
         ablation ([`~encoding.ablation.Ablation`], *optional*):
-            What takes the place of the media of a kind.
+            What replaces the media of a kind.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -242,8 +242,9 @@ def encode_prompt(
         positions = engine_position_ids(own, torch.isin(input_ids, torch.tensor(sorted(placeholders))))
         if not torch.equal(own, positions):
             logger.warning_once(
-                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM goes on "
-                "with other positions than transformers. Completions are scored at those of vLLM, which samples them."
+                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM "
+                "continues at other positions than transformers. Completions are scored at those of vLLM, which "
+                "samples them."
             )
     prompt.position_ids = positions
     return prompt

@@ -301,7 +301,7 @@ def _option(value: str, name: str) -> str:
 
 
 def _cited(name: str) -> str:
-    """The paper of an option that has one, whatever its value."""
+    """The paper of an option, for any of its values."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 

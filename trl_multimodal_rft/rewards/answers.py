@@ -55,7 +55,7 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
     The answer is what [`extract_answer`] finds: the content of the first `<answer>...</answer>`; without such tags, of
     the last `\\boxed{}`, what follows `####` or a closing "the answer is"; or else the whole completion. It equals the
-    reference when the two are the same text apart from case, whitespace and punctuation, or the same number (`"0.5"`
+    reference when the two are the same text except for case, whitespace and punctuation, or the same number (`"0.5"`
     and `".50"`), or the same choice (`"B"`, `"(B)"`, `"dog"` and `"B. dog"`), or else, both of them a bare expression,
     when they are symbolically equal (`"0.5"` and `"\\frac{1}{2}"`), which takes `math_verify`. Units of an answer in
     LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text around a tag never counts, and a number inside a
@@ -235,7 +235,7 @@ def references_of(solution: Any, place: int, name: str) -> list[str]:
 
 
 def normalize_answer(text: str) -> str:
-    """Takes away what doesn't tell answers apart."""
+    """Removes what doesn't distinguish answers."""
     # An answer that is nothing but punctuation stays what it is, or it would equal an empty completion.
     return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
 

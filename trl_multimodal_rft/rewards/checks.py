@@ -18,7 +18,7 @@ from ..data.rules import MediaRules
 
 
 _LARGEST = torch.finfo(torch.float32).max  # in which rewards are summed up
-# Arguments of every reward function, by name, beside the columns of the dataset
+# Arguments of every reward function, by name, in addition to the columns of the dataset
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 

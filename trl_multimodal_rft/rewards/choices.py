@@ -72,7 +72,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
     Which of the choices an answer names.
 
-    In this order: the text of a choice, apart from case, whitespace and punctuation; its letter, as in `"B"`, `"(B)"`
+    In this order: the text of a choice, except for case, whitespace and punctuation; its letter, as in `"B"`, `"(B)"`
     or `"B. Woman"`, unless another choice's text follows; or text that has all words of one choice and no word that
     only others have, which is the rule of [MMAU](https://huggingface.co/papers/2410.19168).
     """

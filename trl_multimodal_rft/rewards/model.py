@@ -35,7 +35,8 @@ class RewardModel:
     A reward function that asks a model, with the signature of TRL's.
 
     The model reads prompt and completion together, with the prompt's media, through its own processor and chat
-    template, whatever family the policy is of. It runs where it is, without gradients, and is put in evaluation mode.
+    template; the policy may be of another family. It stays on its device, runs
+    without gradients, and is put in evaluation mode.
 
     Args:
         model (`torch.nn.Module`):

@@ -153,7 +153,7 @@ def _for_its_rows(
 
             arguments["log_extra"] = log_extra
             if not rows:
-                # TRL's table would go on with the values of an earlier batch
+                # TRL's table would repeat the values of an earlier batch
                 for column in sorted(extra_columns):
                     log_extra(column, [])
         return rows, arguments

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
+"""Arguments of the scripts that are in neither a config nor [`~trl.ModelConfig`], and how they are parsed."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from .arguments import RFTScriptArguments
 from .evaluate import EvaluationArguments, evaluate_by_name
 
 
-# In the folder, beside the rows
+# In the folder of the rows
 REPORT = "filter.json"
 
 
